@@ -45,7 +45,7 @@ class CheckResult(Result):
     num_tokens: int
     """Tokens in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """How many were inspected one by one. The others only contribute to sums."""
+    """Tokens inspected one by one. All others only contribute to sums."""
     rms_d: float
     """RMS d (nats)."""
     findings: tuple[Finding, ...]
@@ -155,7 +155,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain none."""
+    """Count the sampled tokens that each finding explains. Guesses, listed after `unexplained`, explain no tokens."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

@@ -77,7 +77,7 @@ _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share unexplained competes only with others that predict values."""
+"""Below this unexplained share, an explanation competes only with explanations that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability for listing the fault's kind before its location."""
 MIN_LIKELY = 0.4
@@ -188,8 +188,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """If the first finding covers only some tokens, add the place where nearly all tokens that rounding cannot explain
-    are."""
+    """If the first finding covers only some tokens, add the place that contains nearly all tokens beyond rounding."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -240,8 +239,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Drop explanations that do not fit the mismatch's location.
 
-    If nearly all tokens that rounding cannot explain are at one place and the others agree, an explanation that covers
-    all tokens without predicting values is wrong about the others.
+    If one place contains nearly all tokens that rounding cannot explain and the sides agree elsewhere, only
+    explanations that predict values may cover all tokens.
     """
     off = nobodys(data)
     exact = any(

@@ -1,6 +1,6 @@
 """Features of a mismatch without an exact explanation, and the classifier that finds its likely cause.
 
-The 27 features were selected from 83, and identify as many faults as all 83 on cases from authors outside the fit.
+The 27 features were selected from 83. On cases from held-out authors, they identify as many faults as all 83.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -400,7 +400,7 @@ REASONS: dict[str, tuple[str, str]] = {
 
 NO_FAULT = "rounding"
 MAX_DISTANCE = 4.0
-"""Standardised features are clipped to +- this. Runs beyond it are unlike the fitted ones."""
+"""Standardised features are clipped to this absolute value. Runs beyond it do not resemble the fitted ones."""
 
 MAX_REASONS = 3
 SIZE = "the logits differ by {level:.2g} nats rms; rounding in {dtypes} usually causes at most {allowed:.2g}"

@@ -125,7 +125,7 @@ MAX_FLIP_NATS = 3.0
 """If the model may have experts, a logit error up to this (nats), or up to `spread` if that is larger, can be due to a
 different expert choice."""
 MIN_OFF_TOKENS = 5
-"""With fewer tokens beyond rounding than this, only those above `max_flip` are reported."""
+"""If fewer tokens than this are beyond rounding, only tokens above `max_flip` are reported."""
 MIN_UNCERTAIN = 30
 """Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring the rounding level in a run."""
 LEAST_SHARE = 6.0
@@ -248,7 +248,7 @@ class Hypothesis:
     tokens: np.ndarray
     """[N] bool: tokens explained if it is accepted."""
     gain: float
-    """Log likelihood gained over no explanation, minus the cost (nats)."""
+    """Log likelihood ratio to having no explanation, minus the cost (nats)."""
     left: float | None = None
     """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
     rank: int = 0
@@ -259,7 +259,7 @@ class Hypothesis:
     corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding about the place itself, if the explanation holds only there."""
+    """Finding about the place itself, if the explanation only holds at that place."""
 
 
 def predicting(
@@ -300,7 +300,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts where d is large. How large is fitted."""
+    """Return an explanation that predicts where d is large. Its size there is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

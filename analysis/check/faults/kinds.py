@@ -47,8 +47,8 @@ MIN_SECOND = 0.2
 MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
 
-In cross-validation by author, none of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. For one author with
-far sharper random policies, 64 of 495 runs do, or 14 if the fit includes three quarters of that author's kinds.
+In cross-validation by author, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's random
+policies are far sharper: 64 of that author's 495 runs fall below it.
 """
 CLEAR_LAG = 2.5
 """Minimum |along_movement| (standard errors) for saying which side's weights are behind."""
@@ -191,8 +191,8 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
     """Return the finding implied if exactly `tokens` ([N] bool) are affected, or None.
 
-    Unless `is_unrelated`, only padding and packing imply a finding, because different replicas may have served the
-    prompts.
+    If `is_unrelated` is False, different replicas may have served the prompts, so only padding and packing imply a
+    finding.
     """
     inside = tokens[data.keep]
     same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
@@ -279,8 +279,7 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch correlates with something that does not affect rounding. The model only applies to
-    whole runs."""
+    """Return True if a whole run's mismatch correlates with something that does not affect rounding."""
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
 
@@ -329,7 +328,7 @@ _TOKENS = (
 )  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
-"""At most this many token ids count as one place."""
+"""Maximum number of token ids that together count as one place."""
 _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 

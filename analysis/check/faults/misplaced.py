@@ -215,8 +215,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return what each row's shift is equal to, e.g. `padding of 8` or `place of 8` for 8-row blocks, or `padding of
-    step`. Empty if unknown."""
+    """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -487,7 +486,6 @@ def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
-    """Return index[t + lag], [R, T], for one lag or one per row or token. -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
     return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 

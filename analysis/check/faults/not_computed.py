@@ -21,9 +21,9 @@ MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
 """Minimum number of tokens (and of token ids) that share a value before it can count as a placeholder."""
 _SHARED_FACTOR = 10
-"""A value found in both passes is a placeholder if it occurs in this many times as many contexts as nearby values."""
+"""A value found in both passes is a placeholder if its contexts outnumber those of nearby values by this factor."""
 _REPEATED_FACTOR = 3
-"""The same factor for a value found in only one pass."""
+"""Corresponding factor for a value found in only one pass."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
@@ -57,7 +57,7 @@ _EVIDENCE = {
     "contracts name {differing}: in these rows, one pass is a copy of the other",
 }
 _REASONS = {
-    "improbable": "; elsewhere, {other} has {elsewhere_mean:.3g} on average, so these tokens were not sampled from the policy",
+    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",
     "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",

@@ -54,8 +54,7 @@ _NAMES = {
     "curve": "an unknown function of the other side's logprobs ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""A conversion counts if it leaves less than this fraction of the mismatch: first for known units, then for fitted
-functions."""
+"""Maximum unexplained fraction of the mismatch for accepting a known unit (first) or a fitted function (second)."""
 
 MIN_MONOTONE = 0.98
 
@@ -468,8 +467,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the passes' rank correlation among tokens with the same id, or None if too few ids repeat or vary by more
-    than rounding."""
+    """Return the passes' rank correlation among tokens with the same id, or None if there are too few repeated ids or
+    their values vary only by rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:
