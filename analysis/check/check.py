@@ -51,8 +51,8 @@ class CheckResult(Result):
     findings: tuple[Finding, ...]
     """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
-    """How many inspected tokens are explained by each finding, by rounding, and by nothing. A token that several findings
-    explain counts for the first."""
+    """Inspected tokens explained by each finding, by rounding, and by nothing. A token that several findings explain
+    counts for the first."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()

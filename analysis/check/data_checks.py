@@ -39,7 +39,7 @@ KINDS = {
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
     "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}, so either rewards were changed after advantages were computed, or part of each group has its own baseline"),
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
-    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in complete groups, so rows were removed afterwards"),
+    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, unlike in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one counter is wrong"),
     "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all other advantages follow the group's mean and scale"),
@@ -57,7 +57,7 @@ KINDS = {
     "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step"),
     "advantages_unlike_settings": ("advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {rule} by the group's standard deviation"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
-    "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
+    "metric_of_others": ("a logged metric averages other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so several rows share a seed or rows were reused"),
@@ -154,14 +154,14 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors that random variation does not exceed even in a thousand steps."""
+"""Random variation stays within this many standard errors even in a thousand steps."""
 BATCH = "a constant for the whole batch"
-_HALVES = "the mean of the row's half of the group"
+_HALVES = "the mean over the row's half of the group"
 _OF_OWN = {
-    "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
-    "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
+    "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
+    "multiplied by the response length": "advantages_by_length", _HALVES: "baseline",
 }  # fmt: skip
-"""Rule -> code, for the rules that keep the sum of a group's advantages near 0."""
+"""Rule -> code, for rules under which a group's advantages still sum to about 0."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
 _IS_ON = re.compile(r"^(group|true|1\.0)$", re.IGNORECASE)
@@ -641,8 +641,8 @@ def _others(
         "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
         f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
         "rewards of the same group in another order": normalised(r[order], g),
-        "divided by the number of response tokens": [each / length for each in normalised(r, g)],
-        "multiplied by the number of response tokens": [each * length for each in normalised(r, g)],
+        "divided by the response length": [each / length for each in normalised(r, g)],
+        "multiplied by the response length": [each * length for each in normalised(r, g)],
     }
     rank = rank_of(g)
     if n >= 4:

@@ -69,7 +69,7 @@ from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, l
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum token count for statistics. With fewer, a single token can cause a third of the sum of squares."""
+"""Minimum token count for statistics. With fewer tokens, a single one can cause a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
 100,000 reaches it."""
@@ -269,8 +269,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            # Whatever causes wrong values after a position, they look like those of different tokens or of a smaller
-            # vocabulary.
+            # Values that are wrong from some position on always look as if they came from different tokens or from a
+            # smaller vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
             shown = same or replace(each, beside=place.finding)

@@ -20,7 +20,7 @@ from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
 from .where import later_turn, where_text
 
 MIN_REPEATS = 20
-"""Minimum number of repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
+"""Minimum repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
 _LAGS = (1, 2, 4)
 """Autocorrelation lags in tokens. Short, so that few pairs straddle a change within a sequence."""
 
@@ -102,7 +102,8 @@ def _certainty(score: float) -> float:
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the mean inside minus the mean outside, in standard deviations. 0 if either has fewer than 4 values."""
+    """Return the difference between the means inside and outside, in standard deviations. 0 if either has fewer than 4
+    values."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)

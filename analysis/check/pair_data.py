@@ -214,11 +214,11 @@ is replaced by the log-odds' standard deviation, the error is 0.3 to 10 units on
 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
 policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
-"""dtype -> number of significant bits. float8 is e4m3."""
+"""dtype -> significant bits. float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> smallest normal number's exponent, as in `frexp`. Smaller values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Grids to try for probabilities, as numbers of equal steps between 0 and 1."""
+"""Probability grids to try, each given as its number of equal steps from 0 to 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In

@@ -25,16 +25,16 @@ from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
-"""Maximum number of steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read
-within seconds."""
+"""Maximum steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read within
+seconds."""
 MIN_SAMPLED_STEPS = 2
 """Two neighbouring steps are always read, even if they exceed MAX_READ_TOKENS."""
 MAX_READ_TOKENS = 2_000_000
 """Approximate limit on tokens read from disk. Whole steps are read, so it can be exceeded."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum number of tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
+"""Maximum tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
 MAX_NAMED = 1000
-"""Maximum number of sequences to name in a query. With more, whole steps are read."""
+"""Maximum sequences to name in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
 """A token counts as unlikely if its logprob + entropy is below this (nats), as for 5% of sampled tokens in a model with
 flat-tailed distributions."""

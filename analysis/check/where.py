@@ -26,17 +26,17 @@ MIN_RATIO = 3.0
 MIN_GAIN_NATS = 20.0
 """Minimum evidence for a description (nats). Because many descriptions are tried, one can reach 10 by chance."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences or tokens on either side of a split."""
+"""Minimum sequences or tokens on either side of a split."""
 MAX_COVERED = 0.95
-"""Maximum share of tokens that a set of values may cover. Above it, the mismatch is everywhere."""
+"""Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
 MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
 """Triggering token ids are searched for only if the mismatch begins partway through at least this many rows."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between
-can mask the onset."""
+"""Maximum tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between can mask the
+onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class Comparison(Result):
     """The two passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Number of steps with sequences in both runs."""
+    """Steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
     """Sorted by first step, then by kind, with the largest differences between series first."""
     same: tuple[str, ...]

@@ -81,7 +81,7 @@ _HINTS = {
     "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
     "group": "another prompt's cached prefix, or prompt parts in a different order",
     "padding": "attention to padding, or positions that include it; only rows with padding are affected",
-    "packing": "attention between packed rows; only the first row of each pack is correct",
+    "packing": "attention between packed rows; only each pack's first row is correct",
     "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to other ids",
 }
 ROW_CONTEXT = Fault(
@@ -119,7 +119,7 @@ ROUTER_FLIPS = Fault(
         "router_tail": lambda n: {
             "experts_text": "the model is a mixture of experts"
             if n["experts_known"]
-            else "the mismatch has the pattern of a mixture of experts"
+            else "the mismatch pattern is typical of MoE models"
         }
     },
 )  # fmt: skip
@@ -285,7 +285,7 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in a mixture of experts: a few tokens differ far more than all others, in both directions.
+    """Detect router flips in MoE models: a few tokens differ far more than all others, in both directions.
 
     `off` ([K] bool) marks the tokens that rounding cannot explain.
     """
@@ -354,7 +354,7 @@ ONE_PLACE = Fault(
     words={"place": _place},
     causes={"some_ids": "some token ids are scored wrongly: their rows in the output head, a bias, or the ids themselves are wrong",
             "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
-            "ids": "tokens with ids above or below a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
+            "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
 BOUNDARY = Fault(
     code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",

@@ -46,7 +46,7 @@ WIDTH = 6
 MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), and after it only if shifted by {{lags}} tokens: "
+_AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), but after it only if shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -63,8 +63,8 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     apart = numbers["steps_apart"]
     steps = "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
     blocks = (
-        "blocks of the same row are in the wrong order, as if the chunks of a context-parallel row had been joined wrongly "
-        f"(number of different displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
+        "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly "
+        f"(distinct displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
     )
     return {"order_text": f"they belong to different rows, {steps}" if numbers["order"] == "rows" else blocks}
 
@@ -106,7 +106,7 @@ SHIFT = Fault(
         "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
         "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
         "by {size:.2g}",
-        "lost": f"{_ROWS_OFF} are missing {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
+        "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
         "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
@@ -191,8 +191,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return each row's best shift of pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive values
-    from mid-row match best."""
+    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive mid-
+    row values match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])

@@ -19,7 +19,7 @@ MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. Fewer come from a few cut-off sequences, which `stats` counts."""
 MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens (and of token ids) that share a value before it can count as a placeholder."""
+"""Minimum tokens (and token ids) that must share a value before it can count as a placeholder."""
 _SHARED_FACTOR = 10
 """A value found in both passes is a placeholder if its contexts outnumber those of nearby values by this factor."""
 _REPEATED_FACTOR = 3
