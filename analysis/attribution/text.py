@@ -30,7 +30,7 @@ EVIDENCE: Mapping[str, str] = {
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
-    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
+    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), and a policy cannot change its prompts",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently, so the model was replaced",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
@@ -91,7 +91,7 @@ DIFFERENCES: Mapping[str, str] = {
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "the update at step {step} yields different weights than in the baseline from the same sequences, rewards and advantages: the optimizer or a loss term differs (record the gradient norm to tell which)",
+    "update_or_loss": "from the same sequences, rewards and advantages, the update at step {step} yields different weights than in the baseline, so the optimizer or a loss term differs (record the gradient norm to tell which)",
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {

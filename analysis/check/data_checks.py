@@ -41,7 +41,7 @@ KINDS = {
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, unlike in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
-    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one counter is wrong"),
+    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's, although the trainer does not have these weights yet, so one counter is wrong"),
     "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all other advantages follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow other rows' rewards ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
@@ -758,7 +758,7 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
             explanation = (
                 f"with {move}, only {left[move]:,} do"
                 if is_moved
-                else "no shift of the rewards explains this: the reward is random, or belongs to other rows"
+                else "no shift of the rewards explains this, so the reward is random or belongs to other rows"
             )
             numbers: Numbers = {"num": num, "num_pairs": int(asked.sum()), "explanation": explanation}
             yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers, notice=not is_moved)

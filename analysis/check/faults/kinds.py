@@ -352,7 +352,7 @@ _ID_CAUSES = {"token_id": "some_ids", "token_before": "after_some_ids"}
 ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
-    causes={"some_ids": "some token ids are scored wrongly: their rows in the output head, a bias, or the ids themselves are wrong",
+    causes={"some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong",
             "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
             "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip

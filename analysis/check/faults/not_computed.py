@@ -48,13 +48,13 @@ _EVIDENCE = {
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts "
     "name {differing}: {copied_text}",
     "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but "
-    "differ at {share_before:.0%} of the earlier tokens, with the same contracts: from that step on, one is a copy of "
-    "the other",
+    "differ at {share_before:.0%} of the earlier tokens, with the same contracts, so one is a copy of the other "
+    "from that step on",
     "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of "
-    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs: the loss mask is one token "
+    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs, so the loss mask is one token "
     "{late}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
-    "contracts name {differing}: in these rows, one pass is a copy of the other",
+    "contracts name {differing}, so one pass is a copy of the other in these sequences",
 }
 _REASONS = {
     "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",

@@ -61,8 +61,8 @@ MIN_MONOTONE = 0.98
 NOT_LOGPROBS = Fault(
     code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
     evidence={
-        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a "
-        "logprob is at most 0, and no known unit makes these agree with the other side"
+        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}, but "
+        "a logprob is at most 0, and no known unit makes these values agree with the other side"
     },
 )  # fmt: skip
 UNIT = Fault(
@@ -70,7 +70,7 @@ UNIT = Fault(
     causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"},
     evidence={
         "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of "
-        "{of_tokens:,} tokens and never by more: one side was clamped to within {limit:.6g} nats of the other, "
+        "{of_tokens:,} tokens and never by more, so one side was clamped to within {limit:.6g} nats of the other, "
         "which hides the mismatch",
         "other_unit": "{side} contains {unit_text}: leaving out the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
@@ -80,9 +80,9 @@ LOW_PRECISION = Fault(
     code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
     causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
-        "rounded_logprobs": "every {side} logprob has {dtype} precision: the log-softmax was computed or stored in low precision",
+        "rounded_logprobs": "every {side} logprob has {dtype} precision, so the log-softmax was computed or stored in low precision",
         "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32: the head "
+        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32, so the head "
         "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
@@ -105,15 +105,15 @@ _SAMPLED = {
     "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {other}'s "
     "distribution and {side}'s values are not their logprobs",
     "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
-    "from {other}'s distribution: one side has broken weights or scored different text",
+    "from {other}'s distribution, and one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
     code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
     evidence={
         "negative_entropies": "{side} contains the negative entropies of the distributions, not the logprobs of the "
         "{num_tokens:,} sampled tokens",
-        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled: "
-        "{side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
+        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled, "
+        "so {side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
         "same_in_context": "{side}, unlike {other}, has equal values in {num_equal:,} of {num_pairs:,} pairs where two "
         "different tokens follow the same prefix, so it contains a property of the distribution, such as its entropy "
         "or largest logprob, not the sampled tokens' logprobs",
