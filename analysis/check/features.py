@@ -141,7 +141,7 @@ class ErrorStructure:
     persistence: float
     """Mean autocorrelation over _LAGS. High if neighbouring tokens have similar mismatches."""
     sequence_score: float
-    """z-score of the variance between sequences. Near 0 if it is no larger than chance."""
+    """z-score of the variance between sequences. Near 0 if the variance is no larger than expected by chance."""
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. 0 if whole sequences are affected."""
 
@@ -385,7 +385,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "row_in_step": ("some steps have a larger mismatch than others", "all steps have about the same mismatch"),
     "first_step": ("the mismatch is already large at the first step", "the first step agrees within rounding"),
     "along": ("the mismatch follows the updates, as if {b} lagged behind {a}", "the mismatch follows the updates, as if {a} lagged behind {b}"),
-    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "there is no split into rows that agree and rows that differ"),
+    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "rows do not split into a group that agrees and a group that differs"),
     "persistence": ("neighbouring tokens have similar mismatches (correlation {v:.2f})", "neighbouring tokens have unrelated mismatches"),
     "persistence_within": ("within rows, neighbouring tokens have similar mismatches", "within rows, neighbouring tokens have unrelated mismatches"),
     "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),

@@ -33,8 +33,7 @@ REALIGNED_SHARE = 0.35
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost of a lag change within a row (nats). Two unrelated tokens cost about as much, so noise does not cause lag
-changes."""
+"""Cost of a lag change within a row (nats): about that of two unrelated tokens, so noise does not cause lag changes."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
@@ -42,7 +41,7 @@ PAIRED_SHARE = 0.15
 MAX_PAIRED_ROWS = 64
 CHANCE_TRIALS = 4
 WIDTH = 6
-"""How many consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
+"""Consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"

@@ -16,7 +16,7 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. Fewer come from a few cut-off sequences, which `stats` counts."""
+"""Minimum share of NULL logprobs for a finding. A smaller share comes from cut-off sequences, which `stats` counts."""
 MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
 """Minimum tokens (and token ids) that must share a value before it can count as a placeholder."""
@@ -37,7 +37,7 @@ _EVIDENCE = {
     "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
     "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
-    "{mean_entropy:.3g}, so they come from a prompt or a tool, not from sampling, and are included in the loss",
+    "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
@@ -242,10 +242,7 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob.
-
-    The other pass then differs from it there as much as elsewhere or, if the value is a floor, is always below it.
-    """
+    """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob."""
     rest = data.keep & ~where
     off = other.logprobs[where] - value
     if value <= IMPOSSIBLE_LOGPROB:

@@ -138,8 +138,8 @@ UNRELATED = Fault(
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
-"""Passes with a lower correlation are unrelated. Rounding, different weights or a different temperature leave it above
-0.8, and unrelated values give 0."""
+"""Passes with a lower correlation are reported as unrelated. With rounding, different weights or a different
+temperature, the correlation stays above 0.8; for unrelated values it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
