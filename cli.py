@@ -1020,7 +1020,7 @@ def weights(
 @_steps
 @_prints(csv=False, wide=False, brief=True)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
-    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
+    """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with a probability,
     evidence for and against it, and the cheapest replay or rerun that would settle it. A single run gives observational

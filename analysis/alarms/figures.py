@@ -24,7 +24,7 @@ Figure = tuple[np.ndarray, Array]
 """(steps, values), sorted by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics that no series contains, computed from tokens."""
+"""Metrics that `read_series` does not return. They are computed from tokens."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
 NOT_FINITE = "num_not_finite"
 """Loss tokens per step with a NaN or infinite logprob in either pass."""
@@ -119,7 +119,7 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 GAP = 0.06
 """Mean |d| per step (nats) above which the mismatch can bias a run."""
 UNEQUAL = 0.05
-"""Rewards are contradictory if a larger share of repeated responses gets a different reward."""
+"""Rewards are judged contradictory if more than this fraction of repeated responses get a different reward."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3

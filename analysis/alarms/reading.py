@@ -86,7 +86,7 @@ ALARMS = (
     ),
     Alarm(
         who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
-        summary="NeMo-RL plots the sample (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
+        summary="NeMo-RL logs a diagnostic plot (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
         who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
@@ -241,7 +241,7 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
     series_of_run = (
-        ("reward", "most rewards in a step", "nothing can be learned from this step"),
+        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
         ("loss", "the logged loss", "this step's update was not finite"),
     )

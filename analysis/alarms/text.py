@@ -39,7 +39,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return a reading as JSON. Its `gate` condition fails when the alert fires."""
+    """Return a reading as JSON. The `gate` condition fails when the alert fires."""
     return {
         "gate": reading.alarm.gate, "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

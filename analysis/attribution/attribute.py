@@ -37,7 +37,7 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Differences in the configuration. They are considered even if the data differ at an earlier step."""
+"""Prefixes of configuration differences, which are considered even if the data differ at an earlier step."""
 FELL_TOO = 0.6
 """The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's."""
 
@@ -50,13 +50,13 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
+    """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
     evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation,
     because the first change need not be the cause. `control` is a baseline run with the same seeds and one change,
-    ideally an exact engine. With a baseline, the result counts as an intervention, and if only the baseline improves,
-    the drop is `flat`. A mismatch that begins after the drop is never its cause.
+    ideally an exact engine. With a baseline, the result counts as an intervention. If only the baseline improves, the
+    drop is reported as `flat`. A mismatch that begins after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
     steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.

@@ -90,17 +90,17 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedCause:
-    """The likely cause if the run got worse although its rewards did not drop. Only an evaluation can show that."""
+    """Likely cause if the run got worse although its rewards did not drop, which only an evaluation can confirm."""
 
     suspects: tuple[Suspect, ...]
-    """Most probable first, without `unknown` if rewards for identical responses change at `step`."""
+    """Most probable first. `unknown` is left out if rewards for identical responses change at `step`."""
     step: int
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""Probability above which a suspect is reported as the cause. It is then more likely than all others together."""
+"""A suspect whose probability exceeds this is reported as the cause."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
 MAX_PROBABILITY_CLEARED = 0.05
 
@@ -134,7 +134,7 @@ class Attribution(Result):
     """Series used to detect a drop: a logged evaluation, else the reward. Empty if neither was recorded."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes during or shortly before the onset, largest first and consequences last. Empty without a drop."""
+    """Changes during or shortly before the onset, largest first, with consequences at the end. Empty without a drop."""
     suspects: tuple[Suspect, ...]
     """Most probable first. Empty without a drop."""
     facts: tuple[Fact, ...] = ()
@@ -146,7 +146,7 @@ class Attribution(Result):
 
     @property
     def supposed_cause(self) -> SupposedCause | None:
-        """Return `supposed` if one of its suspects is more likely than all others together, else None."""
+        """Return `supposed` if its first suspect is known and more likely than all others together, else None."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
         return self.supposed if is_one else None

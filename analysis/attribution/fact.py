@@ -18,7 +18,7 @@ class Fact(Statement):
     group: str = ""
     """Distinguishes facts with the same code, e.g. by the suspect that a changed setting points to."""
     kind: str = ""
-    """Model feature that several codes share. Usually empty."""
+    """Name of the model feature if several codes share it. Usually empty."""
 
     @property
     def feature(self) -> str:

@@ -64,7 +64,7 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return a run's differences from its baseline (the earliest first, then by strength) and where they diverge."""
+    """Return the facts in which a run differs from its baseline, and the step and kind of their first difference."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and control.fall is not None:
@@ -123,7 +123,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are nearly tied if a fact supports each at least this much, relative to the one it supports most."""
+"""Suspects are nearly tied if a fact supports each with at least this fraction of its largest support."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

@@ -30,8 +30,7 @@ from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Steps before and after a drop in which rewards are compared with lengths, and the minimum number of steps on each
-side."""
+"""For comparing rewards with lengths: steps before a drop, steps after a drop, minimum steps on each side."""
 _ENOUGH = 20
 
 
@@ -70,7 +69,7 @@ class Facts:
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Inputs that changed abruptly and permanently long before the drop. Their effect can take many updates."""
+        """Inputs that underwent an abrupt, permanent change long before the drop. Their effect can take many updates."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
@@ -124,8 +123,6 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Repeated responses since the onset, or since the end of its interval if only rewards after that are
-        misplaced."""
         found = rows.repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
             return found
@@ -189,7 +186,8 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of reward variance within steps that length explains, before and after the onset, if it rises enough."""
+        """Share of within-step reward variance explained by length, before and after the onset. None if it hardly
+        rises."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -241,7 +239,7 @@ class Facts:
 
     @cached_property
     def pays_length(self) -> float:
-        """Correlation between length and reward at the onset (within groups if lengths vary), or NaN if too low."""
+        """Correlation between length and reward at the onset, within groups where possible, or NaN if it is too weak."""
         for part in (self.around_fall(), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
@@ -316,7 +314,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read a trace's facts. Runs `check` unless it is a baseline or `checked` is given. Raises DamagedTrace."""
+    """Read a trace's facts, running `check` unless `is_control` is set or `checked` given. Raises DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
     known, later = (database, None) if is_control else timeline.known_run(database, pair)

@@ -30,8 +30,8 @@ EVIDENCE: Mapping[str, str] = {
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
-    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
-    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so they are cut off",
+    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), and a policy cannot change its prompts",
+    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently, so the model was replaced",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
@@ -52,7 +52,7 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, differing by {mean_difference:.2g} on average",
     "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}, so the reward measures something else",
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, but only {unequal_ordered_share:.0%} with {order}",
-    "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before), so rewards are in the wrong rows",
+    "rewards_move_rows": "starting at step {step}, rewards do not increase with response probability, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before), so rewards are in the wrong rows",
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, expected 1 with any baseline and scale)",
     "logprobs_in_other_rows": "check finds logprobs in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
@@ -63,8 +63,8 @@ EVIDENCE: Mapping[str, str] = {
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the reward variance within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
-    "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
-    "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
+    "relation_breaks_alone": "starting at step {step}, rewards no longer increase with response probability, although the reward distribution and the policy are unchanged",
+    "reward_and_relation_move": "at step {step} rewards change and no longer increase with response probability, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
@@ -74,9 +74,9 @@ _FIRST = "first difference at step {step}: "
 _EQUAL = _FIRST + "{num_equal} of {num_sequences} responses are identical to the baseline's"
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": _FIRST + "the prompts",
-    "responses_cut_off": _EQUAL + " and the others stop where the baseline's continue",
+    "responses_cut_off": _EQUAL + ", and the others end earlier than in the baseline",
     "sampling_parts": _EQUAL + ", although both engines return the same logprobs",
-    "tool_parts": _EQUAL + " and the others first differ in tokens that were not sampled",
+    "tool_parts": _EQUAL + ", and the others first differ at a token that the policy did not sample",
     "engine_parts": _FIRST + "for identical tokens the engine's logprobs differ (by {apart:.2g} nats) but the trainer's do not",
     "scoring_parts": _FIRST + "for identical tokens the trainer's logprobs differ (by {apart:.2g} nats) but the engine's do not",
     "rewards_part": _FIRST + "{share:.0%} of identical responses get a different reward",
@@ -91,15 +91,15 @@ DIFFERENCES: Mapping[str, str] = {
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "the update at step {step} yields different weights than in the baseline from the same sequences, rewards and advantages: the optimizer or a loss term differs (record the gradient norm to tell which)",
+    "update_or_loss": "from the same sequences, rewards and advantages, the update at step {step} yields different weights than in the baseline, so the optimizer or a loss term differs (record the gradient norm to tell which)",
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
     "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
     "itself is wrong",
-    "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
-    "before and after it consistently get a different reward. Only an evaluation can show whether the run does worse",
+    "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses "
+    "consistently get a different reward after it than before. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "

@@ -7,17 +7,17 @@ OTHER_ENDINGS = 0.2
 OF_NO_SCATTER = 10.0
 """An input that changes by at least this many standard deviations was changed deliberately."""
 BEGUN = 0.1
-"""The mismatch has begun once it reaches this fraction of its size at the drop's onset."""
+"""The mismatch is judged to have begun once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
-"""The engine counts as too far behind if its lag reaches this multiple of the usual lag. Slow sequences cause less."""
+"""The engine counts as too far behind if its lag grows by this factor. Slow sequences cause less growth."""
 LEARNED = 0.1
-"""Initial fraction used to determine what is normal for the run, such as the lag."""
+"""Fraction of the run, from its start, used to determine what is normal, such as the usual lag."""
 WAS_THERE = 0.5
 """If more than this fraction of reward noise was already present before the drop, noise is not the cause."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Minimum correlation within a step for advantages to follow rewards. A critic may remove most of the reward."""
+"""Advantages are judged not to follow rewards if their correlation within a step is below this."""
 ADVANTAGE_AGREES = 0.7
-"""Minimum correlation within groups for advantages to agree with rewards. Clipping leaves it above 0.8."""
+"""Advantages count as agreeing with rewards if their correlation within groups is at least this."""
 CHANGED = 0.05
 """The verifier counts as changed only if more than this fraction of rewards changes."""
 FEW_CHANGED = 10
@@ -29,17 +29,17 @@ MISMATCH_DIFFERS = 3.0
 MATERIAL_MISMATCH = 0.01
 """Below this mean |d| (nats), a mismatch is harmless. Healthy bf16 engines show 0.002 to 0.01."""
 MIXED = 0.5
-"""Rewards count as mixed up if at least this fraction as many change as in a shuffle within groups."""
+"""Rewards count as mixed up if the changed share is at least this fraction of what a within-group shuffle causes."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4
 """Minimum number of sequences with shared prompts. Prompts differ if trainers drop groups with equal rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit explains different responses if at least this fraction of them just end early."""
+"""A length limit is the explanation if at least this fraction of the differing responses just end early."""
 LENGTH_SHARE = 0.5
-"""Rewards count as newly dependent on length only if at least this fraction per step changes."""
+"""Rewards count as newly dependent on length only if at least this fraction of them change."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards start to depend on length if the variance share explained by length rises from below the first value to
-above the second."""
+"""Rewards count as newly dependent on length if the share of their variance that length explains rises from below
+the first value to at least the second."""
 WEIGHTS_DIFFER = 1e-5
 """Weights count as different if a response's mean logprob differs by this much (nats). fp32 kernels cause 1e-7."""

@@ -25,7 +25,8 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Lower end of the last bin, which covers all higher entropies. Nine million equally likely tokens have 16 nats."""
+"""Lower end of the last bin, which covers all higher entropies. 16 nats correspond to nine million equally likely
+tokens."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)

@@ -46,14 +46,14 @@ class CheckResult(Result):
     num_tokens: int
     """Tokens in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """How many were inspected one by one. The others only contribute to sums."""
+    """Tokens inspected one by one. All others only contribute to sums."""
     rms_d: float
     """RMS d (nats)."""
     findings: tuple[Finding, ...]
     """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
-    """How many inspected tokens are explained by each finding, by rounding, and by nothing. A token that several findings
-    explain counts for the first."""
+    """Inspected tokens explained by each finding, by rounding, and by nothing. A token that several findings explain
+    counts for the first."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain none."""
+    """Count the sampled tokens that each finding explains. Guesses, listed after `unexplained`, explain no tokens."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

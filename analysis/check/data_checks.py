@@ -34,15 +34,15 @@ KINDS = {
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups contain rows from several prompts, up to {most} in one group"),
     "prompts_split": ("prompts are split over groups", "each prompt's rows are split over {num_groups} groups per step, each with its own baseline"),
-    "rows_alone": ("rows are alone in their group", "{num:,} rows are alone in their group although other rows in the step have the same prompt, so their baseline is their own reward"),
+    "rows_alone": ("some groups contain a single row", "{num:,} rows are alone in their group although other rows in the step have the same prompt, so their baseline is their own reward"),
     "advantages_constant": ("constant advantages", "at {num_steps} steps, advantages are equal within each group (mean {value:g}) although rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
     "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}, so either rewards were changed after advantages were computed, or part of each group has its own baseline"),
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
-    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in complete groups, so rows were removed afterwards"),
+    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, unlike in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
-    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one counter is wrong"),
-    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all others follow the group's mean and scale"),
+    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's, although the trainer does not have these weights yet, so one counter is wrong"),
+    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all other advantages follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow other rows' rewards ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
@@ -57,7 +57,7 @@ KINDS = {
     "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step"),
     "advantages_unlike_settings": ("advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {rule} by the group's standard deviation"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
-    "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
+    "metric_of_others": ("a logged metric averages other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so several rows share a seed or rows were reused"),
@@ -123,7 +123,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that make it redundant. It is omitted if any is present."""
+"""Finding -> findings that make it redundant. It is left out if any of them is present."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -154,14 +154,14 @@ _BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FR
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Chance stays below this many standard errors even in a thousand steps."""
+"""Random variation stays within this many standard errors even in a thousand steps."""
 BATCH = "a constant for the whole batch"
-_HALVES = "the mean of the row's half of the group"
+_HALVES = "the mean over the row's half of the group"
 _OF_OWN = {
-    "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
-    "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
+    "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
+    "multiplied by the response length": "advantages_by_length", _HALVES: "baseline",
 }  # fmt: skip
-"""Rule -> code, for rules with which a group's advantages still sum to about 0."""
+"""Rule -> code, for rules under which a group's advantages still sum to about 0."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _DIVIDES = re.compile(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$")
 _IS_ON = re.compile(r"^(group|true|1\.0)$", re.IGNORECASE)
@@ -177,7 +177,7 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, column, tolerance for sampled or weighted rows, and the names under which frameworks log the mean."""
+"""Table, column, SQL for the tolerance, and the metric names that frameworks use for the column's mean."""
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
@@ -456,7 +456,7 @@ def _unequal(
     """Find groups whose advantages have no consistent baseline.
 
     Either equal rewards have different advantages, or all rewards are equal and advantages are not 0, or advantages do
-    not sum to 0 because rows were removed. `group` [N] has different numbers at different steps. Returns the code, the
+    not sum to 0 because rows were removed. Numbers in `group` [N] are unique across steps. Returns the code, the
     affected rows ([N] bool), and the numbers.
     """
     if any(rule.name in _OF_OWN for rule in rules.values()):
@@ -641,8 +641,8 @@ def _others(
         "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
         f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
         "rewards of the same group in another order": normalised(r[order], g),
-        "divided by the number of response tokens": [each / length for each in normalised(r, g)],
-        "multiplied by the number of response tokens": [each * length for each in normalised(r, g)],
+        "divided by the response length": [each / length for each in normalised(r, g)],
+        "multiplied by the response length": [each * length for each in normalised(r, g)],
     }
     rank = rank_of(g)
     if n >= 4:
@@ -758,7 +758,7 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
             explanation = (
                 f"with {move}, only {left[move]:,} do"
                 if is_moved
-                else "no shift of the rewards explains this: the reward is random, or belongs to other rows"
+                else "no shift of the rewards explains this, so the reward is random or belongs to other rows"
             )
             numbers: Numbers = {"num": num, "num_pairs": int(asked.sum()), "explanation": explanation}
             yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers, notice=not is_moved)
@@ -825,7 +825,7 @@ class _Logged:
 
     name: str
     later: int
-    """How many steps after its rows the metric is logged."""
+    """Delay (steps) between the rows and the logged metric."""
     ends: np.ndarray
     """[E] indices of the steps with a logged value."""
     value: np.ndarray
@@ -982,7 +982,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray) -> np.ndarray | None:
-        """Return weights and a constant that reproduce every reward from its parts, or None if there are none."""
+        """Return the weights and constant that reproduce every reward from its parts, or None if no such weights exist."""
         known = there & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
@@ -1023,7 +1023,7 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     explanation = next((name for name, moved in tried.items() if weights_of(moved) is not None), "")
     total = np.nansum(parts * [declared.get(name, 1.0) for name in names], axis=1)
     if not explanation and np.abs(np.trunc(total[there]) - reward[there]).max() < least:
-        explanation = "their sum without its fraction, as after conversion to an integer"
+        explanation = "their sum truncated to an integer"
     if explanation:
         yield run.finding("rewards_differ", everywhere, at, _BY_ROW, {"explanation": explanation})
 

@@ -70,7 +70,7 @@ from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, l
 from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum token count for statistics. With fewer, a single token can cause a third of the sum of squares."""
+"""Minimum token count for statistics. With fewer tokens, a single one can cause a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
 100,000 reaches it."""
@@ -78,7 +78,7 @@ _MAX_ROUNDS = 5
 MAX_LEFT = 0.5
 """Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves less than this share unexplained competes only with others that predict values."""
+"""Below this unexplained share, an explanation competes only with explanations that predict values."""
 MIN_FIRST = 0.6
 """Minimum probability for listing the fault's kind before its location."""
 MIN_LIKELY = 0.4
@@ -189,8 +189,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """If the first finding covers only some tokens, add the place where nearly all tokens that rounding cannot explain
-    are."""
+    """If the first finding covers only some tokens, add the place that contains nearly all tokens beyond rounding."""
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -241,8 +240,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Drop explanations that do not fit the mismatch's location.
 
-    If nearly all tokens that rounding cannot explain are at one place and the others agree, an explanation that covers
-    all tokens without predicting values is wrong about the others.
+    If one place contains nearly all tokens that rounding cannot explain and the sides agree elsewhere, only
+    explanations that predict values may cover all tokens.
     """
     off = nobodys(data)
     exact = any(
@@ -273,8 +272,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            # Whatever causes wrong values after a position, they look like those of different tokens or of a smaller
-            # vocabulary.
+            # Values that are wrong from some position on always look as if they came from different tokens or from a
+            # smaller vocabulary.
             left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))
             if (by_position and each.left is None and same is None) or left > MAX_LEFT:
                 continue

@@ -1,6 +1,6 @@
 """Features of a mismatch without an exact explanation, and the classifier that finds its likely cause.
 
-The 27 features were selected from 83, and identify as many faults as all 83 on cases from authors outside the fit.
+The 27 features were selected from 83. On cases from held-out authors, they identify as many faults as all 83.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -20,7 +20,7 @@ from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
 from .where import later_turn, where_text
 
 MIN_REPEATS = 20
-"""Minimum number of repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
+"""Minimum repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
 _LAGS = (1, 2, 4)
 """Autocorrelation lags in tokens. Short, so that few pairs straddle a change within a sequence."""
 
@@ -102,7 +102,8 @@ def _certainty(score: float) -> float:
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the mean inside minus the mean outside, in standard deviations. 0 if either has fewer than 4 values."""
+    """Return the difference between the means inside and outside, in standard deviations. 0 if either has fewer than 4
+    values."""
     if min(inside.sum(), (~inside).sum()) < 4:
         return 0.0
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
@@ -140,7 +141,7 @@ class ErrorStructure:
     persistence: float
     """Mean autocorrelation over _LAGS. High if neighbouring tokens have similar mismatches."""
     sequence_score: float
-    """z-score of the variance between sequences. Near 0 if it is no larger than chance."""
+    """z-score of the variance between sequences. Near 0 if the variance is no larger than expected by chance."""
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. 0 if whole sequences are affected."""
 
@@ -431,7 +432,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "row_in_step": ("some steps have a larger mismatch than others", "all steps have about the same mismatch"),
     "first_step": ("the mismatch is already large at the first step", "the first step agrees within rounding"),
     "along": ("the mismatch follows the updates, as if {b} lagged behind {a}", "the mismatch follows the updates, as if {a} lagged behind {b}"),
-    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "there is no split into rows that agree and rows that differ"),
+    "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "rows do not split into a group that agrees and a group that differs"),
     "persistence": ("neighbouring tokens have similar mismatches (correlation {v:.2f})", "neighbouring tokens have unrelated mismatches"),
     "persistence_within": ("within rows, neighbouring tokens have similar mismatches", "within rows, neighbouring tokens have unrelated mismatches"),
     "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
@@ -447,7 +448,7 @@ REASONS: dict[str, tuple[str, str]] = {
 
 NO_FAULT = "rounding"
 MAX_DISTANCE = 4.0
-"""Standardised features are clipped to +- this. Runs beyond it are unlike the fitted ones."""
+"""Standardised features are clipped to this absolute value. Runs beyond it do not resemble the fitted ones."""
 
 MAX_REASONS = 3
 SIZE = "the logits differ by {level:.2g} nats rms; rounding in {dtypes} usually causes at most {allowed:.2g}"

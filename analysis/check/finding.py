@@ -20,7 +20,7 @@ Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
 """What to fix.
 
 `recording`: the passes do not contain the same quantity for the same tokens. `engine`, `trainer`: that side used the
-wrong weights, cache, experts, context or precision. `computation`: one of them did, but the trace does not show which.
+wrong weights, cache, experts, context or precision. `computation`: one side did, but the trace does not show which.
 `versions`: nothing. Engine and trainer have different policy versions, as in asynchronous training.
 """
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
@@ -37,7 +37,7 @@ class Finding:
     share: float
     """Share of compared tokens that are affected."""
     weight: float = 1.0
-    """Share of the mismatch that the fault explains. 1 if found by comparing bits."""
+    """Share of the mismatch that the fault explains. 1 if the fault was found by comparing bits."""
     is_expected: bool = False
     """True if the recorded engines and dtypes explain the finding, so the comparison is still valid."""
     next: Advice = NOTHING
@@ -125,15 +125,14 @@ MAX_FLIP_NATS = 3.0
 """If the model may have experts, a logit error up to this (nats), or up to `spread` if that is larger, can be due to a
 different expert choice."""
 MIN_OFF_TOKENS = 5
-"""With fewer tokens beyond rounding than this, only those above `max_flip` are reported."""
+"""If fewer tokens than this are beyond rounding, only tokens above `max_flip` are reported."""
 MIN_UNCERTAIN = 30
-"""Minimum number of uncertain tokens (1 - p above MIN_REST) for measuring the rounding level in a run."""
+"""Minimum uncertain tokens (1 - p above MIN_REST) for measuring the rounding level in a run."""
 LEAST_SHARE = 6.0
 """A run's noise is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because bit-identical tokens can
 bring the measured noise close to 0."""
 MAX_SCORED_TOKENS = 20_000
-"""Approximate maximum number of tokens for comparing explanations. Whole rows are taken, spread evenly over the sample.
-"""
+"""Approximate maximum token count for comparing explanations. Whole rows are taken, spread evenly over the sample."""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
 _ROUNDS = 6
 
@@ -248,18 +247,17 @@ class Hypothesis:
     tokens: np.ndarray
     """[N] bool: tokens explained if it is accepted."""
     gain: float
-    """Log likelihood gained over no explanation, minus the cost (nats)."""
+    """Log likelihood ratio to having no explanation, minus the cost (nats)."""
     left: float | None = None
     """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
     rank: int = 0
-    """Lower if there are fewer parameters. The lowest rank wins among explanations with at least half of the best gain.
-    """
+    """Lower for explanations with fewer parameters. Among those with at least half the best gain, the lowest wins."""
     right: np.ndarray | None = None
     """[N] d after correcting the fault, for example by moving values or converting units. None if it cannot be
     corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding about the place itself, if the explanation holds only there."""
+    """Finding about the place itself, if the explanation only holds at that place."""
 
 
 def predicting(
@@ -300,7 +298,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts where d is large. How large is fitted."""
+    """Return an explanation that predicts where d is large. Its size there is fitted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS

@@ -69,7 +69,7 @@ class PairData:
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
 
-        If a row has more tokens with a similarly large d, its values are misplaced, so only `tokens` are kept in it.
+        Where other tokens in a row have a similarly large d, the row is probably misplaced, and only `tokens` are kept.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -209,21 +209,20 @@ UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "fl
 use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at 8
 billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum rms logit error, in units of the roundoff times `spread` (large logits have large errors). Divided by
-the log-odds' standard deviation instead, the error is 0.3 to 10 on an H100 (models with up to 130 million
-parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
+"""Usual maximum rms logit error, in units of the roundoff times `spread` (large logits have large errors). If `spread`
+is replaced by the log-odds' standard deviation, the error is 0.3 to 10 units on an H100 (models with up to 130
+million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
 policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
-"""dtype -> number of significant bits. float8 is e4m3."""
+"""dtype -> significant bits. float8 is e4m3."""
 _LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
 """dtype -> smallest normal number's exponent, as in `frexp`. Smaller values are evenly spaced."""
 PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Grids to try for probabilities, as numbers of equal steps between 0 and 1."""
+"""Probability grids to try, each given as its number of equal steps from 0 to 1."""
 _SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
-576 healthy runs with tiny, often very sharp models (by an author who had not read `check`), 99% stay below it and
-the largest reaches 3.5."""
+576 held-out healthy runs with tiny, often very sharp models, 99% stay below it and the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 """Minimum `spread` of the log-odds (nats)."""
 FLOOR_NATS = 1e-5

@@ -25,22 +25,22 @@ from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
-"""Maximum number of steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read
-within seconds."""
+"""Maximum steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read within
+seconds."""
 MIN_SAMPLED_STEPS = 2
 """Two neighbouring steps are always read, even if they exceed MAX_READ_TOKENS."""
 MAX_READ_TOKENS = 2_000_000
 """Approximate limit on tokens read from disk. Whole steps are read, so it can be exceeded."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum number of tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
+"""Maximum tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
 MAX_NAMED = 1000
-"""Maximum number of sequences to name in a query. With more, whole steps are read."""
+"""Maximum sequences to name in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if logprob + entropy is below this (nats), like 5% of sampled tokens in a model with flat-tailed
-distributions."""
+"""A token counts as unlikely if its logprob + entropy is below this (nats), as for 5% of sampled tokens in a model with
+flat-tailed distributions."""
 MIN_UNSAMPLED_RUN = 4
-"""At least this many unlikely tokens in a row are taken as not sampled. Fewer than 2% of sequences in healthy runs have
-that many."""
+"""At least this many consecutive unlikely tokens count as not sampled. Fewer than 2% of healthy runs' sequences contain
+such a streak."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
@@ -73,8 +73,8 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. With a cluster, they are first computed there
-    and stored.
+    """Read the sums stored in the trace, or compute them from the tokens. A cluster, if given, computes and stores
+    missing sums first.
 
     `names` are columns of schemas.sums, starting with NEEDED_SUMS. SUM_EXP_ABS_D may be added if the trace stores no
     sums.

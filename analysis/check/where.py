@@ -24,19 +24,19 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio of mean mismatch inside a description to outside. Healthy runs vary by less than a factor of 2."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description (nats). So many are tried that one reaches 10 by chance."""
+"""Minimum evidence for a description (nats). Because many descriptions are tried, one can reach 10 by chance."""
 MIN_PART_UNITS = 4
-"""Minimum number of sequences or tokens on either side of a split."""
+"""Minimum sequences or tokens on either side of a split."""
 MAX_COVERED = 0.95
-"""Maximum share of tokens that a set of values may cover. Above it, the mismatch is everywhere."""
+"""Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
 MIN_PERIODIC = 20
 _MOST_PERIOD = 64
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 MIN_TRIGGERED = 6
 """Triggering token ids are searched for only if the mismatch begins partway through at least this many rows."""
 TRIGGER_SLACK = 4
-"""Maximum number of tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between
-can mask the onset."""
+"""Maximum tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between can mask the
+onset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Where:
     feature: str
     """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How `values` select tokens: `from` a value up, `before` a value, `one_of` a set, or `is` for a boolean."""
+    """How `values` select tokens: `from` a minimum, `before` a bound, `one_of` a set, or `is` for a boolean feature."""
     values: tuple[Any, ...]
     """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
@@ -102,8 +102,7 @@ FEATURES = {
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` handles features with a number in their name, and adds the pass if there is one.
-"""
+"""Feature -> phrase. `where_text` adds the pass, and handles features whose names contain a number."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:

@@ -31,8 +31,7 @@ class RunDifference:
     """Value in run A at `step` (for a series, the median from there to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """Mean difference in a series divided by its per-step standard deviation, on the series' scale. None without noise.
-    """
+    """Mean difference in a series divided by its standard deviation per step, or None if the series has no noise."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 
@@ -48,9 +47,9 @@ class Comparison(Result):
     """The two passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Number of steps with sequences in both runs."""
+    """Steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
-    """Sorted by first step, then kind, and series by size."""
+    """Sorted by first step, then by kind, with the largest differences between series first."""
     same: tuple[str, ...]
     """Series that are bitwise equal at every step."""
     within_scatter: tuple[str, ...]

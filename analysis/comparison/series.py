@@ -20,7 +20,7 @@ from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
 FEWEST = 3
-"""Minimum number of steps to estimate the noise in a difference."""
+"""Minimum steps for estimating the noise in a difference."""
 BEYOND_SD = 4.5
 """Minimum mean difference to report, in standard errors. High enough that testing every possible first step gives fewer
 than 0.5% false positives."""

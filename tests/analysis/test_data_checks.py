@@ -337,7 +337,7 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 EXPLAINED = {
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
-    "halves of the group": _HALVES, "times length": "multiplied by the number of response tokens",
+    "halves of the group": _HALVES, "times length": "multiplied by the response length",
     "mean and deviation of another group": "the previous group's mean", "advantages of the previous step": "the rewards of the previous step",
     "a weight and a constant": "1 accuracy + 0.5 format + 0.3", "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
 }  # fmt: skip

@@ -429,7 +429,7 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
     ]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
     assert (
-        "prompt_length changes from 4 to 12 at step 60 (95% CI 60-60): a policy cannot change its prompts (from one run)"
+        "prompt_length changes from 4 to 12 at step 60 (95% CI 60-60), and a policy cannot change its prompts (from one run)"
         in why
     )
 

@@ -29,7 +29,7 @@ ALL = (
 )  # fmt: skip
 
 FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
-"""Fault code -> title. With any of these faults, the mismatch is not a measure of numerical error."""
+"""Fault code -> title. With any of these faults, the mismatch does not measure numerical error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES

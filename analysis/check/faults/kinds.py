@@ -48,8 +48,8 @@ MIN_SECOND = 0.2
 MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
 
-In cross-validation by author, none of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. For one author with
-far sharper random policies, 64 of 495 runs do, or 14 if the fit includes three quarters of that author's kinds.
+In cross-validation by author, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's random
+policies are far sharper: 64 of that author's 495 runs fall below it.
 """
 CLEAR_LAG = 2.5
 """Minimum |along_movement| (standard errors) for saying which side's weights are behind."""
@@ -89,7 +89,7 @@ _HINTS = {
     "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
     "group": "another prompt's cached prefix, or prompt parts in a different order",
     "padding": "attention to padding, or positions that include it; only rows with padding are affected",
-    "packing": "attention between packed rows; only the first row of each pack is correct",
+    "packing": "attention between packed rows; only each pack's first row is correct",
     "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to other ids",
 }
 ROW_CONTEXT = Fault(
@@ -141,7 +141,7 @@ ROUTER_FLIPS = Fault(
         "router_tail": lambda n: {
             "experts_text": "the model is a mixture of experts"
             if n["experts_known"]
-            else "the mismatch has the pattern of a mixture of experts"
+            else "the mismatch pattern is typical of MoE models"
         }
     },
 )  # fmt: skip
@@ -215,8 +215,8 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
     """Return the finding implied if exactly `tokens` ([N] bool) are affected, or None.
 
-    Unless `is_unrelated`, only padding and packing imply a finding, because different replicas may have served the
-    prompts.
+    If `is_unrelated` is False, different replicas may have served the prompts, so only padding and packing imply a
+    finding.
     """
     inside = tokens[data.keep]
     same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
@@ -315,14 +315,13 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch correlates with something that does not affect rounding. The model only applies to
-    whole runs."""
+    """Return True if a whole run's mismatch correlates with something that does not affect rounding."""
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in a mixture of experts: a few tokens differ far more than all others, in both directions.
+    """Detect router flips in MoE models: a few tokens differ far more than all others, in both directions.
 
     `off` ([K] bool) marks the tokens that rounding cannot explain.
     """
@@ -365,7 +364,7 @@ _TOKENS = (
 )  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
-"""At most this many token ids count as one place."""
+"""Maximum number of token ids that together count as one place."""
 _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
@@ -389,9 +388,9 @@ _ID_CAUSES = {"token_id": "some_ids", "token_before": "after_some_ids"}
 ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
-    causes={"some_ids": "some token ids are scored wrongly: their rows in the output head, a bias, or the ids themselves are wrong",
+    causes={"some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong",
             "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
-            "ids": "tokens with ids above or below a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
+            "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
 BOUNDARY = Fault(
     code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",

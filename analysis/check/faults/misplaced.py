@@ -33,8 +33,7 @@ REALIGNED_SHARE = 0.35
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost of a lag change within a row (nats). Two unrelated tokens cost about as much, so noise does not cause lag
-changes."""
+"""Cost of a lag change within a row (nats): about that of two unrelated tokens, so noise does not cause lag changes."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
@@ -42,11 +41,11 @@ PAIRED_SHARE = 0.15
 MAX_PAIRED_ROWS = 64
 CHANCE_TRIALS = 4
 WIDTH = 6
-"""How many consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
+"""Consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), and after it only if shifted by {{lags}} tokens: "
+_AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), but after it only if shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -63,8 +62,8 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     apart = numbers["steps_apart"]
     steps = "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
     blocks = (
-        "blocks of the same row are in the wrong order, as if the chunks of a context-parallel row had been joined wrongly "
-        f"(number of different displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
+        "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly "
+        f"(distinct displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
     )
     return {"order_text": f"they belong to different rows, {steps}" if numbers["order"] == "rows" else blocks}
 
@@ -106,7 +105,7 @@ SHIFT = Fault(
         "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
         "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
         "by {size:.2g}",
-        "lost": f"{_ROWS_OFF} are missing {{num_lost}} value(s) of {{side}} at some token (position {{first_place}} to {{last_place}}): the later values "
+        "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
         "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
     },
@@ -191,8 +190,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return each row's best shift of pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive values
-    from mid-row match best."""
+    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive mid-
+    row values match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -215,8 +214,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return what each row's shift is equal to, e.g. `padding of 8` or `place of 8` for 8-row blocks, or `padding of
-    step`. Empty if unknown."""
+    """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
     sample, order = data.sample, recorded_order(data.sample)
     total = sample.lengths + sample.prompt_lengths
     known = {
@@ -487,7 +485,6 @@ def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
-    """Return index[t + lag], [R, T], for one lag or one per row or token. -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
     return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 

@@ -16,14 +16,14 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. Fewer come from a few cut-off sequences, which `stats` counts."""
+"""Minimum share of NULL logprobs for a finding. A smaller share comes from cut-off sequences, which `stats` counts."""
 MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens (and of token ids) that share a value before it can count as a placeholder."""
+"""Minimum tokens (and token ids) that must share a value before it can count as a placeholder."""
 _SHARED_FACTOR = 10
-"""A value found in both passes is a placeholder if it occurs in this many times as many contexts as nearby values."""
+"""A value found in both passes is a placeholder if its contexts outnumber those of nearby values by this factor."""
 _REPEATED_FACTOR = 3
-"""The same factor for a value found in only one pass."""
+"""Corresponding factor for a value found in only one pass."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
@@ -39,7 +39,7 @@ _EVIDENCE = {
     "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
     "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
-    "{mean_entropy:.3g}, so they come from a prompt or a tool, not from sampling, and are included in the loss",
+    "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
     "merged": "{side} is 0 for {num_tokens:,} tokens, and the token {where} them has their logprobs added to its own "
@@ -52,19 +52,19 @@ _EVIDENCE = {
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts "
     "name {differing}: {copied_text}",
     "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but "
-    "differ at {share_before:.0%} of the earlier tokens, with the same contracts: from that step on, one is a copy of "
-    "the other",
+    "differ at {share_before:.0%} of the earlier tokens, with the same contracts, so one is a copy of the other "
+    "from that step on",
     "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of "
-    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs: the loss mask is one token "
+    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs, so the loss mask is one token "
     "{late}",
     "reference": "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, "
     "but train and rollout differ by more than rounding, so train may contain the reference's logprobs",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
-    "contracts name {differing}: in these rows, one pass is a copy of the other",
+    "contracts name {differing}, so one pass is a copy of the other in these sequences",
 }
 _REASONS = {
-    "improbable": "; elsewhere, {other} has {elsewhere_mean:.3g} on average, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other} has {elsewhere_mean:.3g} on average; all these tokens are the last of their "
+    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",
+    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, and all these tokens are the last of their "
     "response, so they were appended after sampling",
     "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
@@ -296,10 +296,7 @@ def find_merged(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob.
-
-    The other pass then differs from it there as much as elsewhere or, if the value is a floor, is always below it.
-    """
+    """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob."""
     rest = data.keep & ~where
     off = other.logprobs[where] - value
     if value <= IMPOSSIBLE_LOGPROB:

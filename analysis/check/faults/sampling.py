@@ -121,7 +121,7 @@ PENALTY = Fault(
         "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest), so these sequences were sampled at "
         "a different temperature or with a filter",
         "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0, "
-        "so sampling applied a temperature, filter or penalty that neither pass has, or neither pass is in "
+        "so sampling applied a temperature, filter or penalty that neither pass does, or neither pass is in "
         "nats{recorded_text}",
     },
     words={
@@ -161,7 +161,7 @@ class ScaleFit:
     highest: float
     """Bounds on the scale: fits with either side as the reference, widened by two standard errors."""
     r2: float
-    """Share of d's variance explained by the scale, using the reference that explains less."""
+    """Share of d's variance explained by the scale: the smaller of the two fits."""
     score: float
     """Distance between the scale and 1, in standard errors."""
     residual: np.ndarray
@@ -271,9 +271,10 @@ def _scale(
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a, its error, and its log (NaN if not proportional), or None with too few tokens.
+    """Return logits_b / logits_a, its error and its log, or None if there are too few tokens.
 
-    The ratio is fitted to logprob differences between tokens in the same context, where the normaliser cancels out.
+    The ratio is fitted to logprob differences between tokens in the same context, where the normaliser cancels out. The
+    log is NaN if the logits are not proportional.
     """
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
@@ -637,8 +638,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Explain d if, between two tokens in the same context, it either does not change or changes by the same amount
-    everywhere."""
+    """Explain d if its difference between two tokens in the same context is always 0 or one fixed amount."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])

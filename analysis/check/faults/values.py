@@ -44,26 +44,25 @@ _NAMES = {
     "complement": "1 - p",
     "negative_complement": "p - 1",
     "log_complement": "ln(1 - p)",
-    "cumulative": "cumulative sums of logprobs along the sequence",
-    "cumulative_to_end": "sums of the logprobs from each token to the end of the sequence",
+    "cumulative": "cumulative logprob sums along the sequence",
+    "cumulative_to_end": "logprob sums from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
-    "by_length": "logprobs divided by the number of response tokens",
+    "by_length": "logprobs divided by the response length",
     "factor_by_length": "logprobs divided by a per-sequence factor, such as a length",
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
     "moving_average": "an exponential moving average along the response (weight {factor:.3g} for the current token)",
     "curve": "an unknown function of the other side's logprobs ({curve})",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""A conversion counts if it leaves less than this fraction of the mismatch: first for known units, then for fitted
-functions."""
+"""Maximum unexplained fraction of the mismatch for accepting a known unit (first) or a fitted function (second)."""
 
 MIN_MONOTONE = 0.98
 
 NOT_LOGPROBS = Fault(
     code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
     evidence={
-        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a "
-        "logprob is at most 0, and no known unit makes these agree with the other side"
+        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}, but "
+        "a logprob is at most 0, and no known unit makes these values agree with the other side"
     },
 )  # fmt: skip
 UNIT = Fault(
@@ -71,7 +70,7 @@ UNIT = Fault(
     causes={"clamped": "one side's logprobs are clamped to within a fixed distance of the other's"},
     evidence={
         "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of "
-        "{of_tokens:,} tokens and never by more: one side was clamped to within {limit:.6g} nats of the other, "
+        "{of_tokens:,} tokens and never by more, so one side was clamped to within {limit:.6g} nats of the other, "
         "which hides the mismatch",
         "other_unit": "{side} contains {unit_text}: leaving out the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
@@ -81,9 +80,9 @@ LOW_PRECISION = Fault(
     code="low_precision_head", title="one side's head or log-softmax has low precision", broken="computation",
     causes={"stored": "one side's logprobs are stored with too few digits"},
     evidence={
-        "rounded_logprobs": "every {side} logprob has {dtype} precision: the log-softmax was computed or stored in low precision",
+        "rounded_logprobs": "every {side} logprob has {dtype} precision, so the log-softmax was computed or stored in low precision",
         "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32: the head "
+        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32, so the head "
         "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
@@ -106,15 +105,15 @@ _SAMPLED = {
     "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {other}'s "
     "distribution and {side}'s values are not their logprobs",
     "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
-    "from {other}'s distribution: one side has broken weights or scored different text",
+    "from {other}'s distribution, and one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
     code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
     evidence={
         "negative_entropies": "{side} contains the negative entropies of the distributions, not the logprobs of the "
         "{num_tokens:,} sampled tokens",
-        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled: "
-        "{side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
+        "most_probable": "{side} is never below {other}, and equal to it where the most probable token was sampled, "
+        "so {side} contains the logprobs of the most probable tokens, not those of the {num_tokens:,} sampled ones",
         "same_in_context": "{side}, unlike {other}, has equal values in {num_equal:,} of {num_pairs:,} pairs where two "
         "different tokens follow the same prefix, so it contains a property of the distribution, such as its entropy "
         "or largest logprob, not the sampled tokens' logprobs",
@@ -139,8 +138,8 @@ UNRELATED = Fault(
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
-"""Passes with a lower correlation are unrelated. Rounding, different weights or a different temperature leave it above
-0.8, and unrelated values give 0."""
+"""Passes with a lower correlation are reported as unrelated. With rounding, different weights or a different
+temperature, the correlation stays above 0.8; for unrelated values it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
@@ -468,8 +467,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the passes' rank correlation among tokens with the same id, or None if too few ids repeat or vary by more
-    than rounding."""
+    """Return the passes' rank correlation among tokens with the same id, or None if there are too few repeated ids or
+    their values vary only by rounding."""
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:
