@@ -1,9 +1,9 @@
-"""Sum tokens by zone, an interval of ratios between adjacent bounds. Corrections need only these sums.
+"""Sum tokens by zone. A zone is an interval of ratios between adjacent bounds, so corrections need only these sums.
 
 A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 
-Shapes: T tokens from several sequences, concatenated. G groups: a sequence's tokens with the same advantage sign and
-zone.
+Shapes: T tokens from several sequences, concatenated. G groups, each holding one sequence's tokens with the same
+advantage sign and zone.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the metrics over all tokens. If sums are stored, `mean_exp_abs_d` covers only the sample."""
+    """Return the metrics over all tokens. If the sums lack `mean_exp_abs_d`, it covers only the sampled tokens."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

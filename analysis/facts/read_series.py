@@ -91,7 +91,7 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read or estimate the token entropy by step. `given` must describe the run, even if steps are left out."""
+    """Read or estimate the token entropy by step. `given` must cover the whole run, even if steps are left out."""
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
         if ("entropy", name) in given:

@@ -35,7 +35,7 @@ FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, seri
 """Changes that the policy can cause, perhaps in response to an earlier input change."""
 
 CLEAR_SD = 4.0
-"""Minimum size for an input change that can count as a cause (standard deviations)."""
+"""Minimum size for an input change to count as a cause (standard deviations)."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 

@@ -74,7 +74,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
     """Return the share of reward-difference variance that length explains, and the effect's sign.
 
-    Both are 0 with too few responses.
+    Both are 0 if there are too few responses.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]

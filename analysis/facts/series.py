@@ -121,7 +121,7 @@ FALLEN = 0.35
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise (none of 392 healthy pairs)."""
+"""A run is judged flat if it rises by less than this fraction of its baseline's rise. No healthy run does (of 392)."""
 
 _UNSEEN_CORRELATION = 2.0
 """Scatter multiplier if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
