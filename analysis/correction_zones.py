@@ -35,7 +35,7 @@ _FIELDS = struct_fields(TYPES)
 _MOST = 20.0
 """Exponents are clamped to +- this many nats, as in verl. exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Classes of advantages: negative, zero, positive, and non-finite or missing."""
+"""Advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """(lower bounds, upper bounds) on token ratios, from all rules."""

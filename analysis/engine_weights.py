@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-An engine tensor's digest comes from reading it back or, if it was not read, from when it was last sent. Equal digests
-mean equal bits in the engine's dtype.
+Engine digests are computed from tensors read back from the engine or, for tensors not read back, from the tensors as
+last sent. Equal digests mean equal bits in the engine's dtype.
 """
 
 from __future__ import annotations

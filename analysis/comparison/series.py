@@ -22,8 +22,8 @@ from .comparison import RunDifference
 FEWEST = 3
 """Minimum number of steps to estimate the noise in a difference."""
 BEYOND_SD = 4.5
-"""Minimum mean difference to report, in standard errors. High enough that testing every possible first step gives fewer
-than 0.5% false positives."""
+"""Minimum mean difference to report (standard errors). It keeps false positives below 0.5%, although every possible
+first step is tested."""
 
 LAGS = ("policy_lag", "version_lag")
 """Series that count updates. They have no noise, so every difference is reported."""

@@ -105,7 +105,7 @@ class Diagnosis(Result):
     checked: CheckResult
     attribution: Attribution
     jumps: tuple[RecordedChange, ...]
-    """Jumps by a factor of ABRUPT or more in the mismatch, largest first."""
+    """Jumps in the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
     size: SizeComparison
@@ -121,7 +121,7 @@ class Diagnosis(Result):
 
     @property
     def unexplained_jump(self) -> RecordedChange | None:
-        """Largest jump in the mismatch not explained by a recorded setting, or None if the comparison is invalid."""
+        """Largest jump in the mismatch that no recorded setting explains. None if the comparison is invalid."""
         return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
 
     @property

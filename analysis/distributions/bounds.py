@@ -48,7 +48,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Bound on rounding errors in float64 sums up to 1."""
+"""Bound on the rounding error of a float64 sum that is at most 1."""
 
 H = Callable[[Array, Array], Array]
 

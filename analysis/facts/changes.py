@@ -48,7 +48,7 @@ class ChangePoint:
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the changes in a series, fitted as straight segments. A steady trend is therefore not a change."""
+    """Find the changes in a series by fitting straight segments. A steady trend is therefore not a change."""
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
     if len(steps) < FEWEST:

@@ -98,7 +98,7 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and metrics not used in another series. Hyperparameters apply until changed."""
+    """Read the open run's inputs, and the metrics that no other series uses. Hyperparameters apply until changed."""
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
     for name, (kind, scale, source) in _QUANTITIES.items():

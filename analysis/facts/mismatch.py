@@ -228,7 +228,7 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between prefix occurrences whose logprobs are compared."""
+"""Two occurrences of a prefix are compared only if at most this many steps apart."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
@@ -301,7 +301,7 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Search the trainer's earlier logprobs for the logprobs that the engine gives prefixes from step `first` on."""
+    """Match the engine's prefix logprobs from step `first` on against the trainer's at earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     # Only where engine and trainer differ, because a single replica may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)

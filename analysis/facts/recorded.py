@@ -30,7 +30,7 @@ WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY 
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
-"""Changes in a run's inputs, which the policy cannot cause."""
+"""Changes in a run's inputs. The policy cannot cause them."""
 FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
 """Changes that the policy can cause, perhaps in response to an earlier input change."""
 

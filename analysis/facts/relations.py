@@ -152,7 +152,7 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step in [first, last] at which the most repeated responses change by more than `least`."""
+    """Find the step in [first, last] at which the largest number of repeated responses changes by more than `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])

@@ -174,7 +174,6 @@ class Fall:
 
     @property
     def course(self) -> str:
-        """A sentence start, to be followed by "step N"."""
         if self.kind == FLAT:
             return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging at"
         return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"

@@ -1,4 +1,4 @@
-"""Find frameworks: each is a module of this package, with an SQL file of the same name.
+"""Find frameworks. Each is a module in this package with an SQL file of the same name.
 
 The module defines the framework's class as FRAMEWORK, whose fields are its options, and may define
 `register(connection)`, which registers SQL functions. The SQL file defines

@@ -32,16 +32,14 @@ class FigureFormula:
     """True if the figure exists only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     in_tails: float | None = None
-    """Measured coverage of the 95% interval if a few tokens dominate, or None for a coverage of at least 90%. See
+    """Measured coverage of the 95% interval if a few tokens dominate, or None if the coverage is at least 90%. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
         if self.in_tails is None:
             return self.meaning
-        return (
-            f"{self.meaning}; if a few tokens dominate, a 95% interval covers the truth in {self.in_tails:.0%} of runs"
-        )
+        return f"{self.meaning}; if a few tokens dominate, 95% intervals are correct in {self.in_tails:.0%} of runs"
 
 
 def _of(name: str) -> Callable[[Totals], Array]:

@@ -152,7 +152,7 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
     for name in (part.partition("=")[0].strip().replace("-", "_") for part in changed):
         value = getattr(loss, name)
         if isinstance(value, float) and not value >= 0:
-            raise InvalidOption(f"{name}: got {value}; pass a number of 0 or more", option="loss")
+            raise InvalidOption(f"{name}: got {value}; pass a non-negative number", option="loss")
     asked = ", ".join(part.replace("=", " ") for part in changed)
     return loss, (basis, Statement(code="fields_asked", values={"fields": asked}))
 
