@@ -50,7 +50,7 @@ class Comparison(Result):
     num_steps: int
     """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
-    """Sorted by first step, then kind, and series by size."""
+    """Sorted by first step, then kind, then size (series only)."""
     same: tuple[str, ...]
     """Series that are bitwise equal at every step."""
     within_scatter: tuple[str, ...]

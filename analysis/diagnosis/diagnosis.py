@@ -43,7 +43,7 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal` if nothing differs, `unpublished` if no value is published, else the position relative to the range."""
+    """`equal` if nothing differs, `unpublished` if no value is published, else relative to the published range."""
     own: float
     coarser: str | None
     is_inferred: bool = False

@@ -57,7 +57,7 @@ _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum pairs in a comparison, and minimum responses found both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""Prefixes with -logprob below this (nats) are skipped: their logprobs barely change with new weights."""
+"""Prefixes with -logprob below this (nats) are skipped, because new weights barely change it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ ORDERS = {
     "shortest_first_in_groups": "rewards assigned in completion order within each group",
     "last_step": "rewards taken from the next step (recorded one step late)",
 }
-"""Row orders that bugs produce, and how to reorder the rewards to undo each one."""
+"""Ways to reorder rewards that undo known bugs, phrased to follow "with"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,9 +110,9 @@ FALL_STAYS = 0.6
 FALL_HOLDS = 0.9
 """Replaces FALL_STAYS in the second test (see FALL_BEYOND)."""
 FALL_BEYOND = 6.0
-"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD). No
-false alarms in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to 0.8, this
-test raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With
+"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD). It
+raised no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to
+0.8, this test raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With
 autocorrelation 0.95, it raises the rate from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum drop (standard errors, after subtracting the bias from choosing the best window)."""

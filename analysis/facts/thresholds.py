@@ -7,7 +7,8 @@ AHEAD = 3.0
 AT_ONCE = 0.35
 """The mismatch counts as present from the start if its first value exceeds this fraction of its later size."""
 GROWTH = 1.6
-"""The mismatch counts as growing if its last quarter's median exceeds its median from 10% to 50% by this factor."""
+"""The mismatch counts as growing if its median over the last quarter of the run is more than this many times its median
+between 10% and 50% of the run."""
 
 EARLIER_AGREES = 0.5
 """Minimum fraction of the engine's prefix logprobs that match the trainer's at one earlier step, or at a fixed number
@@ -21,7 +22,8 @@ STILL = 0.5
 """The engine is judged not to receive new weights if at least this fraction of repeated prefixes gets bitwise identical
 engine logprobs. The fraction is about half for an engine updated every second step."""
 STILL_BY_CHANCE = 0.1
-"""The trainer is judged to learn if at most this fraction of repeated prefixes gets identical trainer logprobs."""
+"""The trainer's weights count as changing if at most this fraction of repeated prefixes gets identical trainer
+logprobs."""
 
 MATERIAL_REWARD = 0.05
 """Minimum difference between rewards for the same response to count as a change, relative to the standard deviation
@@ -37,7 +39,8 @@ MOST = 0.5
 REFERENCE_MOVES = 0.05
 """Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause changes of 0.01."""
 SAME_ORDER = 0.95
-"""A reward change counts as a change in scale if old and new rewards for the same responses correlate above this."""
+"""A reward change counts as a mere change in scale if old and new rewards for identical responses correlate more than
+this."""
 LENGTH_PAYS = 0.5
 """A reward is flagged as length-dependent if its within-group correlation with length exceeds this."""
 LENGTH_EXPLAINS = 0.8

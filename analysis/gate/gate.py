@@ -40,10 +40,10 @@ def gate(
     steps. A verdict's `warns` property is true if the condition passes but single steps violate it.
 
     Every metric except a count has an interval over groups. Sequences in a step form a group if they share a
-    `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t. Maxima
-    use a bootstrap that ends at the observed maximum. Quantiles invert the bootstrap-t for the token share above them (Woodruff
-    1952). All others, including framework metrics, use a jackknife over 20 parts made from whole groups. Fewer than 8
-    groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
+    `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t. Maxima use a
+    bootstrap that ends at the observed maximum. Quantiles invert the bootstrap-t for the token share above them
+    (Woodruff 1952). All others, including framework metrics, use a jackknife over 20 parts made from whole groups.
+    Fewer than 8 groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
 
     The exit code and the `fails` property depend only on the value. `verdict` is `cannot tell` if the interval contains
     the bound, or is expected but missing. NaN and infinities fail. Metrics other than counts also fail if they exclude
