@@ -19,7 +19,7 @@ _INFINITY = math.inf
 class Correction:
     """A correction rule: how tokens are weighted, and which sequences are rejected.
 
-    With d = logprob(a) - logprob(b), the ratio rho is exp(d) for a token and exp(sum of d) for a sequence. All bounds
+    With d = logprob(a) - logprob(b), the ratio rho is exp(d) for a token and exp(sum d) for a sequence. All bounds
     apply to d or rho, even if a framework bounds the inverse ratio.
     """
 
@@ -163,7 +163,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets of RolloutCorrectionConfig in verl 0.9.0. Bounds on verl's k1 = -d are bounds on 1 / rho."""
+    """Return verl 0.9.0's RolloutCorrectionConfig presets. Bounds on verl's k1 = -d are bounds on 1 / rho."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

@@ -29,7 +29,7 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""Columns of a group with their SQL types, documented in corrections.sql."""
+"""A group's columns with their SQL types, documented in corrections.sql."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0

@@ -275,9 +275,9 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
     """Compare the engine's tensors with the trainer's, as they were when the engine last started sampling.
 
-    `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version with
-    the same bits, and `num_differ` the number of versions where the two sides differed. by="module" groups layers. Each
-    group shows the tensor that differed most often.
+    `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
+    with the same bits. `num_differ` counts versions where the two sides differed. by="module" groups layers. Each group
+    shows the tensor that differed most often.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """

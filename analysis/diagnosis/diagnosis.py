@@ -1,4 +1,4 @@
-"""The result of `diagnose` as codes and numbers. Sentences are in text.py."""
+"""The `diagnose` result as codes and numbers. Sentences are in text.py."""
 
 from __future__ import annotations
 

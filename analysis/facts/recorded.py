@@ -88,7 +88,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the rows of the SQL view `changes`. Numbers and text have separate columns."""
+    """Return the rows for the SQL view `changes`. Numbers and text have separate columns."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):

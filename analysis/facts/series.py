@@ -157,7 +157,7 @@ class Fall:
     """Onset: last step before the values permanently leave their earlier level."""
     low: int
     high: int
-    """Range of onsets that fit about as well as `step`. Narrower than `interval`."""
+    """Onsets that fit about as well as `step`. Narrower than `interval`."""
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
