@@ -726,7 +726,11 @@ def test_the_macros_give_the_same(steps):
             "depends on how sequences were grouped into micro-batches",
         ),
         ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
-        ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); pass two numbers"),
+        (
+            "openrlhf",
+            {"eps_clip_low_high": (0.2, -0.1)},
+            "eps_clip_low_high: got (0.2, -0.1); pass two non-negative numbers",
+        ),
         ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; pass 0 or more"),
     ],
 )
