@@ -743,7 +743,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
-    """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
+    """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
     By default, thresholds are the published ones. verl's presets always use verl's own. Every row shows the full rule,
     which ratio its source limits (verl's k1 limits the inverse ratio), and the condition for keeping a token, where

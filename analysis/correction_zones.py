@@ -1,9 +1,9 @@
-"""Sum tokens by zone, an interval of ratios between adjacent bounds. Corrections need only these sums.
+"""Sum tokens by zone. A zone is an interval of ratios between adjacent bounds, so corrections need only these sums.
 
 A sequence's sums depend only on its own tokens, so batching does not change a single bit.
 
-Shapes: T tokens from several sequences, concatenated. G groups: a sequence's tokens with the same advantage sign and
-zone.
+Shapes: T tokens from several sequences, concatenated. G groups, each holding one sequence's tokens with the same
+advantage sign and zone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""Columns of a group with their SQL types, documented in corrections.sql."""
+"""A group's columns with their SQL types, documented in corrections.sql."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
 """Exponents are clamped to +- this many nats, as in verl. exp(20) is 4.9e8."""
 _SIGNS = 4
-"""Classes of advantages: negative, zero, positive, and non-finite or missing."""
+"""Advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 """(lower bounds, upper bounds) on token ratios, from all rules."""

@@ -41,7 +41,7 @@ def corrections(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
-    """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
+    """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
     Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and sequence
     length quartile (tokens). `steps` (3:80, -10:, 2:200:2) selects steps in each run.
@@ -50,9 +50,9 @@ def corrections(
     and rho_geo = exp(mean d). Exponents are clamped to +-20 nats. `kept` is the condition on rho for keeping a token or
     sequence. `bound_on` is the ratio that the paper or framework bounds.
 
-    - A token is cut if its weight is 0, and truncated if its weight is lowered to a bound. A sequence is touched if any
-      token in it is cut. The `_positive` and `_negative` columns cover only tokens with an advantage above or below
-      0, and are NULL if there are none.
+    - A token is cut (masked) if its weight is 0, and truncated (clipped) if its weight is lowered to a bound. A
+      sequence is touched if any token in it is cut. The `_positive` and `_negative` columns cover only tokens with an
+      advantage above or below 0, and are NULL if there are none.
     - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), where n is the number of tokens or sequences. ess_verl:
       1 / mean((w / mean w)^2) over all tokens, as verl 0.9.0 logs it, with the weights before rejection.
     - mass_cut_*: rho summed over the tokens or sequences that are cut, divided by its sum over all tokens or sequences.

@@ -1,7 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using recorded digests.
 
-An engine tensor's digest comes from reading it back or, if it was not read, from when it was last sent. Equal digests
-mean equal bits in the engine's dtype.
+Engine digests are computed from tensors read back from the engine or, for tensors not read back, from the tensors as
+last sent. Equal digests mean equal bits in the engine's dtype.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Selects the steps sampled by a process that recorded no digests. A NULL dtype marks an engine shared by all
-processes."""
+"""Selects the steps sampled by a process that recorded no digests. A NULL dtype means that all processes share the
+engine."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -76,7 +76,7 @@ class EngineTensor:
     causes: tuple[str, ...]
     """Causes consistent with the bits, most probable first: STALE, ADAPTER, QUANTISED or OTHER."""
     holds_version: int | None
-    """Latest version at which the trainer's tensor equals the engine's bit for bit, or None if there is none."""
+    """Latest version at which the trainer's tensor equals the engine's bit for bit, or None."""
     cast: str | None
     """dtype that the trainer's tensor was cast to on its way to the engine, or None if not cast."""
     is_loaded: bool
@@ -275,9 +275,9 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
     """Compare the engine's tensors with the trainer's, as they were when the engine last started sampling.
 
-    `given_version` is the version at which the engine last received the tensor, `holds_version` the latest version with
-    the same bits, and `num_differ` counts versions where the two sides differed. by="module" groups layers, and shows
-    each group's most often differing tensor.
+    `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
+    with the same bits. `num_differ` counts versions where the two sides differed. by="module" groups layers. Each group
+    shows the tensor that differed most often.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """

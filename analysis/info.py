@@ -33,8 +33,8 @@ class WriterInfo:
     attempt: int | None
     """Training attempt that the writer belongs to. None outside training, or if not recorded."""
     known_by: str
-    """Basis for `state`: the writer's own closing entry (`closed`), its process (`process`), a restart of its machine
-    (`restarted`), or the time since its last heartbeat (`age`)."""
+    """How `state` was determined: from the writer's closing entry (`closed`), its process (`process`), a restart of its
+    machine (`restarted`), or the time since its last heartbeat (`age`)."""
     silent_s: float | None
     """Seconds since the writer's last heartbeat, if `known_by` is `age`."""
     num_sequences: int
@@ -54,9 +54,9 @@ class PassInfo:
     num_contracts: int
     num_captured: int
     num_routed: int
-    """Score rows with router choices."""
+    """Number of score rows with router choices."""
     note: str | None
-    """Why the scores cover only a sample, or why there are none. None if neither applies."""
+    """Reason why scores are missing or cover only a sample, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 
 _WORTH_TELLING = 0.05
-"""Writers that kept training waiting this long for the disk (seconds) are always listed."""
+"""Writers are always listed if training waited this long for the disk (seconds)."""
 
 
 def _is_notable(writer: WriterInfo) -> bool:
@@ -110,6 +110,6 @@ def _newest_counts(info: TraceInfo) -> str:
     if not left_out:
         return f"{len(info.attempts)} training attempts; no step was repeated."
     return (
-        f"{len(info.attempts)} training attempts. Each step uses its newest attempt: {left_out:,} sequences of earlier "
-        f"attempts are excluded; the views all_sequences, all_scores and all_metrics contain every row."
+        f"{len(info.attempts)} training attempts. Each step uses its newest attempt: {left_out:,} sequences from "
+        f"earlier attempts are excluded; the views all_sequences, all_scores and all_metrics contain every row."
     )

@@ -285,9 +285,9 @@ def _recording(arguments, room):
     """Recording from the device.
 
     Training steps (forward, backward and AdamW, eight rows at a time) run alternately with and without a recorder; the
-    table shows the ratio of their times. Other rows show the time of the recorder's calls on the training thread, and
-    of digests, weights and optimizer statistics for the whole model. The first two versions of the weights take longer,
-    because their memory is touched for the first time.
+    table shows the ratio of their times. Other rows show how long the recorder's calls take on the training
+    thread, and how long digests, weights and optimizer statistics take for the whole model. The first two versions of
+    the weights take longer, because their memory is touched for the first time.
     """
     return [
         ("a training step alone, ms", partial(_step, arguments, room, "alone")),
@@ -456,7 +456,7 @@ def _replay(arguments, room):
     """Arms of a replay.
 
     d is the difference from the arm `dtype=fp64` on the same device, in nats. *equal* is the share of tokens that match
-    the arm `dtype=bf16` bit for bit. In the first row, both compare with a bare loop instead, which computes logsumexp
+    the arm `dtype=bf16` bit for bit. In the first row, the reference for both is a bare loop, which computes logsumexp
     over the whole batch at once. *replay s* includes loading the model and writing the results. Decode, compile, the
     exact engine and vLLM score only four short sequences.
     """

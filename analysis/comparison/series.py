@@ -22,8 +22,8 @@ from .comparison import RunDifference
 FEWEST = 3
 """Minimum steps for estimating the noise in a difference."""
 BEYOND_SD = 4.5
-"""Minimum mean difference to report, in standard errors. High enough that testing every possible first step gives fewer
-than 0.5% false positives."""
+"""Minimum mean difference to report (standard errors). It keeps false positives below 0.5%, although every possible
+first step is tested."""
 
 LAGS = ("policy_lag", "version_lag")
 """Series that count updates. They have no noise, so every difference is reported."""
@@ -32,7 +32,7 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ. Bitwise equal names are appended to `same`, names within noise to `within`."""
+    """Yield the series that differ. Names of bitwise equal series go to `same`, of series within noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -91,11 +91,10 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean divided by the per-step standard deviation. None if it is not significant, infinity without
-    noise.
+    """Return the mean divided by the per-step standard deviation: infinity without noise, None if not significant.
 
-    For few steps, Student's t-distribution applies. Its quantile is approximated from the normal z by sqrt(df (exp(z^2
-    / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).
+    With few steps, significance is judged by Student's t-distribution. Its quantile is approximated from the normal z
+    by sqrt(df (exp(z^2 / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).
     """
     mean = abs(float(apart_n.mean()))
     is_short = len(stretch_n) < FEWEST_CHANGES
@@ -206,7 +205,7 @@ class _PassDifference:
 def logprob_differences(
     a: Database, b: Database, steps: Sequence[int], passes: Sequence[str]
 ) -> Iterator[RunDifference]:
-    """Yield each pass's first and largest logprob difference, up to where responses to the same prompt diverge."""
+    """Yield each pass's first and largest logprob difference. Responses are compared until they diverge."""
     found = {name: _PassDifference() for name in passes}
     tokens, wanted = tokens_by_step(a), set(steps)
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):

@@ -23,7 +23,6 @@ FIRST: Mapping[str, str] = {
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
 }
-"""Clause that follows the step in a sentence."""
 
 NOTES: Mapping[str, str] = {
     "no_sequences": "no step has sequences in both runs, so only settings and series were compared",
@@ -32,7 +31,7 @@ NOTES: Mapping[str, str] = {
 }
 
 _LONGEST = 13
-"""Maximum length of a text cell if the table must fit a width."""
+"""Maximum length of a text cell in a table with limited width."""
 _NAME = 24
 
 

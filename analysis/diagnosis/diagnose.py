@@ -195,7 +195,7 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare rms d with published values from healthy runs. `verdict` is the first `check` finding's code."""
+    """Compare rms d with published values from healthy runs. `verdict` is the code of `check`'s first finding."""
     comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
     healthy = [figure for figure in comparable if not figure.is_fault]
     is_equal = verdict == "equal" or own == 0.0
@@ -248,7 +248,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the metrics over all tokens. If sums are stored, `mean_exp_abs_d` covers only the sample."""
+    """Return the metrics over all tokens. If the sums lack `mean_exp_abs_d`, it covers only the sampled tokens."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

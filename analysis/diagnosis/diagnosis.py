@@ -1,4 +1,4 @@
-"""The result of `diagnose` as codes and numbers. Sentences are in text.py."""
+"""The `diagnose` result as codes and numbers. Sentences are in text.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..location import Location
 from .figures import PublishedFigure
 
 SETTLES = 0.9
-"""A replay identifies the cause if it removes more than this share of the mismatch."""
+"""A replay is judged to identify the cause if it removes more than this share of the mismatch."""
 ADDS_LITTLE = 0.1
-"""A replay has no effect if it removes or adds no more than this share."""
+"""A replay is judged to have no effect if it removes or adds at most this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal` without a mismatch, `unpublished` without a published value, else the position relative to the range."""
+    """`equal` if nothing differs, `unpublished` if no value is published, else relative to the published range."""
     own: float
     coarser: str | None
     is_inferred: bool = False
@@ -64,7 +64,7 @@ class ReplayEffect:
     removed: float
     """Share of mean squared d that the replay removes. Negative if the mismatch increases."""
     low: float | None
-    """`low` to `high` is the 95% interval over groups for `removed`. If they are None, `no_interval` has the reason."""
+    """`low` to `high` is the 95% interval for `removed`. If both are None, `no_interval` says why."""
     high: float | None
     no_interval: str | None
     is_own_engine: bool = False
@@ -105,7 +105,7 @@ class Diagnosis(Result):
     checked: CheckResult
     attribution: Attribution
     jumps: tuple[RecordedChange, ...]
-    """Jumps by a factor of ABRUPT or more in the mismatch, largest first."""
+    """Jumps in the mismatch by a factor of ABRUPT or more, largest first."""
     numerics: Numerics
     metrics: dict[str, float]
     size: SizeComparison
@@ -121,7 +121,7 @@ class Diagnosis(Result):
 
     @property
     def unexplained_jump(self) -> RecordedChange | None:
-        """Largest jump in the mismatch not explained by a recorded setting, or None if the comparison is invalid."""
+        """Largest jump in the mismatch that no recorded setting explains. None if the comparison is invalid."""
         return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
 
     @property

@@ -31,7 +31,7 @@ def story(found: Diagnosis) -> str:
 
 
 def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: Sequence[RecordedChange] = ()) -> str:
-    """Return a run's headline. `checked` is None if there are no two passes to compare."""
+    """Return a run's headline. `checked` is None if the trace has fewer than two passes."""
     fall, broken = attribution.fall, not_finite_clause(attribution.not_finite)
     if fall is None:
         calm = "No collapse detected"
@@ -44,7 +44,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
-            valid = "no two passes to compare"
+            valid = "no pair of passes to compare"
         elif checked.is_valid:
             valid = "the comparison is valid"
         else:

@@ -48,7 +48,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Bound on rounding errors in float64 sums up to 1."""
+"""Bound on the rounding error of a float64 sum that is at most 1."""
 
 H = Callable[[Array, Array], Array]
 
@@ -116,7 +116,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that bounds the sum of h. Its argument `disjoint` is h(1, 0), or None if that is infinite."""
+    """Return a function that bounds the sum of h, given h and h(1, 0) (None if infinite)."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM

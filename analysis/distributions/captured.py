@@ -89,14 +89,14 @@ class DistributionPairs:
 
     @property
     def error(self) -> TimTraceError | None:
-        """The last call's error. DuckDB passes on only its message."""
+        """The exception raised in the last call. DuckDB forwards only its message."""
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return each row's measures.
 
-        `columns` are the run and the number of tokens, then for each side the group, first row, contract, policy
-        version and attempt.
+        `columns` holds the run and the number of tokens, followed by the group, first row, contract, policy version and
+        attempt on each side.
         """
         with self._lock:
             try:
@@ -231,7 +231,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract with hidden states does not describe their head; record it with the head"
+                f"{self.store.url}: a contract with hidden states lacks the output head; record it with the contract"
             )
         if version is None:
             raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""A NumPy array. Any, because NumPy types the result of most arithmetic so."""
+"""A NumPy array. Typed as Any because NumPy returns Any from most arithmetic."""
 
 DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
 _BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")
@@ -90,7 +90,7 @@ def even_entropy(r: Array) -> Array:
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
     """Return every measure for rows with the full vocabulary on both sides. If one vocabulary is padded, divergences
-    are conditional on the common part, and each side's mass outside it has its own column."""
+    are conditional on the common part, and separate columns hold each side's mass outside the common part."""
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
     common = min(vocab_a, vocab_b)
@@ -119,7 +119,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return [C]. Logits are centred over tokens with mass on both sides."""
+    """Return the largest logit difference per row, after centring over tokens with mass on both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)
@@ -128,5 +128,4 @@ def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
 
 
 def unknown(values: Array, where: Array) -> Array:
-    """Mask values, so that they become NULL."""
     return np.ma.masked_array(values, mask=where)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ _LARGEST_VOCABULARY = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only by K tokens' logprobs and the total mass elsewhere."""
+    """Distributions known only by K tokens' logprobs and the other tokens' total mass."""
 
     ids_CK: Array
     logprobs_CK: Array
@@ -71,7 +71,7 @@ class PartialDistribution:
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
     """Return both sides on shared columns, and True if there may be tokens without a column.
 
-    A top-K side does not know its vocabulary size. If the other side is full, its size is used.
+    A top-K side does not record the vocabulary size, so it is taken from the other side if that one is full.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -104,8 +104,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Put both sides on shared columns, first a's tokens and then b's. Tokens that both list use a's column, and their
-    column among b's is 0 on both sides."""
+    """Put both sides on shared columns: a's tokens, then b's. A token listed by both uses a's column. Its second
+    column, among b's, is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a

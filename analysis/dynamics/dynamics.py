@@ -42,9 +42,9 @@ def dynamics(
 ) -> Dynamics:
     """Report when each series of a run changed, and which changed first.
 
-    Changes have 95% intervals. If two overlap, their order is undecided. The result also has k3's growth rate, and the
-    questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps` (3:80,
-    :100, 2:200:2) restricts the report to part of the run. Other steps still help to find changes.
+    Changes have 95% intervals. If two overlap, their order is undecided. The result also contains k3's growth rate and
+    the questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps` (3:80,
+    :100, 2:200:2) restricts the report to part of the run. Steps outside it still help to find changes.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

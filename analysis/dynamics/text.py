@@ -26,7 +26,7 @@ SUMMARY: Mapping[str, str] = {
 
 UNANSWERED: Mapping[str, str] = {
     "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown (see tim-trace info)",
-    "no_reward": "no rewards: pass reward to Recorder.add_sequences to see learning and reward spread within groups",
+    "no_reward": "no rewards: pass reward to Recorder.add_sequences to see the reward and its spread within groups",
     "no_reward_std_within_groups": "no groups with two or more rewards: record group_ids to see the spread within groups",
     "no_k3_positive": "no advantages: pass advantage to Recorder.add_sequences to see the mismatch by advantage sign",
     "no_grad_norm": "no gradient norm: record it with Recorder.add_metrics",

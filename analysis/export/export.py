@@ -137,7 +137,7 @@ _TEXTS = f"""
 class StepFigures:
     step: int
     logged_s: float
-    """When the step was logged, seconds since 1970; the trace's creation time if nothing was logged."""
+    """Unix time when the step was logged, or when the trace was created if nothing was logged."""
     values: dict[str, float] = field(default_factory=dict)
 
 

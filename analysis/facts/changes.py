@@ -48,7 +48,7 @@ class ChangePoint:
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the changes in a series, fitted as straight segments. A steady trend is therefore not a change."""
+    """Find the changes in a series by fitting straight segments. A steady trend is therefore not a change."""
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
     if len(steps) < FEWEST:
@@ -116,7 +116,7 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Minimum size of a first change, relative to the scatter."""
+"""Minimum size of a series' first change, relative to the scatter. Smaller changes are skipped."""
 
 PLANNED = ("learning_rate",)
 
@@ -211,8 +211,8 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the whole run if its drop begins by the last selected step. Otherwise, return the run up to that step, and
-    the later drop."""
+    """Return the whole run unless its drop begins after the last selected step. In that case, return the run up to that
+    step, and the drop."""
     if not database.kept_steps:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]

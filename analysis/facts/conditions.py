@@ -21,7 +21,7 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 
 _MOST_PROMPTS = 20_000
 _MOST_SWITCHES = 5
-"""A logged number that changes more often is a measurement, not a setting."""
+"""A logged number that changes more often than this is treated as a measurement, not a setting."""
 _HELD = 4
 """Minimum number of identical values between two changes in a setting."""
 
@@ -81,7 +81,7 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between (position, token) pairs near both prompt ends and those in the first tenth of the run"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between this step and the first tenth of the run, for (position, token) pairs near both prompt ends"),
     "share_new_places": (PROMPTS, LOG, "share of tokens near the prompt ends that never appeared at that position in the run's first quarter"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts not seen at earlier steps"),
     "longest_response": (LENGTH, LOG, "longest response at this step, tokens"),
@@ -98,7 +98,7 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and metrics not used in another series. Hyperparameters apply until changed."""
+    """Read the open run's inputs, and the metrics that no other series uses. Hyperparameters apply until changed."""
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
     for name, (kind, scale, source) in _QUANTITIES.items():

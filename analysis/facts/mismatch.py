@@ -171,7 +171,7 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
     size: float
-    """Mismatch at the onset: median over the preceding tenth or, if larger, the largest three-step median nearby."""
+    """Mismatch at the onset: median over the run's preceding tenth or, if larger, the largest three-step median."""
     first: float
     """Mismatch at the first step, before any update if recording began with the run."""
     settled: float
@@ -228,7 +228,7 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between prefix occurrences whose logprobs are compared."""
+"""Two occurrences of a prefix are compared only if at most this many steps apart."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
@@ -257,7 +257,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first` on. None if too few repeat."""
+    """Compare the logprobs of prefixes that repeat from step `first` on. Return None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -278,7 +278,7 @@ class EarlierWeights:
     by_chance: int
     """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int
-    """The best matching trainer step, or steps back if `is_distance`. 0 if none has enough prefixes."""
+    """Best matching trainer step, or its distance in steps if `is_distance`. 0 if no step has enough prefixes."""
     is_distance: bool
     agreement: float
     num_agreeing: int
@@ -301,7 +301,7 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look for the engine's prefix logprobs, from step `first` on, among the trainer's earlier ones."""
+    """Match the engine's prefix logprobs from step `first` on against the trainer's at earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     # Only where engine and trainer differ, because a single replica may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)

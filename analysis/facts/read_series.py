@@ -91,7 +91,7 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read or estimate the token entropy by step. `given` must describe the run, even if steps are left out."""
+    """Read or estimate the token entropy by step. `given` must cover the whole run, even if steps are left out."""
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
         if ("entropy", name) in given:
@@ -224,7 +224,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Metric names used by frameworks and by the recorder, in order of preference."""
+"""Metric names used by frameworks and by the recorder, most preferred first."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),

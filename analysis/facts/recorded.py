@@ -30,12 +30,12 @@ WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY 
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
-"""Changes in a run's inputs, which the policy cannot cause."""
+"""Changes in a run's inputs. The policy cannot cause them."""
 FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
 """Changes that the policy can cause, perhaps in response to an earlier input change."""
 
 CLEAR_SD = 4.0
-"""Minimum size for an input change that can count as a cause (standard deviations)."""
+"""Minimum size for an input change to count as a cause (standard deviations)."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -88,7 +88,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the rows of the SQL view `changes`. Numbers and text have separate columns."""
+    """Return the rows for the SQL view `changes`. Numbers and text have separate columns."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):

@@ -74,7 +74,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
     """Return the share of reward-difference variance that length explains, and the effect's sign.
 
-    Both are 0 with too few responses.
+    Both are 0 if there are too few responses.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -152,7 +152,7 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step in [first, last] at which the most repeated responses change by more than `least`."""
+    """Find the step in [first, last] at which the largest number of repeated responses changes by more than `least`."""
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])

@@ -57,7 +57,7 @@ _ALONE = 0.5
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum pairs in a comparison, and minimum responses found both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""If a prefix's -logprob is below this (nats), it is so certain that new weights have no visible effect."""
+"""Prefixes with -logprob below this (nats) are skipped, because new weights barely change it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return hashes that are equal for sequences with comparable values. Mean logprobs also need equal loss masks."""
+    """Return hashes that are equal where `column` can be compared. Mean logprobs also require equal loss masks."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
@@ -205,7 +205,7 @@ ORDERS = {
     "shortest_first_in_groups": "rewards assigned in completion order within each group",
     "last_step": "rewards taken from the next step (recorded one step late)",
 }
-"""Ways to undo row orders that bugs produce, worded to follow "with"."""
+"""Ways to reorder rewards that undo known bugs, phrased to follow "with"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

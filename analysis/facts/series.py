@@ -110,9 +110,9 @@ FALL_STAYS = 0.6
 FALL_HOLDS = 0.9
 """Replaces FALL_STAYS in the second test (see FALL_BEYOND)."""
 FALL_BEYOND = 6.0
-"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD). No
-false alarms in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to 0.8, this
-test raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With
+"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD). It
+raised no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to
+0.8, this test raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With
 autocorrelation 0.95, it raises the rate from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
 """Minimum drop (standard errors, after subtracting the bias from choosing the best window)."""
@@ -121,7 +121,7 @@ FALLEN = 0.35
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is flat if it rises by less than this fraction of its baseline's rise (none of 392 healthy pairs)."""
+"""A run is judged flat if it rises by less than this fraction of its baseline's rise. No healthy run does (of 392)."""
 
 _UNSEEN_CORRELATION = 2.0
 """Scatter multiplier if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
@@ -157,7 +157,7 @@ class Fall:
     """Onset: last step before the values permanently leave their earlier level."""
     low: int
     high: int
-    """Range of onsets that fit about as well as `step`. Narrower than `interval`."""
+    """Onsets that fit about as well as `step`. Narrower than `interval`."""
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
@@ -174,7 +174,6 @@ class Fall:
 
     @property
     def course(self) -> str:
-        """A sentence start, to be followed by "step N"."""
         if self.kind == FLAT:
             return f"{self.outcome} stays at {self.after:.3g} while the baseline's rises to {self.before:.3g}, diverging at"
         return f"{self.outcome} drops from {self.before:.3g} to {self.after:.3g} at"

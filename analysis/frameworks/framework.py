@@ -60,9 +60,9 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the macro calls that read tokens. All metrics can be computed from the rows that they return.
+        """Return calls to the macros that read tokens. Every metric can be computed from the rows that they return.
 
-        These rows have the columns run, step and seq_id. A macro may use those before it.
+        The rows have the columns run, step and seq_id. A macro may read rows from earlier macros.
         """
         return ()
 

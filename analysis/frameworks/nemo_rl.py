@@ -28,7 +28,7 @@ class NemoRl(Framework):
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
     """None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
-        1, "Sequences per micro-batch; multiplies mean sequence ratios (1).", metavar="N", at_least=1
+        1, "Sequences per micro-batch, a factor in mean sequence ratios (1).", metavar="N", at_least=1
     )
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
@@ -66,8 +66,8 @@ class NemoRl(Framework):
         mixes_micro_batches = self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
         if self.seq_logprob_error_threshold is not None and mixes_micro_batches:
             raise InvalidOption(
-                "with this option, the mean of sequence ratios depends on which sequences shared a "
-                "micro-batch, which is not recorded; drop train_micro_batch_size",
+                "with this option, the mean sequence ratio depends on how sequences were grouped into "
+                "micro-batches, and the grouping is not recorded; drop train_micro_batch_size",
                 option="seq_logprob_error_threshold",
             )
 

@@ -46,7 +46,7 @@ def masked_out(
     database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:  # fmt: skip
-    """Note non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
+    """Warn about non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
 
     NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it. With
     `rejects`, all tokens are searched, because any of them may be masked.

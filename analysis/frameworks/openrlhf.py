@@ -30,7 +30,7 @@ class OpenRlhf(Framework):
     def check(self) -> None:
         if len(self.eps_clip_low_high) != 2 or not all(eps >= 0 for eps in self.eps_clip_low_high):
             raise InvalidOption(
-                f"got {self.eps_clip_low_high}; pass two numbers of 0 or more", option="eps_clip_low_high"
+                f"got {self.eps_clip_low_high}; pass two non-negative numbers", option="eps_clip_low_high"
             )
 
     def is_unlogged(self, column: str) -> bool:

@@ -1,4 +1,4 @@
-"""Find frameworks: each is a module of this package, with an SQL file of the same name.
+"""Find frameworks. Each is a module in this package with an SQL file of the same name.
 
 The module defines the framework's class as FRAMEWORK, whose fields are its options, and may define
 `register(connection)`, which registers SQL functions. The SQL file defines
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""SQL casts of option values. Integers and booleans stay uncast: DuckDB would reject aggregates next to the cast."""
+"""SQL casts for option values. Integers and booleans are left uncast, because DuckDB rejects aggregates over casts."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework from the options that are not None. False is accepted for another framework's option."""
+    """Create a framework from the options that are not None. Options of other frameworks may be False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)

@@ -56,7 +56,7 @@ class Slime(Framework):
     rs_upper_bound: float | None = option_field(None, "Reject weights above C (tis_upper_bound; mis.py).", metavar="C")
     """None means tis_upper_bound."""
     rs_veto_threshold: float = option_field(
-        1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
+        1e-4, "Reject sequences with any token ratio below C; 0 disables (1e-4; mis.py).", metavar="C", at_least=0
     )
 
     name: ClassVar[str] = "slime"

@@ -37,7 +37,7 @@ class Verl(Framework):
     rollout_rs: str | None = option_field(None, "Rejection rules, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
     rollout_rs_threshold: str | None = option_field(
         None,
-        "One bound for all rules, or one per rule; for k1, bounds on rollout / trainer, e.g. 0.5_2.0.",
+        "One bound for all rules, or one per rule. k1 bounds rollout / trainer, e.g. 0.5_2.0.",
         metavar="BOUND,...",
     )
 
@@ -49,7 +49,7 @@ class Verl(Framework):
         _check_bounds("rollout_is_threshold", self.rollout_is_threshold)
         if self.rollout_is is None and (self.rollout_is_batch_normalize or self.rollout_is_threshold != "2.0"):
             raise InvalidOption(
-                "rollout_is_threshold and rollout_is_batch_normalize need rollout_is: token or sequence"
+                "rollout_is_threshold and rollout_is_batch_normalize require rollout_is; use token or sequence"
             )
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
@@ -131,9 +131,7 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):
         if "_" in bound and not option.endswith("k1"):
-            raise InvalidOption(
-                f"got {bound!r} for {option}; give it a single upper bound", option="rollout_rs_threshold"
-            )
+            raise InvalidOption(f"got {bound!r} for {option}; pass a single upper bound", option="rollout_rs_threshold")
         _check_bounds("rollout_rs_threshold", bound)
 
 

@@ -130,9 +130,9 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed."""
     fails: bool
-    """True if the value violates the condition, or proves nothing because tokens were left out. Sets the exit code."""
+    """True if the gate fails here: the condition is violated, or too many tokens were left out to tell."""
     steps_beyond: int | None
-    """How many steps violate the condition. None for `check`, and for counts (totals over the run)."""
+    """How many steps violate the condition. None for `check` and for counts, which are totals over the run."""
     worst_step: int | None
     """Step that violates the bound most or comes closest."""
     how: str
@@ -163,7 +163,7 @@ LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """`stats` columns that are maxima, mapped to their per-sequence columns."""
 
 MOST_NULL = 0.5
-"""A metric is inconclusive if more than this share of loss tokens lacks a logprob."""
+"""A metric is judged inconclusive if more than this share of loss tokens lacks a logprob."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 

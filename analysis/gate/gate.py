@@ -40,18 +40,18 @@ def gate(
     steps. A verdict's `warns` property is true if the condition passes but single steps violate it.
 
     Every metric except a count has an interval over groups. Sequences in a step form a group if they share a
-    `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t, and maxima a
-    bootstrap that ends at the value itself. Quantiles invert the bootstrap-t for the token share above them (Woodruff
-    1952). All others, including framework metrics, use a jackknife over 20 parts made from whole groups. Fewer than 8
-    groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
+    `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t. Maxima use a
+    bootstrap that ends at the observed maximum. Quantiles invert the bootstrap-t for the token share above them
+    (Woodruff 1952). All others, including framework metrics, use a jackknife over 20 parts made from whole groups.
+    Fewer than 8 groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
 
     The exit code and the `fails` property depend only on the value. `verdict` is `cannot tell` if the interval contains
-    the bound, or is expected but missing. NaN and infinities fail. So does any metric, except a count, that excludes
-    such tokens or for which most tokens lack logprobs.
+    the bound, or is expected but missing. NaN and infinities fail. Metrics other than counts also fail if they exclude
+    non-finite tokens, or if most tokens lack logprobs.
 
     `junit` is a JUnit XML file to write or replace. Each condition is a test case. `summary` is a file to append a
-    Markdown table to, such as $GITHUB_STEP_SUMMARY. Like `stats`, conditions on its columns store per-sequence sums in
-    the trace.
+    Markdown table to, such as $GITHUB_STEP_SUMMARY. Conditions on `stats` columns store per-sequence
+    sums in the trace, as `stats` does.
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is

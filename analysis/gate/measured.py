@@ -227,7 +227,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         found.append(_measured(name, values[name], interval, how, num_groups))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
-        how = f"bootstrap over {num_groups:,} groups for the maximum; the interval ends at the value"
+        how = f"bootstrap over {num_groups:,} groups for the maximum; the interval ends at the observed maximum"
         found.append(_measured(name, values[name], largest, how, num_groups))
     return found
 

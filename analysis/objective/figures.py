@@ -27,19 +27,19 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Data that must be recorded (MISMATCH, DRIFT, ADVANTAGE), and CLIP if the loss must have a clip."""
+    """Data that the figure needs (MISMATCH, DRIFT, ADVANTAGE), plus CLIP if it exists only for losses that clip."""
     of_correction: bool = False
     """True if the figure exists only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     in_tails: float | None = None
-    """Measured coverage of the 95% interval if a few tokens dominate, or None if it is at least 90%. See
+    """Measured coverage of the 95% interval if a few tokens dominate, or None if the coverage is at least 90%. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
         if self.in_tails is None:
             return self.meaning
-        return f"{self.meaning}; if a few tokens dominate, a 95% interval is correct in {self.in_tails:.0%} of runs"
+        return f"{self.meaning}; if a few tokens dominate, 95% intervals are correct in {self.in_tails:.0%} of runs"
 
 
 def _of(name: str) -> Callable[[Totals], Array]:
@@ -132,7 +132,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
     "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "sum d per sequence, averaged over sequences (nats)", frozenset({MISMATCH})),
     "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "|sum d| per sequence, averaged over sequences (nats)", frozenset({MISMATCH}), bounds=_SIZE),
-    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "(exp(sum d) - 1) A, averaged over sequences: the error in REINFORCE's gradient if all gradients were equal"),
+    "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "(exp(sum d) - 1) A, averaged over sequences: the error in REINFORCE's gradient if all sequences had the same gradient"),
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "|(exp(sum d) - 1) A|, averaged over sequences", bounds=_SIZE),
 }  # fmt: skip
 """Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""

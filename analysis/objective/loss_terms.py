@@ -26,9 +26,9 @@ class Differences:
     """current - train (nats)."""
     advantage_T: Array
     counts_T: np.ndarray | None
-    """True for unmasked tokens with a finite logprob in every pass. None if true everywhere."""
+    """True for unmasked tokens with a finite logprob in every pass. None if this holds for all tokens."""
     known_T: np.ndarray | None
-    """True for tokens in `counts_T` that have an advantage. None if true everywhere."""
+    """True for tokens in `counts_T` that have an advantage. None if all tokens have one."""
     num_N: Array
     known_N: Array
     advantage_N: Array
@@ -45,7 +45,7 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """In vespo, `ratio_used` times the correction weight. Otherwise `ratio_used`."""
+    """`ratio_used`, multiplied by the correction weight in vespo."""
     weight: Array | float
     """Correction weight, or 1 in vespo, where `ratio_applied` includes it."""
     advantage: Array
@@ -143,7 +143,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return vespo's terms, with products of token ratios and weights. Their logs are clamped to +-20 nats."""
+    """Return vespo's terms. Their ratios and weights are products over tokens, with logs clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

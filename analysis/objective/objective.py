@@ -34,8 +34,8 @@ def objective(
     With d = train - rollout and drift = current - train (a token's logprobs in nats), the correct importance ratio is
     rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used is current / train = exp(drift), current /
     rollout = rho*, or current / current = 1. A term's bias is b = w f(rho_used) - f(rho*), after arXiv 2605.14220. A
-    term is a token, or a sequence if the loss takes one ratio per sequence. f is its contribution, including the
-    advantage (the mean for a sequence). w is the loss's correction weight, or 1 without a correction. In vespo, w
+    term is a token, or a sequence if the loss takes one ratio per sequence. f is the term's contribution, including
+    the advantage (the mean for a sequence). w is the loss's correction weight, or 1 without a correction. In vespo, w
     multiplies rho_used. Exponents are clamped to +-20 nats.
 
     The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
@@ -43,7 +43,7 @@ def objective(
     step) use the loss's token weights, and run figures are means over updates. Masked rows and tokens without a logprob
     add nothing to the sums, but count in the loss's divisors. The KL term is left out.
 
-    `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap). `ray`
+    `steps` (3:80, -10:, 2:200:2) selects steps. Intervals resample groups (see statistics.intervals.bootstrap). `ray`
     is a Ray cluster's address (`auto`, `host:port`, or `local` to start one here).
 
     Questions left open by missing data (advantages, the `current` pass, the trainer, the engine, the loss) are listed

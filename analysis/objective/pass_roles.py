@@ -32,8 +32,8 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Required logprobs. MISMATCH: engine, and trainer at the sampling weights. DRIFT: trainer, and current policy in
-the loss."""
+"""Data that a figure needs. MISMATCH: logprobs from the engine, and from the trainer at the sampling weights. DRIFT:
+the trainer's logprobs, and the current policy's in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,13 @@ class PassRoles:
     current: str
     loss: Loss
     known: frozenset[str]
-    """Recorded data, from MISMATCH, DRIFT and ADVANTAGE."""
+    """Which of MISMATCH, DRIFT and ADVANTAGE were recorded."""
     notes: tuple[Statement, ...]
     cannot: tuple[Statement, ...]
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose passes, replacing missing ones. None without `train` or `current` logprobs."""
+    """Choose passes, with substitutes for missing ones. Return None without `train` or `current` logprobs."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -89,9 +89,9 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield a row for each sequence and inner iteration that went through the loss in `steps`, even without tokens.
+    """Yield a row for each sequence in `steps` and inner iteration of the loss, including sequences without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are name hashes, for speed. `is_whole` is true if
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashed names, for speed. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
@@ -152,7 +152,7 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
     for name in (part.partition("=")[0].strip().replace("-", "_") for part in changed):
         value = getattr(loss, name)
         if isinstance(value, float) and not value >= 0:
-            raise InvalidOption(f"{name}: got {value}; pass a number of 0 or more", option="loss")
+            raise InvalidOption(f"{name}: got {value}; pass a non-negative number", option="loss")
     asked = ", ".join(part.replace("=", " ") for part in changed)
     return loss, (basis, Statement(code="fields_asked", values={"fields": asked}))
 

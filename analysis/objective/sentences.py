@@ -56,8 +56,8 @@ CANNOT: Mapping[str, str] = {
 NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
     "mismatch",
-    "first_update_only": "the trace has no 'current' pass, so the figures are for the first update on a batch. There, the "
-    "loss's current policy is the trainer's, and the used ratio is 1 unless the loss divides by the rollout's logprobs",
+    "first_update_only": "the trace has no 'current' pass, so the figures are for the first update on a batch, which "
+    "starts from the trainer's policy. The used ratio is 1 unless the loss divides by the rollout's logprobs",
     "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in some pass and are left out",
     "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "

@@ -75,7 +75,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return the token counts by name, and the tokens' log-ratios."""
+    """Return token counts and the tokens' log-ratios."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -246,8 +246,8 @@ class LossRows:
 def shares(loss: Loss, rows: LossRows) -> Array:
     """Return the loss's weight for each token in a row, [R].
 
-    With aggregation `sequence`, the weight is for the sequence's single term. An update without recorded micro-batches
-    is treated as one batch.
+    With aggregation `sequence`, each row has a single term, and the weight applies to it. An update without recorded
+    micro-batches is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -270,7 +270,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return tokens in the row's micro-batch, times micro-batches in its update, [R]."""
+    """Return the tokens in each row's micro-batch times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

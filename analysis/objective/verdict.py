@@ -63,7 +63,7 @@ class Objective(Result):
     """Codes in sentences.CANNOT."""
     figures: dict[str, Estimate]
     steps: Rows
-    """One row per update: step, iteration, figures."""
+    """One row per update, with its step, iteration and figures."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
@@ -91,8 +91,8 @@ class Objective(Result):
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Limits for the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. By convention, because
-rewards are so noisy that a bias of 0.1% is invisible, but one of 5% is not."""
+"""Limits for the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. They are conventions:
+rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:

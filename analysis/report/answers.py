@@ -43,7 +43,7 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown`, `valid`, `replay`, a finding's or cause's code, or a key in the tables above."""
+    """`unknown`, `valid`, `replay`, the code for a finding or cause, or a key in the tables above."""
     severity: str
     short: str
     figure: str = ""
@@ -153,7 +153,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return the code for the net bias if its sign is clear, otherwise for the noise."""
+    """Return a code for the net bias if its sign is clear, otherwise a code for the noise level."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):

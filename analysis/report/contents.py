@@ -28,7 +28,7 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Minimum probability at which a rerun is suggested to test a suspect."""
+"""Minimum probability for suggesting a rerun to test a suspected cause."""
 _SHOWN = 12
 
 
@@ -181,7 +181,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the recorded passes' contracts. Replays are excluded: their names already state what was changed."""
+    """Compare the recorded passes' contracts. Replays are excluded, because their names already state the changes."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})

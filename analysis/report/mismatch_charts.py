@@ -155,8 +155,8 @@ def _arms(subject: Subject) -> BarChart | None:
     a, b = subject.pair
     return BarChart(
         key="arms", title="How much mismatch each replay removes", unit="share of mean d squared",
-        note=f"The replay replaces {a}: 1 means that the replay agrees with {b}, 0 that it changes nothing, and a negative value that the mismatch grows. "
-        "Lines are 95% CIs over sequence groups.",
+        note=f"The replay replaces {a}: at 1, the replay agrees with {b}; at 0, it changes nothing; below 0, "
+        "the mismatch grows. Lines are 95% CIs over sequence groups.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
 

@@ -143,7 +143,7 @@ class Term:
 
 SERIES: dict[str, Term] = {
     "k3": Term("Mismatch k3", "nats", "Mean exp(d) - 1 - d, where d is the trainer's logprob for a token minus the engine's. It estimates the KL divergence between them and is never negative."),
-    "p99_abs_d": Term("p99 of |d|", "nats", "99% of tokens have a smaller |d|, the difference between the trainer's and the engine's logprob for the same token."),
+    "p99_abs_d": Term("p99 of |d|", "nats", "99% of tokens have a smaller |d|. d is the trainer's logprob for a token minus the engine's."),
     "max_abs_d": Term("Largest |d|", "nats", "The largest difference between a token's two logprobs in the step. "
     "At 0.69 nats, one side gives the token twice the probability."),
     "ess": Term("Token ESS", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1, all "
@@ -181,7 +181,7 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "sum |f|": "Sum of |f| over all tokens, where f is ratio times advantage after the loss's clipping.",
     "k3": "Mean exp(d) - 1 - d. It estimates the KL divergence between trainer and engine (nats).",
     "alerts": "Warning levels from frameworks and papers. Each has its own definition.",
-    "interval": "Confidence interval from resampling sequence groups: what to expect if the run had sampled different groups.",
+    "interval": "Confidence interval from resampling sequence groups. It shows how much the value depends on them.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of a token's probability ratio under two policies.",
     "arm": "Recorded steps replayed under different numerics, stored as a separate pass.",

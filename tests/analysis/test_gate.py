@@ -140,7 +140,7 @@ def test_the_interval_of_a_largest_value_ends_at_it(tmp_path):
     assert largest.high == largest.value == pytest.approx(0.2, rel=1e-6)
     # Of 20 sequences the top n are in no resample with a probability of (1 - n / 20)^20: 0.12 for 2, and 0.012 for 4.
     assert largest.low == pytest.approx(0.17, rel=1e-6)
-    assert (largest.verdict, largest.how.endswith("for the maximum; the interval ends at the value")) == (
+    assert (largest.verdict, largest.how.endswith("for the maximum; the interval ends at the observed maximum")) == (
         "passed",
         True,
     )

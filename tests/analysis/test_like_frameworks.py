@@ -723,10 +723,14 @@ def test_the_macros_give_the_same(steps):
                 "sequence_level_importance_ratios": True,
                 "train_micro_batch_size": 4,
             },
-            "depends on which sequences shared a micro-batch",
+            "depends on how sequences were grouped into micro-batches",
         ),
         ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
-        ("openrlhf", {"eps_clip_low_high": (0.2, -0.1)}, "eps_clip_low_high: got (0.2, -0.1); pass two numbers"),
+        (
+            "openrlhf",
+            {"eps_clip_low_high": (0.2, -0.1)},
+            "eps_clip_low_high: got (0.2, -0.1); pass two non-negative numbers",
+        ),
         ("prime-rl", {"dppo_mask_low": -0.1}, "dppo_mask_low: got -0.1; pass 0 or more"),
     ],
 )

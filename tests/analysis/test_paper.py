@@ -185,7 +185,7 @@ def test_figures_have_the_width_that_is_asked_for(tmp_path, width, column, page)
 
 @pytest.mark.parametrize("width", ["", "wide", "nan", 1.99, 20.01, -3.4, None])
 def test_a_width_that_is_none_is_refused_with_those_there_are(width):
-    with pytest.raises(InvalidOption, match=r"width: got .*inches from 2 to 20.*neurips"):
+    with pytest.raises(InvalidOption, match=r"width: got .*2 to 20 inches.*neurips"):
         paper_style(width)
 
 

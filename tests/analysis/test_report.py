@@ -255,7 +255,7 @@ def test_the_headline_is_the_first_line_of_diagnose(tmp_path, gap, beside):
 def test_the_headline_of_one_pass_says_that_there_is_nothing_to_compare(tmp_path):
     make_trace(tmp_path / "run", passes=("rollout",))
     made = report(tmp_path / "run")
-    assert made.verdicts[0].headline == "No collapse detected; no two passes to compare."
+    assert made.verdicts[0].headline == "No collapse detected; no pair of passes to compare."
 
 
 def test_a_control_that_is_not_there_is_said(run, tmp_path):

@@ -154,7 +154,7 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert ["attempt", "steps", "sequences", "repeated later"] in cells
     assert ["1", "1 to 6", "48", "5 to 6"] in cells
     assert ["2", "5 to 8", "32"] in cells
-    assert "2 training attempts. Each step uses its newest attempt: 16 sequences of earlier" in text
+    assert "2 training attempts. Each step uses its newest attempt: 16 sequences from earlier" in text
     checked = check(traces[0])
     note = note_texts(checked)[checked.notes.index("attempts")]
     assert note == (

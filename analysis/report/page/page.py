@@ -167,7 +167,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| drawn in full colour (nats): the run's 99.9% quantile, but at least 0.001."""
+    """Return the |d| at which the colour saturates (nats): the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

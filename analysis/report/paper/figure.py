@@ -1,4 +1,4 @@
-"""Draw charts with matplotlib and its bundled font: one matplotlib version draws identical bytes on every machine."""
+"""Draw charts with matplotlib and its bundled font, so that a given version draws identical bytes on every machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
     except (TypeError, ValueError):
         column = page = math.nan
     if not 2 <= column <= page <= 20:
-        raise InvalidOption(f"got {width!r}; pass inches from 2 to 20, or one of {', '.join(WIDTHS)}", option="width")
+        raise InvalidOption(f"got {width!r}; pass 2 to 20 inches, or one of {', '.join(WIDTHS)}", option="width")
     try:
         findfont(FontProperties(family=[font]), fallback_to_default=False)
     except ValueError as error:
@@ -128,7 +128,7 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart outside pyplot. `figure.savefig(path)` writes it."""
+    """Draw a chart without pyplot. `figure.savefig(path)` writes it."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
@@ -147,7 +147,6 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
 
 
 def _stack(one: Stack, style: PaperStyle) -> Figure:
-    """Lines with the same name share a colour in all panels."""
     figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
     names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
     places = {name: place for place, name in enumerate(names)}
