@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "getting started": {
-        "record": "Run a command and record its trainer and vLLM.",
+        "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
@@ -64,7 +64,7 @@ SECTIONS = {
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
         "compare": "Find what differs first between two runs.",
-        "corrections": "Show what each correction would have cut, and at what cost.",
+        "corrections": "Show what each correction would mask or clip, and the cost.",
         "objective": "Measure how the mismatch biases the training objective.",
         "dynamics": "Show when each series changed, and what changed first.",
         "attribute": "Determine if and when a run collapsed, and the likely cause.",
@@ -137,7 +137,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""`record` computes sums for runs with at least this many response tokens. In smaller runs, the first query does."""
+"""Minimum number of response tokens for `record` to compute sums. In smaller runs, the first query computes them."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -254,7 +254,7 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with the functions NAME_text, NAME_rows and NAME_json that its `_text` refers to.
+        """Print a result with the functions NAME_text, NAME_rows and NAME_json, where its `_text` is MODULE:NAME_text.
 
         Without NAME_json, the JSON output contains the result's fields and its NAME_sentence.
         """
@@ -368,7 +368,7 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
-    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start one here.",
+    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local one.",
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
@@ -485,7 +485,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 @click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
-    """Convert another tool's files to a trace, or add their new data to an existing one.
+    """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
     torchtitan or ms-swift. docs/reference/import-formats.md lists the files that each one reads. Importing a folder
@@ -627,7 +627,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles. By default, they are accurate to 0.1% above 33,554,432 tokens.",
+    help="Compute exact quantiles. Otherwise, they are accurate to 0.1% in runs with over 33,554,432 tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
@@ -726,7 +726,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "length", help="What each row describes (length: quartiles by sequence length).")
+@_by("run", "step", "length", help="What each row describes (length: quartiles of sequence length).")
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold for token-tis and token-mis.")
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
@@ -743,7 +743,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
-    """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
+    """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
     By default, thresholds are the published ones. verl's presets always use verl's own. Every row shows the full rule,
     which ratio its source limits (verl's k1 limits the inverse ratio), and the condition for keeping a token, where
@@ -766,7 +766,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_ray
 @_prints(json="Print JSON at full precision, including every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
+    """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
     Compares each token's contribution under the loss's ratio with its contribution under the correct ratio, current /
     rollout. Splits the result by the advantage's sign, and into clip decisions, corrections and policy drift. --loss
@@ -812,7 +812,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Write nothing, but print each arm's remaining work and a time estimate from the first rows.",
+    help="Only print each arm's remaining work and a time estimate based on the first rows.",
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
@@ -903,9 +903,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="N (those with the largest mismatch), random:N, or comma-separated names.",
+    help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
 )  # fmt: skip
-@click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
+@click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8 (the first is 0).")
 @click.option(
     "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
@@ -1020,7 +1020,7 @@ def weights(
 @_steps
 @_prints(csv=False, wide=False, brief=True)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
-    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
+    """Report whether a run collapsed or is slowly declining, since when, what changed first, and the most likely cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with a probability,
     evidence for and against it, and the cheapest replay or rerun that would settle it. A single run gives observational
@@ -1115,9 +1115,9 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences or per-step metrics in another tool's format.
 
-    parquet: one file with a row per sequence (tokens, each pass's logprobs, d) and one with the logged values. import
-    parquet reads both. tensorboard and wandb: the per-step mismatch and every logged number. wandb runs are written
-    offline.
+    parquet: one file with a row per sequence (tokens, each pass's logprobs, d) and one with the logged values. Both can
+    be read with import parquet. tensorboard and wandb: the per-step mismatch and every logged number. wandb runs are
+    written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1328,7 +1328,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept because another pass also has probability 1 there"
+            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass gives probability 1 too"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")

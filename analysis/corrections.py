@@ -41,7 +41,7 @@ def corrections(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
-    """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
+    """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
     Returns one row per correction and run, per correction and step, or (`by="length"`) per correction and sequence
     length quartile (tokens). `steps` (3:80, -10:, 2:200:2) selects steps in each run.

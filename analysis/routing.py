@@ -44,9 +44,9 @@ class Agreement(NamedTuple):
     overlap_NL: np.ndarray
     """Experts in common, divided by S (the larger S if the passes differ)."""
     num_weights_NL: np.ndarray
-    """Experts in common that have weights in both passes."""
+    """Number of common experts that have weights in both passes."""
     abs_dweight_NL: np.ndarray
-    """Sum of |weight a - weight b| over these experts."""
+    """Sum of |weight a - weight b| over the common experts that have weights in both passes."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
@@ -97,7 +97,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read Zarr groups in the traces.
 
-    Confined queries may call them, because they open only the traces' dense/ folders.
+    Both functions open only the traces' dense/ folders, so confined queries may call them.
     """
     stores = {source.run: source.store for source in sources}
 

@@ -38,7 +38,7 @@ class _PendingArm:
     target: ArmPass
     steps: list[int]
     scored_before: dict[int, set[str] | None]
-    """Sequences that this arm has already scored, by step. None means all."""
+    """Sequences that this arm has already scored, by step. None for a step that it has scored completely."""
     is_replaced: bool = False
     """True if an existing pass for this arm must be removed first."""
 
@@ -377,7 +377,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
         if scorer.run.replayed_pass == ROLLOUT:
             differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT} (scored by an engine), so d is the mismatch",)
         if not all(row.composition_known for row in scored.rows):
-            differs += ("batch composition: not recorded, now one row per forward pass",)
+            differs += ("batch composition was not recorded, so the replay runs one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
         not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(

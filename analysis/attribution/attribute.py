@@ -50,7 +50,7 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Report whether a run collapsed or slowly declines, since when, what changed first, and the most likely cause.
+    """Report whether a run collapsed or is slowly declining, since when, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
     evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation,

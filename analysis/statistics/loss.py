@@ -34,7 +34,7 @@ SAFETY_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Ratio bounds by the advantage's sign. Infinite without a bound."""
+    """Ratio bounds for positive and negative advantages. The default is unbounded."""
 
     positive_high: float = math.inf
     negative_low: float = -math.inf
@@ -142,7 +142,7 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Mask ratios beyond the bound for their advantage's sign. False without a bound, or if the advantage is 0.
+    """Return True where a ratio is outside the bounds for its advantage's sign. An advantage of 0 has no bounds.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]

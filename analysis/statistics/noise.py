@@ -35,7 +35,7 @@ def robust_sd(values: np.ndarray) -> float:
 
 
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return n times the variance that a stationary series' mean has, after fitting `num_fitted` parameters.
+    """Return n times the variance of a stationary series' mean, after fitting `num_fitted` parameters.
 
     It is the larger of two estimates:
 

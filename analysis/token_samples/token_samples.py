@@ -193,7 +193,7 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""A token's logprob in a pass. NOT_RECORDED is NULL or has no score row. INFINITE is either infinity."""
+"""States of a token's logprob in a pass. NOT_RECORDED: NULL or no score row. INFINITE: either infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class TokenSample:
     """Optimizer updates applied to the sampling weights, or None if not recorded."""
     finish_reason: str | None
     sum_d: float | None
-    """In nats, or None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
+    """`sum_d`, `mean_abs_d` and `max_abs_d` are in nats, or None if no token can be compared."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]

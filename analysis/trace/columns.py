@@ -88,7 +88,7 @@ def read_hyperparameters(database: Database, run: str | None = None) -> dict[str
 def parse_pair(text: str) -> Pair:
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
-        raise InvalidOption(f"got {text!r}; pass two passes as a:b, e.g. train:rollout", option="pair")
+        raise InvalidOption(f"got {text!r}; give two passes as a:b, e.g. train:rollout", option="pair")
     return a, b
 
 

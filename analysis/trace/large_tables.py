@@ -1,4 +1,4 @@
-"""In tables with very many files, find those a query needs by having DuckDB plan it over empty placeholder files."""
+"""Choose the files that a query needs from a very large table: DuckDB plans the query over empty placeholder files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class LargeTables:
         table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
 
     def choose_all(self) -> None:
-        """Let queries on DuckDB's own connection read all files."""
+        """Make all files readable, for queries that bypass `choose`."""
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:

@@ -93,7 +93,7 @@ def gradient(
 class _Outcome:
     step: int
     results: list[GradientStep]
-    """Results by update and arm. If the step cannot be replayed, only those before the error."""
+    """Results by update and arm. If the step cannot be replayed, only the results before the error."""
     refusal: WeightsMissing | CannotReplay | None
 
 
