@@ -375,7 +375,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     not_held = None
     if scorer.arm.is_identity and not same.all():
         if scorer.run.replayed_pass == ROLLOUT:
-            differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT} (scored by an engine), so d is the mismatch",)
+            differs += (f"pass {TRAIN!r} was not recorded, so d is relative to {ROLLOUT!r} (scored by an engine)",)
         if not all(row.composition_known for row in scored.rows):
             differs += ("batch composition was not recorded, so the replay runs one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))

@@ -32,7 +32,7 @@ MOST_UNITS = 256
 PARTS = 20
 
 _RESAMPLES = (1_000, 20_000)
-"""Limits on the number of resamples. Within them, about _BEYOND resamples fall beyond each bound of the interval."""
+"""Minimum and maximum number of resamples. In between, about _BEYOND resamples fall beyond each interval bound."""
 _BEYOND = 25
 
 _STEP = 1e-5

@@ -35,7 +35,7 @@ class Located:
     before: float
     after: float
     gain: float
-    """Reduction in the sum of squares from letting slope and level change (long-run variances)."""
+    """How much the sum of squares decreases if slope and level may change, in units of the long-run variance."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -130,6 +130,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return how much of a linear decline from `start` is complete, from 0 to 1, for each candidate end, [E, N]."""
+    """Return how far a linear decline from `start` has progressed, from 0 to 1, for each candidate end, [E, N]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

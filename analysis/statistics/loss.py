@@ -1,4 +1,4 @@
-"""Policy loss terms: what a ratio and an advantage add to the objective, clipping, and corrections.
+"""Policy loss terms: contributions to the objective, clipping and corrections.
 
 sql/loss.sql implements the same rules as SQL macros, and replay/gradients in torch.
 
@@ -64,7 +64,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return log-ratios by term [K] from those by token [T]. Masked tokens have 0.
+    """Convert log-ratios from tokens [T] to terms [K]. Masked tokens must be 0.
 
     `num_N` counts each sequence's unmasked tokens.
 

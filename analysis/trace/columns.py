@@ -127,7 +127,7 @@ def _replay_gives(database: Database, name: str) -> str:
     trace = shlex.quote(store.url)
     attach = "" if store.exists(WEIGHTS) else f"`tim-trace weights {trace} --attach VERSION DIR` and "
     return (
-        f". To score the same tokens with the weights, run {attach}`tim-trace replay {trace}`; "
+        f". To score the same tokens with the model's weights, run {attach}`tim-trace replay {trace}`; "
         f"{option('pair', f'{REPLAY_PREFIX}as-recorded:{name}')} compares the two"
     )
 

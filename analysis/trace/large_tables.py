@@ -159,7 +159,7 @@ class _Scan:
 
 
 def _steps_of(condition: str) -> Steps:
-    """Return the step range that a condition allows, or unbounded if it is not understood.
+    """Return the step range that a condition allows, or an unbounded range if the condition is not understood.
 
     >>> _steps_of("((step >= 3) AND (step < 8))")
     (3, 7)

@@ -82,7 +82,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return [T] int32 bins. They ascend with the values."""
+    """Return int32 bins, [T]. A larger value never gets a lower bin."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
