@@ -575,10 +575,10 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Run a DuckDB SQL query on one or more traces.
 
-    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators
-    and patches (results from locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps and pair_runs, where d =
-    logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without QUERY,
-    queries are read from stdin or a prompt.
+    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything that changed during a run), and
+    operators and patches (results from locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps and pair_runs,
+    where d = logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without
+    QUERY, queries are read from stdin or a prompt.
     """
     from .analysis.query import Session, prompt, split_arguments
 
@@ -598,7 +598,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
-    """List the named queries, or run one over one or more traces.
+    """List the named queries, or run a query on one or more traces.
 
     Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
     this comment.
@@ -887,7 +887,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the distance to the recorded gradient (norm). variance is the variance of the mean over micro-batches.
+    bias is the norm of the difference from the recorded gradient. variance is the mean's variance over micro-batches.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -918,7 +918,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Store the result in the trace for sql and diagnose, replacing an earlier one with the same options.",
+    help="Store the result in the trace for sql and diagnose, replacing earlier results with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", help="What each row of --csv describes.")
 @_prints()

@@ -256,7 +256,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each column's share in sum d^2 and its interval, or NaN if that sum is 0."""
+    """Return each column's share in sum d^2 with an interval, or NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)

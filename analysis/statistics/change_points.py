@@ -27,7 +27,7 @@ def shortest(n: int) -> int:
 def tail(gain: float, n: int) -> float:
     """Bound the probability that a cut in pure noise reduces the sum of squares by `gain` long-run variances. The
     formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) among all positions. Its
-    factor was fitted to simulated white noise with 20 to 1,000 steps."""
+    factor comes from simulated white noise with 20 to 1,000 steps."""
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 

@@ -53,7 +53,7 @@ class NoInterval(StrEnum):
     UNDEFINED = "undefined without some groups"
     CARRIED = "the value depends on too few groups"
     SINGLE = "a single sequence determines the value"
-    UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none"
+    UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none of them"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:

@@ -171,7 +171,7 @@ def read_token_samples(
     (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
     responses are cut to a window around their worst token. The result's `choice` describes the selection.
 
-    If the trace has only one pass of the pair, there is no d. An empty trace has no sequences. Raises DamagedTrace.
+    If the trace has only one pass of the pair, d is missing. An empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))

@@ -134,7 +134,7 @@ def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
     """Return the sums in `names`, [B]. `starts_B` contains the index of each sequence's first token."""
-    # Computed at once, because cached properties would take turns in threads.
+    # Computed eagerly, because threads would wait for a cached property's lock.
     d_T, asked = a_T - b_T, frozenset(names)
     size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
     growth_T = weight_T = prob_diff_T = d_T

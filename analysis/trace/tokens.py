@@ -100,7 +100,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Split steps into ranges within both limits. A larger step gets its own range.
+    """Split steps into ranges of up to `most_tokens` tokens and CHUNK_STEPS steps. A larger step gets its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -222,7 +222,7 @@ def places(database: Database) -> tuple[str, ...]:
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
-                f"{source.store.url} is being recorded or was not finished, so not all nodes would see the same rows; "
+                f"{source.store.url} is being recorded or was not finished, so nodes could see different rows; "
                 f"run the command without a cluster",
                 option="ray",
             )
