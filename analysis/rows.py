@@ -132,7 +132,6 @@ _SHORTEST_TEXT = 12
 """Minimum width of truncated values and wrapped names (characters)."""
 _MOST_NAMED = 6
 _LONG_TEXT = 40
-"""Minimum length of values that may be wrapped to keep a list narrow (characters)."""
 _MOST_LISTS = 4
 """Maximum number of wide rows to render side by side as lists."""
 

@@ -81,7 +81,6 @@ class LargeTables:
         table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
 
     def choose_all(self) -> None:
-        """Make all files readable, for queries that bypass `choose`."""
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
