@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "getting started": {
-        "record": "Run a command and record its trainer and vLLM.",
+        "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
@@ -64,7 +64,7 @@ SECTIONS = {
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
         "compare": "Find what differs first between two runs.",
-        "corrections": "Show what each correction would have cut, and at what cost.",
+        "corrections": "Show what each correction would mask or clip, and the cost.",
         "objective": "Measure how the mismatch biases the training objective.",
         "dynamics": "Show when each series changed, and what changed first.",
         "attribute": "Determine if and when a run collapsed, and the likely cause.",
@@ -137,7 +137,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""`record` computes sums for runs with at least this many response tokens. In smaller runs, the first query does."""
+"""Minimum number of response tokens for `record` to compute sums. In smaller runs, the first query computes them."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -254,7 +254,7 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with the functions NAME_text, NAME_rows and NAME_json that its `_text` refers to.
+        """Print a result with the functions NAME_text, NAME_rows and NAME_json, where its `_text` is MODULE:NAME_text.
 
         Without NAME_json, the JSON output contains the result's fields and its NAME_sentence.
         """
@@ -368,7 +368,7 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
-    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start one here.",
+    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local one.",
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
@@ -485,7 +485,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 @click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
-    """Convert another tool's files to a trace, or add their new data to an existing one.
+    """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
     torchtitan or ms-swift. docs/reference/import-formats.md lists the files that each one reads. Importing a folder
@@ -575,10 +575,10 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Run a DuckDB SQL query on one or more traces.
 
-    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators
-    and patches (results from locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps and pair_runs, where d =
-    logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without QUERY,
-    queries are read from stdin or a prompt.
+    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything that changed during a run), and
+    operators and patches (results from locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps and pair_runs,
+    where d = logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without
+    QUERY, queries are read from stdin or a prompt.
     """
     from .analysis.query import Session, prompt, split_arguments
 
@@ -598,7 +598,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
-    """List the named queries, or run one over one or more traces.
+    """List the named queries, or run a query on one or more traces.
 
     Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
     this comment.
@@ -627,7 +627,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles. By default, they are accurate to 0.1% above 33,554,432 tokens.",
+    help="Compute exact quantiles. Otherwise, they are accurate to 0.1% in runs with over 33,554,432 tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
@@ -726,7 +726,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "length", help="What each row describes (length: quartiles by sequence length).")
+@_by("run", "step", "length", help="What each row describes (length: quartiles of sequence length).")
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold for token-tis and token-mis.")
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
@@ -766,7 +766,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_ray
 @_prints(json="Print JSON at full precision, including every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
+    """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
     Compares each token's contribution under the loss's ratio with its contribution under the correct ratio, current /
     rollout. Splits the result by the advantage's sign, and into clip decisions, corrections and policy drift. --loss
@@ -812,7 +812,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Write nothing, but print each arm's remaining work and a time estimate from the first rows.",
+    help="Only print each arm's remaining work and a time estimate based on the first rows.",
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
@@ -887,7 +887,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the distance to the recorded gradient (norm). variance is the variance of the mean over micro-batches.
+    bias is the norm of the difference from the recorded gradient. variance is the mean's variance over micro-batches.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -903,9 +903,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
-    help="N (those with the largest mismatch), random:N, or comma-separated names.",
+    help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
 )  # fmt: skip
-@click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8, from 0.")
+@click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8 (the first is 0).")
 @click.option(
     "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
@@ -918,7 +918,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Store the result in the trace for sql and diagnose, replacing an earlier one with the same options.",
+    help="Store the result in the trace for sql and diagnose, replacing earlier results with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", help="What each row of --csv describes.")
 @_prints()
@@ -1115,9 +1115,9 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences or per-step metrics in another tool's format.
 
-    parquet: one file with a row per sequence (tokens, each pass's logprobs, d) and one with the logged values. import
-    parquet reads both. tensorboard and wandb: the per-step mismatch and every logged number. wandb runs are written
-    offline.
+    parquet: one file with a row per sequence (tokens, each pass's logprobs, d) and one with the logged values. Both can
+    be read with import parquet. tensorboard and wandb: the per-step mismatch and every logged number. wandb runs are
+    written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1328,7 +1328,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept because another pass also has probability 1 there"
+            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass gives probability 1 too"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")

@@ -44,9 +44,9 @@ class Agreement(NamedTuple):
     overlap_NL: np.ndarray
     """Experts in common, divided by S (the larger S if the passes differ)."""
     num_weights_NL: np.ndarray
-    """Experts in common that have weights in both passes."""
+    """Number of common experts that have weights in both passes."""
     abs_dweight_NL: np.ndarray
-    """Sum of |weight a - weight b| over these experts."""
+    """Sum of |weight a - weight b| over the common experts that have weights in both passes."""
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
@@ -97,7 +97,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read Zarr groups in the traces.
 
-    Confined queries may call them, because they open only the traces' dense/ folders.
+    Both functions open only the traces' dense/ folders, so confined queries may call them.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -134,6 +134,6 @@ def _read(
         rows = [row for row, name in enumerate(runs) if name == run]
         places = [(groups[row], starts[row], counts[row]) for row in rows]
         if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
-            raise InvalidQuery(f"routing: run {run!r} has no such rows; pass the columns of the view `scores`")
+            raise InvalidQuery(f"routing: run {run!r} has no such rows; use columns of the view `scores`")
         found |= zip(rows, read_routing(stores[run], places), strict=True)
     return [found[row] for row in range(len(runs))]

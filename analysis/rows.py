@@ -132,9 +132,8 @@ _SHORTEST_TEXT = 12
 """Minimum width of truncated values and wrapped names (characters)."""
 _MOST_NAMED = 6
 _LONG_TEXT = 40
-"""Values this long (characters) may be wrapped, so they do not widen a list."""
 _MOST_LISTS = 4
-"""Maximum long rows rendered side by side as lists."""
+"""Maximum number of wide rows to render side by side as lists."""
 
 
 def _line_width(columns: Sequence[_Column]) -> int:

@@ -55,7 +55,7 @@ def stats(
     gives one row per layer, with the columns from the SQL macro `pair_routing_layers`.
 
     Above 33,554,432 tokens, quantiles come from per-step histograms. `quantile_error` bounds their relative error:
-    2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time to make them exact.
+    2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time to compute exact quantiles.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 

@@ -67,7 +67,7 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Units resampled for intervals: sequences in a step with the same group_id, or a single sequence without one."""
+    """Number of resampled units (groups of sequences, or single sequences without a group_id)."""
     no_interval: str | None
     """Why the shares have no interval, or None if they have one."""
     num_tokens: int
@@ -84,7 +84,7 @@ class Triangulation(Result):
     """Why the recorded bits were not reproduced, as in `ReplayedStep`. None if they were reproduced, or if no replay
     ran."""
     arms: Rows
-    """One row per arm: the mismatch with the arm's replay in the trainer's place, and the share of mean d^2 that this
+    """One row per arm: the mismatch if the arm's replay replaces the trainer, and the share of mean d^2 that this
     removes."""
 
 
@@ -162,7 +162,7 @@ def _errors(
     for name, parts in found.items():
         if not parts:
             raise NothingToCompare(
-                f"no token of these steps has a logprob in train, rollout and {name}; choose different steps"
+                f"no token in these steps has a logprob in train, rollout and {name}; choose different steps"
             )
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
@@ -256,7 +256,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each column's share in sum d^2 and its interval, or NaN if that sum is 0."""
+    """Return each column's share in sum d^2 with an interval, or NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
@@ -276,8 +276,8 @@ def _list(steps: Sequence[int]) -> str:
 GAP, REMOVED = "gap", "removed"
 """Columns of `groups`.
 
-The first two are the sum of d^2, and the part of it that disappears with a replay in the trainer's place (the sum of
-d^2 - e_r^2). TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r.
+The first two are the sum of d^2, and its reduction if a replay replaces the trainer (the sum of d^2 - e_r^2). TRAIN and
+ROLLOUT are the sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r.
 """
 
 

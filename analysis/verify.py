@@ -89,7 +89,6 @@ class _Verifier:
         self.source, self.store = source, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
         self.counts = {name: [0] * (len(COLUMNS) - 1) for name in folders}
-        """Counts for COLUMNS[1:], by folder."""
         self.damaged: list[str] = []
         self.ignored: list[str] = []
         self._records = self.source.accounted

@@ -34,9 +34,9 @@ def weights(
     """List the weight versions, with their size and the share of elements that changed.
 
     Per version, a row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
-    the previous version, and a hash over the whole history. In bfloat16 at usual learning rates, at least 98% stay the
-    same (arXiv 2602.03839). `verify` rebuilds each version and checks its hashes: `verified` is `ok` or describes the
-    damage. Per module, layers are grouped, and `num_unchanged` counts versions without a change.
+    the previous version, and a hash over the whole history. In bfloat16 at usual learning rates, at least 98% of
+    the elements stay the same (arXiv 2602.03839). `verify` rebuilds each version and checks its hashes: `verified` is
+    `ok` or describes the damage. For modules, layers are grouped, and `num_unchanged` counts unchanged versions.
 
     `engine` compares the engine's tensors, or layer groups, with the trainer's instead. Each row has the trainer's
     version when the engine last started sampling, the version last received, the latest version whose bits the engine

@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Values in `ArmOption.users` other than engines: two commands, and `factory` for models that return only logits."""
+"""Values in `ArmOption.users` that are not engines: two commands, and factory models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

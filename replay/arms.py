@@ -59,7 +59,7 @@ class Arm:
         values=tuple(KERNELS), users=(HF, LOCATE, GRADIENT), label="",
     )  # fmt: skip
     batch_size: int | None = arm_option(
-        "Rows per forward pass, in the recorded order and padded width.", users=_ANY, metavar="N"
+        "Rows per forward pass, in the recorded order and padded to the recorded width.", users=_ANY, metavar="N"
     )
     batch_tokens: int | None = arm_option(
         "Maximum tokens per forward pass, including padding. Rows are grouped by length.",
@@ -106,7 +106,7 @@ class Arm:
         "vLLM's attention backend, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
     )
     tensor_parallel_size: int | None = arm_option(
-        "Number of GPUs (on CPU: processes) that vLLM splits each layer across.", users=(VLLM, LOCATE), metavar="N"
+        "Number of GPUs (or CPU processes) that vLLM splits each layer across.", users=(VLLM, LOCATE), metavar="N"
     )
     gpu_memory_utilization: float | None = arm_option(
         "Fraction of GPU memory for vLLM.  [default: as recorded, or the free fraction, up to 0.9]",
@@ -248,7 +248,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Inverse of `parse_arm`. Returns None if this release does not know one of the changes.
+    """Inverse of `parse_arm`. Returns None if any of the changes is unknown to this release.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'

@@ -119,7 +119,7 @@ class Scored:
     routing: list[Routing] = field(default_factory=list)
     """Chosen experts for each row. Empty if routers were not recorded or observed."""
     kept: np.ndarray | None = None
-    """Index of each row among all rows in `batches`. None if the rows are the same."""
+    """Index of each row among all rows in `batches`. None if every row was kept."""
 
     def only(self, names: Container[str]) -> Scored:
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)

@@ -38,7 +38,7 @@ class _PendingArm:
     target: ArmPass
     steps: list[int]
     scored_before: dict[int, set[str] | None]
-    """Sequences that this arm has already scored, by step. None means all."""
+    """Sequences that this arm has already scored, by step. None for a step that it has scored completely."""
     is_replaced: bool = False
     """True if an existing pass for this arm must be removed first."""
 
@@ -66,13 +66,13 @@ def replay(
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` are `Arm` fields and define one arm. `arm` adds more arms as text: `dtype=fp16,batch-size=1`. The
-    unchanged recording is always replayed first as `replay/as-recorded`. Trust differences in other arms only if it
-    reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm that has
-    already scored all steps is refused, and so is a name already used for different changes.
+    unchanged recording is always replayed first as `replay/as-recorded`. Trust differences in other arms only if this
+    replay reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm that
+    has already scored all steps is refused, and so is a name already used for different changes.
 
-    `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about this
-    many. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep the
-    recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
+    `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about that
+    many sequences. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep
+    the recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers. `weights_from` is
     the run's checkpoint folder, if the trace has no weights.
@@ -174,7 +174,7 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm is the baseline for all other arms, so it covers their steps. Results cover the whole sample.
+        # The identity arm is the baseline for the others, so it covers all steps. With a sample, every arm does.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
@@ -375,9 +375,9 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     not_held = None
     if scorer.arm.is_identity and not same.all():
         if scorer.run.replayed_pass == ROLLOUT:
-            differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT} (scored by an engine), so d is the mismatch",)
+            differs += (f"pass {TRAIN!r} was not recorded, so d is relative to {ROLLOUT!r} (scored by an engine)",)
         if not all(row.composition_known for row in scored.rows):
-            differs += ("batch composition: not recorded, now one row per forward pass",)
+            differs += ("batch composition was not recorded, so the replay runs one row per forward pass",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
         not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(

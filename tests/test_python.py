@@ -434,9 +434,9 @@ def test_an_error_names_keywords_in_python_and_flags_on_the_command_line(trace, 
     with pytest.raises(TimTraceError, match="replace it with force=True"):
         tim_trace.Recorder(trace)
     damaged = without_scores(trace, tmp_path)
-    with pytest.raises(TimTraceError, match="use partial=True to answer from the rest"), pytest.warns(DamageWarning):
+    with pytest.raises(TimTraceError, match="use partial=True to analyze the rest anyway"), pytest.warns(DamageWarning):
         tim_trace.check(damaged)
-    assert "use --partial to answer from the rest" in told("check", damaged)
+    assert "use --partial to analyze the rest anyway" in told("check", damaged)
 
 
 def test_what_is_damaged_is_said_of_the_line_that_asks(trace, tmp_path):

@@ -52,7 +52,7 @@ def named_query(name: str) -> NamedQuery:
 
 
 def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
-    """List the named queries, or run one over one or more traces.
+    """List the named queries, or run a query on one or more traces.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for an unknown name, NothingToCompare
     if no token has the data that the query needs, TraceNotFound, NewerTrace or DamagedTrace.

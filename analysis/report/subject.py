@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 NUM_QUESTIONS = 9
 WHOLE = 30_000_000
 MOST_TOKENS = 5_000_000
-"""Token limit for larger runs. At least one step is read, even if it exceeds the limit."""
+"""Token limit for runs with more than WHOLE tokens. At least one step is read, even if it exceeds the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,13 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     way = (
         "pass the path of a file in it"
         if there[0].is_dir()
-        else f"choose another path, or replace files with {option('force')}"
+        else f"choose another path, or overwrite with {option('force')}"
     )
     raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'an existing file'}{more}; {way}")
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path. Raises StorageError for a URL, or a missing parent folder, which may be a typo."""
+    """Return an absolute path. Raises StorageError for a URL or a missing parent folder."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: reports and figures are written to a local folder; write them there, then copy them"

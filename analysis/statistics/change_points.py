@@ -14,8 +14,8 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability that pure noise with known variance gives a false change point. It stays below 0.01 if the variance is
-estimated."""
+"""False-positive rate: the probability of a change point in pure noise with known variance. If the variance is
+estimated, the rate stays below 0.01."""
 
 _ROUNDS = 4
 
@@ -26,7 +26,7 @@ def shortest(n: int) -> int:
 
 def tail(gain: float, n: int) -> float:
     """Bound the probability that a cut in pure noise reduces the sum of squares by `gain` long-run variances. The
-    formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) over all positions. Its
+    formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) among all positions. Its
     factor comes from simulated white noise with 20 to 1,000 steps."""
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
@@ -60,8 +60,8 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return every segment's start except the first, and the long-run variance. The variance is estimated after each
-    set of cuts until they no longer change. The factor 1.5 + 70 / n corrects its bias in a series without a change."""
+    """Return every segment's start except the first, and the long-run variance. Both are updated in turn until the
+    cuts no longer change. The factor 1.5 + 70 / n corrects the variance's bias in a series without a change."""
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
         return [], 0.0

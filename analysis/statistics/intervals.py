@@ -23,8 +23,8 @@ Statistic = Callable[[Totals], Array]
 SEED = 20_260_000
 
 MIN_GROUPS = 8
-"""With fewer groups, there is no interval. A 95% Student's t interval would contain the true value in only 80% to
-90% of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
+"""Minimum number of groups for an interval. With fewer, a 95% Student's t interval would contain the true value in only
+80% to 90% of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
 """Maximum resampled units. More groups are merged into this many units, which leaves the variance unchanged."""
@@ -32,7 +32,7 @@ MOST_UNITS = 256
 PARTS = 20
 
 _RESAMPLES = (1_000, 20_000)
-"""Limits on the number of resamples. Within them, about _BEYOND resamples fall beyond each bound of the interval."""
+"""Minimum and maximum number of resamples. In between, about _BEYOND resamples fall beyond each interval bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
@@ -41,7 +41,7 @@ _NOISE = 1e-9
 """Below this relative standard error, groups differ only by rounding and count as identical."""
 
 _NO_SPREAD = 1e-6
-"""Same limit for the standard error in a resample, relative to the run's standard error."""
+"""A resample counts as having no variation if its standard error, relative to the run's, is at most this."""
 
 
 _BLOCK = 1 << 15
@@ -52,8 +52,8 @@ class NoInterval(StrEnum):
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
     CARRIED = "the value depends on too few groups"
-    SINGLE = "the value depends on single sequences"
-    UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none"
+    SINGLE = "a single sequence determines the value"
+    UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none of them"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
@@ -74,10 +74,10 @@ def bootstrap(
     Each resample gives t = (resampled value - value) / (resampled standard error), where standard errors come from the
     infinitesimal jackknife (Efron 1982). The bounds are value - t * standard error at two quantiles. With few groups,
     the variance is underestimated, so the quantiles are expanded (Hesterberg 2015, What Teachers Should Know About the
-    Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees of
+    Bootstrap, section 3.2, for percentiles), and no bound is closer than Student's t with G - 1 degrees of
     freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. An infinite bound gives CARRIED unless `open_ended`.
+    `constants` are added to the totals unchanged. If a bound is infinite, the result is CARRIED, unless `open_ended`.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -116,7 +116,7 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
     """Return a smooth statistic's interval from its values with each part left out, using Tukey's pseudo-values, P
-    value - (P - 1) value_p. SINGLE means that leaving out a part rarely changes the value (e.g. a maximum)."""
+    value - (P - 1) value_p. Returns SINGLE if leaving out a part rarely changes the value (e.g. a maximum)."""
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
         return NoInterval.FEW

@@ -35,7 +35,7 @@ class Located:
     before: float
     after: float
     gain: float
-    """Reduction in the sum of squares from letting slope and level change (long-run variances)."""
+    """How much the sum of squares decreases if slope and level may change, in units of the long-run variance."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -97,8 +97,8 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high): the start of a decline between two given levels, and its 90% interval, which holds
-    every index whose cost is within the F quantile for 1 and N - 3 degrees of freedom."""
+    """Return (low, index, high): where a decline between two given levels starts, between the bounds of a 90% interval.
+    The interval contains every index that an F test (1 and N - 3 degrees of freedom) does not reject."""
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -110,8 +110,8 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). Levels are fitted, and
-    noise may be autocorrelated. Its standard deviation is at least `deviation`."""
+    """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). The levels are fitted. The
+    noise may be autocorrelated, and its standard deviation is at least `deviation`."""
     centred = values - values.mean()
     n = len(centred)
     costs, left = np.full(n, np.inf), centred
@@ -130,6 +130,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return how much of a linear decline from `start` is complete, from 0 to 1, for each candidate end, [E, N]."""
+    """Return how far a linear decline from `start` has progressed, from 0 to 1, for each candidate end, [E, N]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

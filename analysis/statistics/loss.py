@@ -1,4 +1,4 @@
-"""Policy loss terms: what a ratio and an advantage add to the objective, clipping, and corrections.
+"""Policy loss terms: contributions to the objective, clipping and corrections.
 
 sql/loss.sql implements the same rules as SQL macros, and replay/gradients in torch.
 
@@ -34,7 +34,7 @@ SAFETY_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Ratio bounds by the advantage's sign. Infinite without a bound."""
+    """Ratio bounds for positive and negative advantages. The default is unbounded."""
 
     positive_high: float = math.inf
     negative_low: float = -math.inf
@@ -64,7 +64,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return log-ratios by term [K] from those by token [T]. Masked tokens have 0.
+    """Convert log-ratios from tokens [T] to terms [K]. Masked tokens must be 0.
 
     `num_N` counts each sequence's unmasked tokens.
 
@@ -142,7 +142,7 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Mask ratios beyond the bound for their advantage's sign. False without a bound, or if the advantage is 0.
+    """Return True where a ratio is outside the bounds for its advantage's sign. An advantage of 0 has no bounds.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]

@@ -35,7 +35,7 @@ def robust_sd(values: np.ndarray) -> float:
 
 
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return n times the variance that a stationary series' mean has, after fitting `num_fitted` parameters.
+    """Return n times the variance of a stationary series' mean, after fitting `num_fitted` parameters.
 
     It is the larger of two estimates:
 
@@ -57,7 +57,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, taking an autocorrelation 1.5 standard errors (1 / sqrt(n),
+    """Return the long-run variance for an interval, using an autocorrelation 1.5 standard errors (1 / sqrt(n),
     Bartlett 1946) above its estimate. With 8 to 40 steps, the estimate itself is near 0 even in strongly correlated
     series, and only 70% of intervals would contain the true value."""
     n = len(values)

@@ -28,7 +28,7 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Minimum response tokens to search. Smaller runs are searched in full."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens to search if the trace stores the pair's sums, because then no tokens have to be read."""
+"""If the trace stores the pair's sums, search at least this share of the run's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class LookedAt:
     spread: frozenset[int]
     notable: tuple[int, ...]
     worst: frozenset[int]
-    """Steps added because they contain sequences with the largest |d|."""
+    """Steps that were added because they contain sequences with the largest |d|."""
     num_tokens: int
     num_steps: int
     num_sequences: int
@@ -105,7 +105,7 @@ class SequenceMismatch:
     prompt_lengths: np.ndarray
     num_compared: np.ndarray
     sum_abs_d: np.ndarray
-    """In nats, like `max_abs_d`, or 0 if no token can be compared."""
+    """`sum_abs_d` and `max_abs_d` are in nats, or 0 if no token can be compared."""
     max_abs_d: np.ndarray
 
     @property

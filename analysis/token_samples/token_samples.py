@@ -171,7 +171,7 @@ def read_token_samples(
     (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
     responses are cut to a window around their worst token. The result's `choice` describes the selection.
 
-    If the trace has only one pass of the pair, there is no d. An empty trace has no sequences. Raises DamagedTrace.
+    If the trace has only one pass of the pair, d is missing. An empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))
@@ -193,7 +193,7 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""A token's logprob in a pass. NOT_RECORDED is NULL or has no score row. INFINITE is either infinity."""
+"""States of a token's logprob in a pass. NOT_RECORDED: NULL or no score row. INFINITE: either infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class TokenSample:
     """Optimizer updates applied to the sampling weights, or None if not recorded."""
     finish_reason: str | None
     sum_d: float | None
-    """In nats, or None if no token can be compared, as for `mean_abs_d` and `max_abs_d`."""
+    """`sum_d`, `mean_abs_d` and `max_abs_d` are in nats, or None if no token can be compared."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]

@@ -20,7 +20,7 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum piece length, and maximum replacement length, so that an untrusted decoder cannot produce huge texts."""
+"""Maximum lengths of a piece and of a replacement, so that an untrusted decoder cannot produce huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -48,7 +48,7 @@ class Decoding:
     prefix: str | None = None
     """Marks a piece that continues a word (WordPiece)."""
     spaced: bool = False
-    """Every piece is a separate word, as without a decoder."""
+    """Every piece is a separate word, also if the tokenizer has no decoder."""
 
     def text(self, piece: str) -> str:
         if self.byte_level:
@@ -65,7 +65,7 @@ class Decoding:
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
     """Read a tokenizer.json's decoder. Without one, tokens are joined with spaces.
 
-    Raises KeyError, TypeError, ValueError or AttributeError if the decoder is not a known one.
+    Raises KeyError, TypeError, ValueError or AttributeError if the decoder is unknown.
     """
     if decoder is None:
         return Decoding(spaced=True)

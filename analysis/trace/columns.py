@@ -88,7 +88,7 @@ def read_hyperparameters(database: Database, run: str | None = None) -> dict[str
 def parse_pair(text: str) -> Pair:
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
-        raise InvalidOption(f"got {text!r}; pass two passes as a:b, e.g. train:rollout", option="pair")
+        raise InvalidOption(f"got {text!r}; give two passes as a:b, e.g. train:rollout", option="pair")
     return a, b
 
 
@@ -127,7 +127,7 @@ def _replay_gives(database: Database, name: str) -> str:
     trace = shlex.quote(store.url)
     attach = "" if store.exists(WEIGHTS) else f"`tim-trace weights {trace} --attach VERSION DIR` and "
     return (
-        f". To score the same tokens with the weights, run {attach}`tim-trace replay {trace}`; "
+        f". To score the same tokens with the model's weights, run {attach}`tim-trace replay {trace}`; "
         f"{option('pair', f'{REPLAY_PREFIX}as-recorded:{name}')} compares the two"
     )
 

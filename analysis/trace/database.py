@@ -38,9 +38,9 @@ class Database:
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
-        """Examine the traces and define their views. `steps` limits the views, but keeps earlier hyperparameters. A
-        Database passed as `traces` shares its sources. `ray` is a Ray cluster's address. Without a `catalogue`, only
-        the core macros are available. Raises InvalidOption if a trace has none of the steps."""
+        """Examine the traces and define their views. `steps` limits the views, but hyperparameters from earlier steps
+        are kept. A Database passed as `traces` shares its sources. `ray` is a Ray cluster's address. Without a
+        `catalogue`, only the core macros are available. Raises InvalidOption if a trace has none of the steps."""
         self.given: tuple[str, ...]
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
@@ -56,11 +56,11 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error raised by Python code in a query, because DuckDB keeps only its message."""
+        """Functions that return the error raised by Python code in a query. DuckDB keeps only the error's message."""
         self._defined: set[str] = set()
         self.steps = steps
         self.kept_steps: dict[str, list[int]] = {}
-        """Steps in the views by run. Empty for all steps."""
+        """Steps in the views, by run. Empty if the views contain all steps."""
         self.memory: dict[Any, Any] = {}
         self.progress: Progress = no_progress
         self.ray = ray
@@ -122,7 +122,7 @@ class Database:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
                 f"the trace is damaged or incomplete, so the remaining data proves nothing: {self.damaged[0]}{more}; "
-                f"restore it, or use {option('partial')} to answer from the rest"
+                f"restore it, or use {option('partial')} to analyze the rest anyway"
             )
 
     def define_named(self, words: frozenset[str]) -> None:
@@ -150,7 +150,7 @@ class Database:
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Later sums are not stored in traces."""
+        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Sums are no longer stored in traces."""
         self.views.leave_out(sequences)
         self._forget_sums()
 
@@ -160,7 +160,7 @@ class Database:
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use computed sums instead of stored ones, for sequences or (`runs`) whole runs."""
+        """Use computed sums instead of stored ones: per-sequence sums, or with `runs`, sums over whole runs."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:

@@ -1,4 +1,4 @@
-"""In tables with very many files, find those a query needs by having DuckDB plan it over empty placeholder files."""
+"""Choose the files that a query needs from a very large table: DuckDB plans the query over empty placeholder files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ class LargeTables:
         table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
 
     def choose_all(self) -> None:
-        """Let queries on DuckDB's own connection read all files."""
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
@@ -159,7 +158,7 @@ class _Scan:
 
 
 def _steps_of(condition: str) -> Steps:
-    """Return the step range that a condition allows, or unbounded if it is not understood.
+    """Return the step range that a condition allows, or an unbounded range if the condition is not understood.
 
     >>> _steps_of("((step >= 3) AND (step < 8))")
     (3, 7)

@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words that list tables, views or macros. A query that uses them needs every SQL file to have run."""
+"""Words that list tables, views or macros. All SQL files must run before a query that contains one of these words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Compute per-sequence sums (schemas.sums) from tokens.
 
-To avoid cancellation, ratios exp(d) are summed relative to the sequence's largest ratio, and squared probabilities
-around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for computing the sample
-variance). Sums are bitwise identical in any batch.
+To avoid cancellation, ratios exp(d) are divided by the sequence's largest before they are summed, and probabilities are
+centred before they are squared. Such sums can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
+computing the sample variance). Sums are bitwise identical in any batch.
 
 Shapes: T tokens from several sequences, concatenated, N sequences, B sequences in a block.
 """
@@ -46,7 +46,7 @@ Sizes = list[tuple[str, int, np.ndarray]]
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum long sequences per batch. Small, because several batches wait in a queue."""
+"""Batch size for long sequences (rows). It is small because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
@@ -133,8 +133,8 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
-    """Return the [B] sums in `names`. `starts_B` has each sequence's first token."""
-    # Computed at once, because cached properties would take turns in threads.
+    """Return the sums in `names`, [B]. `starts_B` contains the index of each sequence's first token."""
+    # Computed eagerly, because threads would wait for a cached property's lock.
     d_T, asked = a_T - b_T, frozenset(names)
     size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
     growth_T = weight_T = prob_diff_T = d_T

@@ -1,7 +1,7 @@
 """Quantiles for |d|: exact for values in memory, otherwise from mergeable histograms.
 
 A bin counts doubles with the same sign, exponent and first BITS mantissa bits (as in DDSketch: Masson, Rim and Lee
-2019, VLDB 12). Its middle is within relative error ERROR, if |d| is 0 or a normal double. Zero has its own bin.
+2019, VLDB 12). For 0 and normal doubles, a bin's middle is within relative error ERROR of |d|. Zero has its own bin.
 
 Shapes: T tokens, B non-empty bins in ascending order.
 """
@@ -82,7 +82,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return [T] int32 bins. They ascend with the values."""
+    """Return int32 bins, [T]. A larger value never gets a lower bin."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 
@@ -114,7 +114,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return exact quantiles, once all the histogram's values have been added."""
+        """Return exact quantiles. Every value counted in the histogram must have been added before."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -146,7 +146,7 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont. It rounds only one product before adding."""
+    """Interpolate like DuckDB's quantile_cont, which rounds only the second product before adding."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

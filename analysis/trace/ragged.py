@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 1 << 16
 """Tokens to process at once, so that their arrays fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Sequence range, token range, and each sequence's first token in the range."""
+"""Sequence range, token range, and the index of each sequence's first token within the token range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,9 @@ def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
-    """Write an SQL query with one row per sequence that every required pass scored. `rows` are SQL expressions that
-    may use `s` (the sequence) and the keys in `passes`. A range in `steps` includes every step in it, and `keys` is
-    a condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
+    """Write an SQL query with one row per sequence that every required pass scored. `rows` are SQL expressions that may
+    use `s` (the sequence) and the keys in `passes`. If `steps` is a range, all steps in it are read. `keys` is a
+    condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
     columns = [
@@ -100,7 +100,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 
 
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
-    """Split steps into ranges within both limits. A larger step gets its own range.
+    """Split steps into ranges of up to `most_tokens` tokens and CHUNK_STEPS steps. A larger step gets its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -144,7 +144,7 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Take the first step, then each later step that keeps the total within `max_tokens`.
+    """Take the first given step, then each further one, in the given order, that keeps the total within `max_tokens`.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}
@@ -222,7 +222,7 @@ def places(database: Database) -> tuple[str, ...]:
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
-                f"{source.store.url} is being recorded or was not finished, so not all nodes would see the same rows; "
+                f"{source.store.url} is being recorded or was not finished, so nodes could see different rows; "
                 f"run the command without a cluster",
                 option="ray",
             )

@@ -23,7 +23,7 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Minimum terminal height (lines) for empty lines between sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Minimum number of rows per section. Sections are cut further only once all have reached it."""
+"""Number of rows to which all sections are cut before any of them is cut further."""
 _NOT_FINITE = "NaN/inf"
 
 

@@ -30,7 +30,7 @@ SILENT_S = 300.0
 SILENT_STEPS = 10
 """Silence is reported after SILENT_STEPS average step durations, but not before SILENT_S seconds."""
 SETTLED_S = 60.0
-"""After this many seconds without data or an exit code, `tim-trace record` must have been killed."""
+"""`tim-trace record` is considered killed after this many seconds with neither new data nor an exit code."""
 
 
 class Watcher:

@@ -17,7 +17,7 @@ from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
 from ..rows import Rows
 
 WAITING = "waiting"
-"""Nothing has been recorded yet. `info` defines the other states."""
+"""State before anything has been recorded. `info` defines the other states."""
 
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
@@ -139,7 +139,7 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw a series in at most `width` characters, scaled from its minimum to its maximum. Empty without values.
+    """Draw a series in at most `width` characters, scaled from minimum to maximum (empty if it has no values).
 
     If a character covers several steps, it shows the worst for mismatch series (smallest ess, mean_d farthest from 0),
     the maximum for optimizer, length and policy series, and the mean for others. A space marks a missing value, `!` a

@@ -124,8 +124,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return weights with the adapter merged, under the base model's names. Merges with PEFT, like TRL before sending
-    weights to an engine (trl.generation.vllm_generation)."""
+    """Return weights with the adapter merged, under the base model's names. PEFT merges it, as before TRL sends weights
+    to an engine (trl.generation.vllm_generation)."""
     import torch
 
     model = wrapped.get_base_model()

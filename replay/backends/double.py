@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
-    """Context that turns casts from float64 to float32 into no-ops, so norms and softmax stay float64."""
+    """Context manager that skips casts from float64 to float32, so that norms and softmax stay in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

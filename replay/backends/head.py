@@ -30,7 +30,7 @@ class BatchScorer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """Computes log-probabilities like vLLM's sampler: divides logits by the temperature, applies top-k, then top-p, and
-    normalises. Tokens that were cut get -inf."""
+    normalises. Tokens removed by top-k or top-p get -inf."""
 
     temperature: float = 1.0
     top_k: int | None = None

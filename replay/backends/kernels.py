@@ -33,7 +33,7 @@ KERNELS = {
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay where it cannot run."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay if that kernel cannot run."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield

@@ -1,4 +1,4 @@
-"""Attention over rows packed end to end in one forward pass. A row attends only to itself and its prefixes.
+"""Attention for rows packed end to end. A row attends only to itself, including any prefix shared with other rows.
 
 Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """

@@ -22,10 +22,10 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay runs the model in the same way without calling them."""
+"""Functions that score packed rows. A replay runs the model as they do, without calling them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers' availability checks. If a package is missing, transformers would fetch a kernel from the hub."""
+"""transformers' checks for attention packages. Without the package, transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable for commands without `allow_kernel`: comma-separated kernel names."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -43,7 +43,7 @@ WHY = {
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
 }
-"""Reasons why the recorded bits are not reproduced."""
+"""Reasons why the recorded bits were not reproduced."""
 ATTENTIONS = (*dict.fromkeys(kernel.implementation for kernel in KERNELS.values()), *_FLASH, packing.NAME)
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

@@ -31,15 +31,15 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Key under which a request's extra arguments contain the forced tokens."""
+"""Key for the forced tokens in a request's extra arguments."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
 
 
 class VllmEngine:
     """A vLLM engine for a recorded model. Holds one policy version's weights at a time.
 
-    New versions are reloaded in place and verified tensor by tensor. If either is not possible, the engine is restarted
-    for each version. On CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
+    New versions are reloaded in place and verified tensor by tensor. If this fails, the engine is restarted for each
+    version. On CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -51,7 +51,7 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Tensors that could not be verified in the engine, or `all` with several processes."""
+        """Tensors that could not be verified in the engine, or `all` if it runs in several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
         self._model_folder = Path(self._folder.name) / "model"
 

@@ -16,7 +16,7 @@ from ...schemas.errors import CannotReplay, option
 MODELS = ("Qwen3MoeForCausalLM",)
 """Models with the same module names in vLLM and transformers. Their MLPs contain only experts."""
 _DIGIT = 256
-"""Base for the digits in element indices. Every weight dtype represents all smaller integers exactly."""
+"""Base in which element indices are encoded. Every weight dtype represents the digits exactly."""
 _DIGITS = 4
 
 
@@ -71,8 +71,8 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Undo vLLM's CPU packing, or return None. The permutation is found by packing element indices, one digit at a
-    time."""
+    """Undo vLLM's CPU packing, or return None if it is unknown. To find the permutation, element indices are packed,
+    one digit at a time."""
     value = weight.detach()
     if value.device.type != "cpu":
         return value if experts.quant_method.unquantized_backend.name == "TRITON" else None

@@ -49,9 +49,9 @@ def gradient(
     sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact uses the untruncated
     weights train / rollout that the other corrections approximate.
 
-    The variance across micro-batches needs at least 4 of them. `loss` overrides loss fields or sets missing ones, e.g.
-    `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that builds models missing from
-    transformers. `weights_from` is the run's checkpoint folder, if the trace has no weights. `allow_kernel` lists
+    The variance across micro-batches needs at least 4 micro-batches. `loss` overrides loss fields or sets missing ones,
+    e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that builds models missing
+    from transformers. `weights_from` is the run's checkpoint folder, if the trace has no weights. `allow_kernel` lists
     recorded hub kernels that may run. Nothing is written.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
@@ -93,7 +93,7 @@ def gradient(
 class _Outcome:
     step: int
     results: list[GradientStep]
-    """Results by update and arm. If the step cannot be replayed, only those before the error."""
+    """Results by update and arm. If the step cannot be replayed, only the results before the error."""
     refusal: WeightsMissing | CannotReplay | None
 
 

@@ -27,7 +27,7 @@ class ModuleGradient:
     bias: float
     """|a - r|, which equals |mean(n a_i - n r_i)| over micro-batches."""
     variance: float | None
-    """Variance across micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
+    """Variance across micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None if there are too few micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -346,7 +346,7 @@ def test_agreement_of_router_choices_has_an_interval(tmp_path):
 def test_a_framework_s_largest_value_has_no_interval(noisy):
     (verdict,) = judged(noisy, "verl.rollout_probs_diff_max>1")
     assert (verdict.low, verdict.verdict) == (None, "cannot tell")
-    assert verdict.how == "no interval: the value depends on single sequences"
+    assert verdict.how == "no interval: a single sequence determines the value"
 
 
 @pytest.mark.slow

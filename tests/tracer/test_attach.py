@@ -123,7 +123,7 @@ def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_no
     (result,) = replay(tmp_path / "run")
     assert 0 < result.max_abs_d <= PREVIOUS_ULPS * np.spacing(np.float32(7.9))
     assert result.differs[:2] == (
-        "batch composition: not recorded, now one row per forward pass",
+        "batch composition was not recorded, so the replay runs one row per forward pass",
         "policy version: not recorded, now 0, the only version with weights",
     )
 

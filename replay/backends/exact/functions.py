@@ -1,6 +1,6 @@
 """Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
 
-torch's own functions may round differently in a tensor's last elements than in the rest, and on CPU than on GPU. IEEE
+torch's own functions may round a tensor's last elements differently from the rest, and differ between CPU and GPU. IEEE
 754 operations do not. Each step is a separate torch operation, since fusing may skip a rounding.
 """
 

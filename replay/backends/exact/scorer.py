@@ -22,7 +22,7 @@ from .model import ExactModel, check
 
 
 class ExactScorer(BatchScorer):
-    """Scores a token with the same bits regardless of batch, padding, chunking and thread count."""
+    """Computes logprobs whose bits do not depend on batch, padding, chunking or thread count."""
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
 
@@ -75,7 +75,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, or None for a model without adapters. Exact layers have none."""
+        """`off` or `merged`, or None for a model without adapters. Exact layers do not support separate adapters."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:

@@ -74,7 +74,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, but the left elements already include the right exponents and right parts are [..., K, N]."""
+    """Like `matmul`, but `left` already includes the right scales, and right parts have shape [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
@@ -97,7 +97,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Add up the orders, smallest terms first. Each order's sum is exact, so only these additions round."""
+    """Add up slice products by order, smallest first. Each order's sum is exact, so only these additions round."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
