@@ -65,7 +65,7 @@ class ReplayedStep:
     not_held: str | None = None
     """Why replaying the step as recorded changed bits: `refused` (the recorded setup cannot run here), a code in
     `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if it reproduced them."""
+    `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()
     """For the identity arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
 

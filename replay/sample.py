@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """The sample as described in a pass's contract. Omits the share, so that the sample can be extended."""
+        """How the sample was drawn, for the pass's contract. Omits the share so that the sample can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:

@@ -21,7 +21,7 @@ AGGREGATIONS = (
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
-"""Range (nats) that vespo clamps each sequence's log-ratio and each log correction weight to."""
+"""Range (nats) to which vespo clamps each sequence's log-ratio and each log correction weight."""
 VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
@@ -61,11 +61,11 @@ class Loss:
     """Pass in the ratio's denominator: `train` (recomputed by the trainer), `rollout` (bypass mode), or `current` (rho
     is always 1)."""
     aggregation: str = "token_mean"
-    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
-    over all tokens in the recorded step, multiplied by the share of its micro-batches in the optimizer step.
-    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
-    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
-    `sequence`: mean over sequences with one term each (level sequence_sum). `constant`: sum over tokens / (sequences *
+    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: sum
+    over tokens / (tokens in the recorded step * share of its micro-batches in the optimizer step). `micro_token_mean`:
+    mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each sequence's tokens,
+    then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences. `sequence`: mean
+    over sequences with a single term each (level sequence_sum). `constant`: sum over tokens / (sequences *
     max_tokens). Masked tokens are excluded, but fully masked sequences still count as sequences."""
     max_tokens: int | None = None
     """Tokens per sequence that the `constant` aggregation divides by. None for other aggregations."""

@@ -1,4 +1,4 @@
-"""Columns in a trace's Parquet tables: meaning, unit, alignment and the meaning of NULL."""
+"""Columns in a trace's Parquet tables: meaning, unit, alignment, and what NULL means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Column:
     alignment: str = "one value per row"
     """What each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """What NULL means. Empty for required columns. All other columns can be missing from older files."""
+    """What NULL means. Empty for required columns. An optional column may be missing from older files."""
     keyword: str = ""
     """Recorder.add_sequences keyword, if it differs from the column name."""
     is_made: bool = False
@@ -204,7 +204,7 @@ SCORES_TABLE = Table(
         Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
         _score(
             "logprobs",
-            "the framework's logprobs for the sampled tokens. Elements are NULL if there is none (tool output, masked)",
+            "the framework's logprobs for the sampled tokens, NULL for tokens without one (tool output, masked)",
         ),
         _score("entropy", "entropy over the vocabulary"),
         _score("top2_gap", "most probable token's logprob minus the runner-up's"),

@@ -46,7 +46,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, before temperature and truncation and up to a constant per row."""
+    """The full distribution at each position, up to a constant per row, before temperature and truncation."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""

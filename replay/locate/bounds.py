@@ -85,10 +85,9 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound the error in a module's output. Broadcasts to `exact`.
+    """Bound the error in a module's output. The bound broadcasts to `exact`.
 
-    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, each step in the module's code may
-    round.
+    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, every step inside the module may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -160,9 +159,9 @@ def of_attention(
 ) -> Any:  # fmt: skip
     """Bound an attention core's error [T, N, D], to first order in the score errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error in
-    each weighted value, relative to the largest one, if values are sliced (`exact.slices.matmul`). `off` bounds the
-    query and key errors. If it is omitted, they are assumed to be exact.
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error
+    that slicing (`exact.slices.matmul`) adds to each weighted value, relative to the largest value. `off` bounds the
+    query and key errors. If it is omitted, queries and keys are assumed to be exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))

@@ -38,7 +38,6 @@ class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
     _keeps_double = True
-    """True if torch must not narrow values in a float64 model."""
     reference: Reference | None = None
     """The recorded model, which defines the operators to observe even if other modules compute them here."""
 
@@ -110,7 +109,8 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Score `rows` in batches formed from `of`, each within `around`. Return float64 logprobs [T] by sequence."""
+        """Score `rows`, together with the rows in `of` that share their forward passes. Each forward pass runs inside
+        `around`. Return float64 logprobs [T] by sequence."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -156,7 +156,7 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """Runs an exact-engine arm. Values that it rounds but holds in float64 are recorded in the rounded dtype."""
+    """Runs an exact-engine arm. Values that it rounds but keeps in float64 are recorded in the rounded dtype."""
 
     scorer_of = ExactArmScorer
     is_other_code = False

@@ -10,10 +10,9 @@ import torch
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""Operator call name, TAKES or GIVES, and tensor index."""
+"""Key of a recorded value: operator call name, TAKES or GIVES, and tensor index."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Key of a recorded value: operator call, TAKES or GIVES, and tensor index."""
 _ORDERS = 10_000
 
 
@@ -44,7 +43,7 @@ class Judgement:
     operators: list[Judged] = field(default_factory=list)
     """In forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
-    """Introduced error at each point (found minus exact), float32 [T, ...]."""
+    """Introduced error at each point (observed minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
     attended: set[int | None] = field(default_factory=set)
 

@@ -26,7 +26,7 @@ _RECENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call for one row: input and output tensors [T, ...], or None without a token axis."""
+    """Inputs and outputs of one operator call for one row. Tensors are [T, ...], or None if they have no token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]

@@ -38,7 +38,7 @@ ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client"
 @dataclass(frozen=True, slots=True)
 class Attribute:
     gives: str
-    """Data lost without the attribute."""
+    """Data that is lost if the attribute is missing."""
     paths: tuple[str, ...]
     """Dotted paths from the trainer, newest release first."""
 

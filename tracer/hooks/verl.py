@@ -165,7 +165,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the workers' forward-pass columns to the logprobs batch, so they stay with their rows."""
+        """Copy the workers' forward-pass columns to the logprobs batch, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
