@@ -1,4 +1,4 @@
-"""Score an arm on a rebuilt transformers model, using the trainer's own scoring code or ours."""
+"""Score an arm on a rebuilt transformers model, with the trainer's own scoring code or tim-trace's."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 
 
 class LoadedModel:
-    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs a different one."""
+    """The loaded model. Arms with equal load keys share it, and a different key rebuilds it."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights

@@ -68,7 +68,7 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of one writer's weights. Written after all its chunks."""
+    """One version of a writer's weights, written after all chunks of the version."""
 
     version: int
     segment: str

@@ -17,7 +17,7 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
-"""Contract field `source` for logprobs from the loss's own forward pass."""
+"""Value of the contract field `source` for logprobs from the loss's own forward pass."""
 Place = tuple[str, int]
 """A recorded forward pass: writer and forward_id."""
 
@@ -44,10 +44,10 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step. Its gradient is taken at the `policy_version` weights."""
+    """One optimizer step, whose gradient is taken at the `policy_version` weights."""
 
     step: int
-    """Step that generated the sequences."""
+    """Step in which the sequences were generated."""
     policy_version: int
     loss_pass: str
     """The pass computed by the loss: `current`, or `train` if `current` was not recorded."""
@@ -213,8 +213,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Map each policy version to the step where its update was logged. TRL logs several updates at consecutive steps.
-    The versions map to None if one of these steps has its own sequences or no logged norm."""
+    """Map each policy version to the step where its update was logged. TRL logs several updates at consecutive steps,
+    so all versions map to None if one of these steps has its own sequences or no logged norm."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -2,8 +2,8 @@
 
 u is a dtype's unit roundoff. Summing n products in any order has an error of at most g(n) u sum|a||b|. g(n) = n always
 holds (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). g(n) = 8 sqrt(n) holds with
-probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is
-used.
+probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller
+g(n) is used.
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
@@ -49,7 +49,7 @@ class Rounding:
     weight: Any = None
     """Weight dtype (torch), or None without a weight."""
     recorded: Any = None
-    """Recorded weight dtype (torch). The operator's weight may be rounded from it."""
+    """Recorded weight dtype (torch). The operator may use a rounded copy."""
     adds: bool = False
     """True if the operator first adds two inputs and may use their unrounded sum."""
 
@@ -138,7 +138,7 @@ def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error in one elementwise sum or product, including a factor applied before or after it."""
+    """Bound the error in one elementwise sum or product, with a factor applied before or after."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
@@ -148,7 +148,7 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in custom attention code. It may use float32 even in a float64 model."""
+    """Bound the error in custom attention code, which may use float32 even in a float64 model."""
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
 

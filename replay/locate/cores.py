@@ -20,8 +20,8 @@ from .taps import like
 
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
-"""Kinds of input to an attention core. They are reported only if no rotary embedding precedes the core, or if only the
-keys are wrong (they may come from a cache behind the rotary embedding)."""
+"""Kinds of input to an attention core. If a rotary embedding precedes the core, wrong queries and keys are reported as
+ROTARY instead, unless only the keys are wrong (changed by a cache)."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1

@@ -1,4 +1,4 @@
-"""Shapes: T tokens, X all other axes in a tensor, flattened."""
+"""Shapes: T tokens, X a tensor's other axes, flattened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Judged:
     largest: float
     """Largest error in a token, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound. inf if only one side is finite or a choice differs."""
+    """Largest introduced error divided by its bound, or inf if only one value is finite or a choice differs."""
     token: int
     """Token with the largest ratio (index in prompt and response)."""
     dtype: str

@@ -227,8 +227,8 @@ def attention_around(around: Around) -> Iterator[None]:
 def hooked(
     modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Hook each module: `before(name, module, args, kwargs)`, `after(name, module, args, kwargs, given)`. As in torch,
-    what they return replaces the arguments or the result."""
+    """Hook each module with `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)`. As in
+    torch, a returned value replaces the arguments or the result."""
     with ExitStack() as stack:
         for name, module in modules.items():
             if before is not None:

@@ -34,7 +34,7 @@ class Window:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if the window needs an operator's values. The next layer's first norm counts, since its input is
+        """Return True if the window needs an operator's values. This includes the next layer's norms, whose input is
         the window's last output."""
         layer = layer_of(name)
         if layer is None:

@@ -58,7 +58,7 @@ _OLDER_POINTS = {
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Entry point in verl 0.8. It defines its own trainer."""
+"""Entry point in verl 0.8, a module with its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
