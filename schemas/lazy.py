@@ -42,7 +42,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which takes a sixth of the time needed to import torch and transformers."""
+    """Pause the garbage collector, which otherwise takes a sixth of the import time for torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:

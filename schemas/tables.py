@@ -271,7 +271,7 @@ ENGINE_WEIGHTS_TABLE = Table(
     doc="One row per (step, tensor): digests of the trainer's and the engine's copy when the engine began "
     "sampling. Digests are 64-bit and computed in `dtype`. Identical bits give identical digests.",
     columns=(
-        Column("step", pa.int64(), "step the engine sampled for", null=""),
+        Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
             "policy_version",
             pa.int64(),

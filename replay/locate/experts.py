@@ -91,7 +91,7 @@ def judge_router(
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
     """Judge the expert weights [T, S] if the router was not observed. Tokens with different experts are skipped, but
-    count as errors if there are more than rounding can explain."""
+    too many of them (more than rounding can explain) count as an error."""
     if len(takes) != len(found):
         return
     ids, scores, taken_ids, taken = found[1], found[2], takes[1], takes[2]

@@ -44,7 +44,7 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return paths for TRL 1.3 and newer, older TRL, and image processors."""
+    """Return paths for TRL since 1.3, for older releases, and for image processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
