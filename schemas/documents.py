@@ -242,7 +242,7 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""Value of `packing` for TRL's TreeRow, where samples in a forward pass share prefixes as a tree."""
+"""Value of `packing` for TRL's TreeRow, a prefix tree of the samples in a forward pass."""
 PACKED_ROWS = "rows"
 """Value of `packing` for rows concatenated without padding (verl's use_remove_padding)."""
 

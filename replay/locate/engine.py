@@ -41,7 +41,7 @@ _SHARE_OF_MEMORY = 0.25
 """Fraction of free memory for recorded operator values."""
 _TASKS = 4
 _NEAR_VERSIONS = 8
-"""Number of policy versions before and after the step's own to search for a differing tensor."""
+"""Number of earlier and later policy versions in which to look for a differing tensor's values."""
 
 
 def locate(
