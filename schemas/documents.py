@@ -163,7 +163,7 @@ class WriterState:
     writer: str
     run_id: str = ""
     state: str = OPEN
-    """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
+    """`open` while the writer may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
     host: str = ""
     boot_id: str | None = None

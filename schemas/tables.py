@@ -58,7 +58,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Add NULLs for columns that older releases lacked. Return None if the batch belongs to another table."""
+        """Fill columns that older releases lacked with NULL. Return None if the batch belongs to another table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -302,9 +302,9 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             "cast",
             pa.string(),
-            "dtype that the trainer's tensor was rounded to on its way to the engine, or `N values` if rows were "
+            "dtype to which the trainer's tensor was rounded on the way to the engine, or `N values` if rows were "
             "rounded to at most N distinct values",
-            null="no dtype explains the difference, or both tensors are identical at some step",
+            null="no dtype explains the difference, or the two tensors were identical at some step",
         ),
         _ATTEMPT,
         _WRITER,

@@ -32,7 +32,7 @@ CONNECT_S = 10.0
 TRIES = 3
 """Give up once this many actors have died on the same unit, or before they were ready."""
 LOOK_S = 10.0
-"""Seconds to wait for a result before checking whether any node can fit an actor."""
+"""Seconds to wait for a result before checking whether an actor fits on any node."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 PATIENCE = 6

@@ -88,7 +88,7 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Tested releases as major.minor. `make matrix` runs them."""
+"""Tested releases as major.minor, which `make matrix` runs."""
 
 
 def untested(library: str, version: str) -> bool:
