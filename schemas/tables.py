@@ -268,7 +268,7 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): digests of the trainer's and the engine's copy when the engine began "
+    doc="One row per (step, tensor): digests of the trainer's and the engine's copies when the engine began "
     "sampling. Digests are 64-bit and computed in `dtype`. Identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
