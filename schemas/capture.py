@@ -47,8 +47,7 @@ class Capture:
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Return True if a sequence's distributions are kept. The same for all processes and runs, since it uses a
-        hash."""
+        """Return True if a sequence's distributions are kept. A hash decides, so all processes and runs agree."""
         if not self.dense:
             return False
         digest = blake2b(f"{step}/{seq_id}".encode(), digest_size=8).digest()

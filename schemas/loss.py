@@ -77,8 +77,8 @@ class Loss:
     """`level` for the ratio in the KL term, or None if the same as the loss's."""
     correction: str = "none"
     """Importance weight for each token's term, where r = train / rollout. `token_truncate`: min(r, cap). `token_mask`:
-    r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by this
-    weight."""
+    r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by
+    this weight."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()

@@ -354,8 +354,8 @@ class TrainerHooks:
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
-                    f"rollout logprobs are not recorded for {name_of(type(trainer))}: it does not keep these logprobs, "
-                    "and no vLLM call returned exactly one process's rows (several turns, tensor parallelism, or a server "
+                    f"rollout logprobs are not recorded for {name_of(type(trainer))}: it does not keep them, and no "
+                    "vLLM call returned exactly one process's rows (several turns, tensor parallelism, or a server "
                     "without logprobs)"
                 )
             return
