@@ -1,4 +1,4 @@
-"""Score an arm on a rebuilt transformers model, using the trainer's own scoring code or ours."""
+"""Score an arm on a rebuilt transformers model, with the trainer's own scoring code or tim-trace's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LoadKey = tuple[Any, ...]
 
 class HfScorer:
     keeps_recorded_rows = True
-    """True if the identity arm must fail rather than run smaller forward passes."""
+    """True if the identity arm must fail when memory runs out, rather than run fewer rows per forward pass."""
     pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -69,7 +69,7 @@ class HfScorer:
         self._routers: list[Router] = []
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Row limit per forward pass after memory ran out, or None if it has not."""
+        """Maximum rows per forward pass, set once memory has run out."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
         self.calls_whole_model = False
         """True if the model's own forward method computes the logits."""

@@ -27,7 +27,7 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 
 
 class LoadedModel:
-    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs a different one."""
+    """The loaded model. Arms with equal load keys share it, and a different key rebuilds it."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights
@@ -37,10 +37,10 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Time to load the most recent weights (seconds). 0 if an engine started with them."""
+        """Time to load the most recent weights (seconds). 0 if the engine was started with these weights."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], advance: Advance) -> Scored:
-        """Score each row with its own policy version's weights, unless the arm sets one."""
+        """Score each row with its own policy version's weights, unless the arm overrides the version."""
         whole = Scored()
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version

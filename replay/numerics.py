@@ -40,12 +40,12 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype that FSDP cast buffers (rotary frequencies) to, or None."""
+        """torch dtype to which FSDP cast buffers (rotary frequencies), or None if they were not cast."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype that FSDP rounded the model's logprobs to, or None (as for models that return logits)."""
+        """torch dtype to which FSDP rounded the model's logprobs, or None if it did not (models that return logits)."""
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:

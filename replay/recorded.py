@@ -99,7 +99,7 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """The pass to score again: the trainer's, or the engine's if an import has no trainer pass."""
+        """The pass to replay: the trainer's, or the engine's if the trace has no trainer pass."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
@@ -125,7 +125,7 @@ class RecordedRun:
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored the dump: "
+                f"{self.store.url}: was imported from a dump and has no model; attach the weights used to score it: "
                 f"tim-trace weights {shlex.quote(self.store.url)} --attach VERSION DIR"
             )
         raise CannotReplay(
@@ -303,4 +303,4 @@ class RecordedRun:
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
-    return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]
+    return [f"policy version not recorded, assumed to be {version}, {assumed}" for assumed, version in found.items()]

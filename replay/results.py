@@ -18,7 +18,7 @@ class ArmPlan:
     num_sequences: int = 0
     """Unscored sequences."""
     num_tokens: int = 0
-    """Tokens to run through the model, including rows already scored that share a forward pass with unscored ones."""
+    """Tokens to run through the model. Includes scored rows that share a forward pass with unscored rows."""
     num_versions: int = 0
     """Number of times weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None
@@ -65,7 +65,7 @@ class ReplayedStep:
     not_held: str | None = None
     """Why replaying the step as recorded changed bits: `refused` (the recorded setup cannot run here), a code in
     `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
-    `unexplained`. None if it reproduced them."""
+    `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()
     """For the identity arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
 
@@ -92,7 +92,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
         self.plan = ReplayPlan() if plan is None else plan
         """Planned work. Includes time estimates after a dry run."""
         self.sample = sample
-        """Set if only a sample was scored. The results then cover only its sequences."""
+        """The sample, if only a sample was scored. Results then cover only sequences in the sample."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 

@@ -15,7 +15,7 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Fixed, so a trace always gives the same groups and a larger sample includes every smaller one."""
+"""Fixed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
 _GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. Its multiples modulo 1 are evenly spread over any set of steps."""
@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """The sample as described in a pass's contract. Omits the share, so that the sample can be extended."""
+        """How the sample was drawn, for the pass's contract. Omits the share so that the sample can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
@@ -122,7 +122,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return each group's position in [0, 1), evenly spaced in random order. A sample takes those below its share."""
+    """Return each group's position in [0, 1), evenly spaced in random order. A share takes all positions below it."""
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

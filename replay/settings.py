@@ -16,13 +16,13 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""What torch requires for deterministic cuBLAS. It has no effect on CPU."""
+"""Value that torch requires for deterministic cuBLAS. It has no effect on CPU."""
 _cuda_began: list[str | None] = []
 """CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process. Empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return a setter for each recorded setting, in the order to apply them."""
+    """Return a setter for each recorded setting, in the order in which to apply them."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {

@@ -21,7 +21,7 @@ class SealedFile:
 
     num_bytes: int
     hash: str
-    """XXH3-128 in 32 hex digits. `xxhsum -H2` prints the same."""
+    """XXH3-128 in 32 hex digits, as printed by `xxhsum -H2`."""
     num_rows: int | None = None
     steps: tuple[int, int] | None = None
     """First and last step. Only for non-empty table files."""
@@ -42,7 +42,7 @@ def short_hash(content: Bytes) -> str:
 
 
 class BlockDigests:
-    """One checksum per block plus one for the whole stream, updated as it grows."""
+    """One checksum per block plus one for the whole stream, updated as the stream grows."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes

@@ -163,7 +163,7 @@ class WriterState:
     writer: str
     run_id: str = ""
     state: str = OPEN
-    """`open` while it may still write, `closed` after its last record, `failed` if it stopped early."""
+    """`open` while the writer may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
     host: str = ""
     boot_id: str | None = None
@@ -178,13 +178,13 @@ class WriterState:
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers in an attempt. For `tim-trace record` itself, its attempts' common prefix."""
+    """Key shared by all writers in an attempt. `tim-trace record` itself stores its attempts' common prefix."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     """Source files that this writer has merged into its own and that are not deleted yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Bytes in the incomplete record at the end of a journal that was sealed after its process died."""
+    """Size of the incomplete last record in a journal that was sealed after its process died (bytes)."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """Imported files, keyed by path in the imported folder. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the newest recording's first non-zero exit code, None if a node is still running, else 0."""
+    """Return the first non-zero exit code in the newest recording, None if a node is still running, else 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code
@@ -242,7 +242,7 @@ def parse_writer_state(content: bytes, where: str) -> WriterState:
 Contract = dict[str, Any]
 
 PREFIX_TREE = "prefix_tree"
-"""Value of `packing` for TRL's TreeRow, where samples in a forward pass share prefixes as a tree."""
+"""Value of `packing` for TRL's TreeRow, a prefix tree of the samples in a forward pass."""
 PACKED_ROWS = "rows"
 """Value of `packing` for rows concatenated without padding (verl's use_remove_padding)."""
 

@@ -24,7 +24,7 @@ RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 """Prefix for folders holding a complete trace that has been replaced."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Prefix for folders a trace is moved into before it is replaced. Some files may still be at the old path."""
+"""Prefix for folders that an old trace is moved into. Some of its files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
 """Prefix for folders that a trace is written to before they get their final name."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)

@@ -18,8 +18,8 @@ from .errors import WrongType
 
 
 class LazyPackage(ModuleType):
-    """A package that imports its public names on first use, even if a submodule has the same name: `analysis.check` is
-    always the function."""
+    """A package that imports its public names on first use. They take precedence over submodules, so `analysis.check`
+    is always the function."""
 
     _sources: Mapping[str, str]
 
@@ -42,7 +42,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which takes a sixth of the time needed to import torch and transformers."""
+    """Pause the garbage collector, which otherwise takes a sixth of the import time for torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -66,7 +66,7 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """Wrap a function to raise WrongType if an argument does not match its annotation. Classes stay unchanged."""
+    """Wrap a function to raise WrongType if an argument does not match its annotation. Return classes unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
     from inspect import signature as signature_of  # a top-level import would cost every process milliseconds

@@ -21,7 +21,7 @@ AGGREGATIONS = (
 CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 VESPO_LOG_RATIO = (math.log(1e-8), 20.0)
-"""Range (nats) that vespo clamps each sequence's log-ratio and each log correction weight to."""
+"""Range (nats) to which vespo clamps each sequence's log-ratio and each log correction weight."""
 VESPO_LEAST_LAMBDA = 1e-4
 
 PREFIX = "loss/"
@@ -61,11 +61,11 @@ class Loss:
     """Pass in the ratio's denominator: `train` (recomputed by the trainer), `rollout` (bypass mode), or `current` (rho
     is always 1)."""
     aggregation: str = "token_mean"
-    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
-    over all tokens in the recorded step, multiplied by the share of its micro-batches in the optimizer step.
-    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
-    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
-    `sequence`: mean over sequences with one term each (level sequence_sum). `constant`: sum over tokens / (sequences *
+    """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: sum
+    over tokens / (tokens in the recorded step * share of its micro-batches in the optimizer step). `micro_token_mean`:
+    mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each sequence's tokens,
+    then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences. `sequence`: mean
+    over sequences with a single term each (level sequence_sum). `constant`: sum over tokens / (sequences *
     max_tokens). Masked tokens are excluded, but fully masked sequences still count as sequences."""
     max_tokens: int | None = None
     """Tokens per sequence that the `constant` aggregation divides by. None for other aggregations."""
@@ -77,8 +77,8 @@ class Loss:
     """`level` for the ratio in the KL term, or None if the same as the loss's."""
     correction: str = "none"
     """Importance weight for each token's term, where r = train / rollout. `token_truncate`: min(r, cap). `token_mask`:
-    r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by the
-    weight."""
+    r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by
+    this weight."""
     correction_low: float | None = None
     correction_high: float | None = None
     unknown: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings to pass to Recorder.add_hyperparameters, except other losses' settings at their defaults."""
+        """Settings to pass to Recorder.add_hyperparameters, without other losses' settings left at their defaults."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -222,7 +222,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """TRL averages over a generation batch, which may span several optimizer steps."""
+    """Return the aggregation. TRL averages over a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):

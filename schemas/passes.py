@@ -32,7 +32,7 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return train:rollout if both exist, else another pass and rollout, else the first two passes, or None."""
+    """Return train:rollout if recorded, else another pass with rollout, else the first two passes. None if only one."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

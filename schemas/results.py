@@ -9,7 +9,7 @@ from .errors import NotInstalled
 
 
 class Result:
-    """A command's result. It prints and displays as the command's text output."""
+    """A command's result. Its text form is the command's output."""
 
     __slots__ = ()
 

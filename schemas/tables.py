@@ -1,4 +1,4 @@
-"""Columns in a trace's Parquet tables: meaning, unit, alignment and the meaning of NULL."""
+"""Columns in a trace's Parquet tables: meaning, unit, alignment, and what NULL means."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Column:
     alignment: str = "one value per row"
     """What each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """What NULL means. Empty for required columns. All other columns can be missing from older files."""
+    """What NULL means. Empty for required columns. An optional column may be missing from older files."""
     keyword: str = ""
     """Recorder.add_sequences keyword, if it differs from the column name."""
     is_made: bool = False
@@ -58,7 +58,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Add NULLs for columns that older releases lacked. Return None if the batch belongs to another table."""
+        """Fill columns that older releases lacked with NULL. Return None if the batch belongs to another table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -204,7 +204,7 @@ SCORES_TABLE = Table(
         Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
         _score(
             "logprobs",
-            "the framework's logprobs for the sampled tokens. Elements are NULL if there is none (tool output, masked)",
+            "the framework's logprobs for the sampled tokens, NULL for tokens without one (tool output, masked)",
         ),
         _score("entropy", "entropy over the vocabulary"),
         _score("top2_gap", "most probable token's logprob minus the runner-up's"),
@@ -268,10 +268,10 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): digests of the trainer's and the engine's copy when the engine began "
+    doc="One row per (step, tensor): digests of the trainer's and the engine's copies when the engine began "
     "sampling. Digests are 64-bit and computed in `dtype`. Identical bits give identical digests.",
     columns=(
-        Column("step", pa.int64(), "step the engine sampled for", null=""),
+        Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
             "policy_version",
             pa.int64(),
@@ -302,9 +302,9 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             "cast",
             pa.string(),
-            "dtype that the trainer's tensor was rounded to on its way to the engine, or `N values` if rows were "
+            "dtype to which the trainer's tensor was rounded on the way to the engine, or `N values` if rows were "
             "rounded to at most N distinct values",
-            null="no dtype explains the difference, or both tensors are identical at some step",
+            null="no dtype explains the difference, or the two tensors were identical at some step",
         ),
         _ATTEMPT,
         _WRITER,

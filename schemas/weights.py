@@ -68,7 +68,7 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of one writer's weights. Written after all its chunks."""
+    """One version of a writer's weights, written after all chunks of the version."""
 
     version: int
     segment: str
@@ -87,7 +87,7 @@ class WeightVersion:
     num_bytes: int
     stored_at: str
     base_row: int | None = None
-    """Row that an element delta refers to (a power of 4 rows earlier). None for a keyframe or an XOR."""
+    """Base row for an element delta (a power of 4 rows earlier). None for a keyframe or an XOR."""
     layout_hash: str
 
     @property

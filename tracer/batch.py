@@ -28,7 +28,7 @@ class Batch:
         self.policy_version = policy_version
         self.folder = folder
         self.width_without_mask: int | None = None
-        """Width T if the responses were a [B, T] batch without a mask, or None."""
+        """Width T if the responses were a [B, T] batch without a mask, otherwise None."""
         self.refusal: str | None = None
         self._padding: Padding | None = None
         self._lengths: np.ndarray | None = None
@@ -93,7 +93,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Return how often the pass has scored each row so far, then increment the counts."""
+        """Count another scoring by the pass for these rows. Return how often each was scored before."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -131,7 +131,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Minimum run of identical tokens at a row's edge that may be padding. A single one is usually the end token."""
+"""Shortest run of identical tokens at a row's edge that may be padding. A single token is usually the end token."""
 MIN_LONGEST_RUN = 4
 """Warn only if a batch's longest run is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25

@@ -25,14 +25,14 @@ from ..schemas.errors import (
 
 AUTO = "auto"
 LOCAL = "local"
-"""Address that starts a temporary cluster on this machine and stops it afterwards."""
+"""Address that stands for a temporary cluster on this machine."""
 STORE_BYTES = 10**8
-"""Object store size for a local cluster. Units and results are small."""
+"""Object store size for a local cluster (bytes). Units and results are small."""
 CONNECT_S = 10.0
 TRIES = 3
 """Give up once this many actors have died on the same unit, or before they were ready."""
 LOOK_S = 10.0
-"""Seconds to wait for a result before checking whether any node can fit an actor."""
+"""Seconds to wait for a result before checking whether an actor fits on any node."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 PATIENCE = 6
@@ -98,8 +98,8 @@ def run_units(
     """Yield each unit's number and result as it finishes.
 
     If `address` is None, all units run in this process. On a cluster (`local`, `auto` or `host:port`), the units are
-    divided among as many actors as fit. Each actor has its own copy of `worker` and gets `num_cpus` CPUs, or as many as
-    the largest node has. If an actor dies, another actor runs its unit again.
+    shared among as many actors as the cluster can hold. Each actor has its own copy of `worker` and gets `num_cpus`
+    CPUs, or the most that any node has. If an actor dies, another actor runs its unit again.
     """
     if address is None:
         with closing(worker):

@@ -1,8 +1,8 @@
 """Create or replace a trace's folder. A folder is replaced only if it holds a trace and nothing else.
 
-One of the two traces survives if the process dies. The old trace is moved to `.tmp-replacing-*`, manifest first. That
-folder is renamed to `.tmp-replaced-*` once it is complete. The new manifest is written last. So a folder without a
-manifest still has the old trace, in parts or in `.tmp-replaced-*`, and `put_back` restores it.
+If the process dies, one of the two traces survives. The old trace is moved to `.tmp-replacing-*`, manifest first. Once
+the move is complete, that folder is renamed to `.tmp-replaced-*`. The new manifest is written last. So a folder without
+a manifest still has the old trace, in parts or in `.tmp-replaced-*`, and `put_back` restores it.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace. Removing its manifest first tells `remove_unfinished` to complete the move."""
+    """Move an addition into a trace. Its manifest is removed first, so that `remove_unfinished` completes the move."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]

@@ -46,7 +46,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, before temperature and truncation and up to a constant per row."""
+    """The full distribution at each position, up to a constant per row, before temperature and truncation."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""
@@ -79,8 +79,8 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
     wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
     if wrong:
         raise InvalidRecord(
-            f"{what}: got distributions with these numbers of rows: {wrong}; pass {num_tokens}, one per response token "
-            "of the captured rows"
+            f"{what}: distributions must have {num_tokens} rows, one per response token in the captured sequences; "
+            f"got {wrong}"
         )
 
 

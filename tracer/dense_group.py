@@ -58,7 +58,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return False if distributions must be read from the journal. A killed process may leave both."""
+    """Return False if distributions must be read from the journal. A killed process may leave journal and group."""
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
         return False

@@ -32,7 +32,7 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """Always None: gradients are taken with respect to adapter weights, so adapters are never merged."""
+        """Always None, because gradients with respect to adapter weights need unmerged adapters."""
         return
 
     @property
@@ -52,7 +52,7 @@ class GradientScorer(HfScorer):
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient as one tensor or None per parameter. `seen` is called with each forward pass's logprobs.
+        """Return each parameter's gradient, or None if it has none. `seen` is called with each forward pass's logprobs.
         Raises CannotReplay."""
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 

@@ -17,7 +17,7 @@ from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
-"""Contract field `source` for logprobs from the loss's own forward pass."""
+"""Value of the contract field `source` for logprobs from the loss's own forward pass."""
 Place = tuple[str, int]
 """A recorded forward pass: writer and forward_id."""
 
@@ -25,7 +25,6 @@ Place = tuple[str, int]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
     row: RecordedRow
-    """The sequence as recorded in the forward pass that computed the loss."""
     mask: np.ndarray
     """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray
@@ -45,10 +44,10 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step. Its gradient is taken at the `policy_version` weights."""
+    """One optimizer step, whose gradient is taken at the `policy_version` weights."""
 
     step: int
-    """Step that generated the sequences."""
+    """Step in which the sequences were generated."""
     policy_version: int
     loss_pass: str
     """The pass computed by the loss: `current`, or `train` if `current` was not recorded."""
@@ -95,7 +94,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return values by step for the first logged metric among these names. Empty if none was logged."""
+    """Return the values by step for the first of these metrics that was logged, or an empty dict."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -214,8 +213,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return the step where each policy version's update was logged, or None if unclear. TRL logs several updates at
-    consecutive steps, which must not have sequences of their own."""
+    """Map each policy version to the step where its update was logged. TRL logs several updates at consecutive steps,
+    so all versions map to None if one of these steps has its own sequences or no logged norm."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -1,1 +1,1 @@
-"""Find the operators where two executions diverge, from each operator's rounding error and from patching."""
+"""Find the operators where two executions diverge, by bounding rounding errors and by patching operators."""

@@ -2,8 +2,8 @@
 
 u is a dtype's unit roundoff. Summing n products in any order has an error of at most g(n) u sum|a||b|. g(n) = n always
 holds (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). g(n) = 8 sqrt(n) holds with
-probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller one is
-used.
+probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller
+g(n) is used.
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
 """
@@ -49,7 +49,7 @@ class Rounding:
     weight: Any = None
     """Weight dtype (torch), or None without a weight."""
     recorded: Any = None
-    """Recorded weight dtype (torch). The operator's weight may be rounded from it."""
+    """Recorded weight dtype (torch). The operator may use a rounded copy."""
     adds: bool = False
     """True if the operator first adds two inputs and may use their unrounded sum."""
 
@@ -85,10 +85,9 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound the error in a module's output. Broadcasts to `exact`.
+    """Bound the error in a module's output. The bound broadcasts to `exact`.
 
-    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, each step in the module's code may
-    round.
+    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, every step inside the module may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -139,7 +138,7 @@ def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error in one elementwise sum or product, including a factor applied before or after it."""
+    """Bound the error in one elementwise sum or product, with a factor applied before or after."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
@@ -149,7 +148,7 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in custom attention code. It may use float32 even in a float64 model."""
+    """Bound the error in custom attention code, which may use float32 even in a float64 model."""
     length = max(exact.shape[0], exact.shape[-1])
     return (8.0 * growth(length) * max(rounding.sums, 2.0**-24) + 64.0 * rounding.out) * exact.abs().amax()
 
@@ -160,9 +159,9 @@ def of_attention(
 ) -> Any:  # fmt: skip
     """Bound an attention core's error [T, N, D], to first order in the score errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error in
-    each weighted value, relative to the largest one, if values are sliced (`exact.slices.matmul`). `off` bounds the
-    query and key errors. If it is omitted, they are assumed to be exact.
+    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error
+    that slicing (`exact.slices.matmul`) adds to each weighted value, relative to the largest value. `off` bounds the
+    query and key errors. If it is omitted, queries and keys are assumed to be exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))

@@ -20,8 +20,8 @@ from .taps import like
 
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
-"""Kinds of input to an attention core. Reported only if no rotary embedding precedes the core, or if only the keys are
-wrong (a cache sits between rotary and keys)."""
+"""Kinds of input to an attention core. If a rotary embedding precedes the core, wrong queries and keys are reported as
+ROTARY instead, unless only the keys are wrong (changed by a cache)."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
@@ -100,7 +100,7 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves norms, so a wrong norm points to the preceding norm layer if that was not observed.
+        Rotations preserve vector lengths, so wrong lengths point to the preceding norm layer if that was not observed.
         """
         norms = [
             (name, kind_of(name))
@@ -115,8 +115,8 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Map the float64 model's query and key dimensions [D] to the execution's. None if the order is the same, or if
-    none fits. Scores do not depend on the order as long as queries and keys agree."""
+    """Return the permutation from the float64 model's query and key dimensions [D] to the execution's, or None if the
+    order is the same or no permutation fits. Scores do not depend on the order as long as queries and keys agree."""
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

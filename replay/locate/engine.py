@@ -41,7 +41,7 @@ _SHARE_OF_MEMORY = 0.25
 """Fraction of free memory for recorded operator values."""
 _TASKS = 4
 _NEAR_VERSIONS = 8
-"""How many policy versions to search on each side for a tensor that differs."""
+"""Number of earlier and later policy versions in which to look for a differing tensor's values."""
 
 
 def locate(
@@ -130,7 +130,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Each side's float64 execution with its user code."""
+        """Float64 execution by side, running the side's user code."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]

@@ -1,4 +1,4 @@
-"""An execution to compare. Its model's operators can be observed and replaced while it scores."""
+"""An execution to compare, with operators that can be observed and replaced while it scores."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
     _keeps_double = True
-    """True if torch must not narrow values in a float64 model."""
     reference: Reference | None = None
-    """The recorded model, which defines the operators to observe even if other modules compute them here."""
+    """The recorded model. It defines the operators to observe, even if the execution's modules differ."""
 
     def __init__(
         self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Prepare | None = None, *,
@@ -110,7 +109,8 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Score `rows` in batches formed from `of`, each within `around`. Return float64 logprobs [T] by sequence."""
+        """Score `rows`, together with the rows in `of` that share their forward passes. Each forward pass runs inside
+        `around`. Return float64 logprobs [T] by sequence."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -156,7 +156,7 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """Runs an exact-engine arm. Values that it rounds but holds in float64 are recorded in the rounded dtype."""
+    """Runs an exact-engine arm. Rounded values that the engine keeps in float64 are recorded in the narrower dtype."""
 
     scorer_of = ExactArmScorer
     is_other_code = False
@@ -209,7 +209,7 @@ def _heard_exactly(
 
 def check_heard(arm: Arm) -> None:
     for name in arm.unheard:
-        why = "comparing operators requires one forward pass per row that runs every operator"
+        why = "comparing operators requires that one forward pass per row runs every operator"
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:

@@ -1,6 +1,6 @@
 """Compare mixtures of experts with float64: the router's choice, the expert weights, and their sum.
 
-A router may choose by groups, add a bias, or scale its scores. So it runs again with the execution's logits.
+A router may choose by groups, add a bias, or scale its scores, so it is run again on the execution's logits.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -21,12 +21,12 @@ from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
 _MOST_FLIPPED = 0.25
-"""Without an observed router, the expert choice counts as wrong if it differs for more than this fraction of tokens."""
+"""If the router was not observed, expert choices count as wrong if they differ for more than this share of tokens."""
 _STEPS = 4.0
 """Rounding error allowed in a router logit, and in each value computed from it before the choice (unit roundoffs)."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
-"""Shifts of the chosen and the other experts' logits, in multiples of the allowed rounding error. A choice is accepted
-if it follows from the logits after any of these shifts."""
+"""Pairs of shifts, one for the chosen experts' logits and one for all others, in multiples of the allowed rounding
+error. A choice is accepted if the router makes it after any of these shifts."""
 
 
 def judge_router(
@@ -91,7 +91,7 @@ def judge_router(
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
     """Judge the expert weights [T, S] if the router was not observed. Tokens with different experts are skipped, but
-    count as errors if there are more than rounding can explain."""
+    too many of them (more than rounding can explain) count as an error."""
     if len(takes) != len(found):
         return
     ids, scores, taken_ids, taken = found[1], found[2], takes[1], takes[2]
@@ -117,7 +117,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True if a mixture's output is not the sum of its experts up to rounding, after judging that sum."""
+    """Record an error and return True if a mixture's output is not the sum of its experts, up to rounding."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -153,7 +153,7 @@ def follows(
     """Return a [T] mask: True where the router would choose `ids_TS` from the logits `given_TE`, up to rounding.
 
     `again` runs the router and returns its tensors, including the choices at `ids_slot`. `made_TE` are the logits that
-    the router computes itself. Return None if it makes its choice without computing them first.
+    the router itself computes. Return None if the router chooses without computing logits first.
     """
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(

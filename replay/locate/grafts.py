@@ -144,8 +144,8 @@ def as_given(new: Any, given: Any) -> Any:
 
 
 class VllmGiver(Graft):
-    """Replaces a transformers model's projections, norms and embedding with vLLM's. vLLM's other operators need its KV
-    cache, so they cannot be used here."""
+    """Replaces a transformers model's projections, norms and embedding with vLLM's. Operators that need vLLM's KV cache
+    cannot be used here."""
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker

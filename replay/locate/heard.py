@@ -33,11 +33,11 @@ class Arithmetic(Protocol):
 
     @property
     def attention_cut(self) -> float:
-        """Largest error from slicing a weighted value in attention (`exact.slices`), relative to the largest."""
+        """Largest error from slicing weighted values in attention (`exact.slices`), relative to the largest value."""
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype that operators round to, or None if unlimited."""
+        """Coarsest dtype that operators may round to, or None if any dtype is allowed."""
 
 
 class Heard:

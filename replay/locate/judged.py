@@ -1,4 +1,4 @@
-"""Shapes: T tokens, X all other axes in a tensor, flattened."""
+"""Shapes: T tokens, X a tensor's other axes, flattened."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""Operator call name, TAKES or GIVES, and tensor index."""
+"""Key of a recorded value: operator call name, TAKES or GIVES, and tensor index."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Key of a recorded value: operator call, TAKES or GIVES, and tensor index."""
 _ORDERS = 10_000
 
 
@@ -30,7 +29,7 @@ class Judged:
     largest: float
     """Largest error in a token, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound. inf if only one side is finite or a choice differs."""
+    """Largest introduced error divided by its bound, or inf if only one value is finite or a choice differs."""
     token: int
     """Token with the largest ratio (index in prompt and response)."""
     dtype: str
@@ -44,7 +43,7 @@ class Judgement:
     operators: list[Judged] = field(default_factory=list)
     """In forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
-    """Introduced error at each point (found minus exact), float32 [T, ...]."""
+    """Introduced error at each point (observed minus exact), float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
     attended: set[int | None] = field(default_factory=set)
 

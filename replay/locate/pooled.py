@@ -10,8 +10,8 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Code counts as equivalent to the recorded model's up to this relative error per token in float64. Code that uses
-float32 internally stays below it."""
+"""Maximum relative error per token in float64 at which code counts as equivalent to the recorded model's. Code that
+uses float32 internally stays below it."""
 _UNDONE = "differs from the recorded model's code, but has no effect: float64 log-probabilities are the same"
 _IS_OTHER_TENSOR = 0.5
 """A tensor with more than this fraction of its elements changed counts as a different tensor, not a modified one."""
@@ -20,7 +20,7 @@ Apart = tuple[float, float]
 """(||b - a||^2, ||a||^2), where a and b are the two executions' values. NaN if not comparable."""
 Operator = tuple[str, str]
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""Results by operator, each with its sequence."""
+"""Results by operator, each paired with its sequence id."""
 
 
 @dataclass(slots=True)

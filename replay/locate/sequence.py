@@ -107,7 +107,7 @@ class SequenceJudge:
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """Differences between the executions by operator: one for its inputs, one for its outputs."""
+        """By operator, the differences between the executions' inputs and between their outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         row, pooled = self._row, self._pooled
@@ -196,7 +196,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin (lowest chosen score minus highest other score) among tokens with different experts."""
+    """Return the largest margin (lowest chosen score minus highest other score) among tokens whose experts differ."""
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None

@@ -26,7 +26,7 @@ _RECENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator call for one row: input and output tensors [T, ...], or None without a token axis."""
+    """Inputs and outputs of one operator call for one row. Tensors are [T, ...], or None if they have no token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
@@ -227,8 +227,8 @@ def attention_around(around: Around) -> Iterator[None]:
 def hooked(
     modules: Mapping[str, Any], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
-    """Hook each module: `before(name, module, args, kwargs)`, `after(name, module, args, kwargs, given)`. As in torch,
-    what they return replaces the arguments or the result."""
+    """Hook each module with `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)`. As in
+    torch, a returned value replaces the arguments or the result."""
     with ExitStack() as stack:
         for name, module in modules.items():
             if before is not None:

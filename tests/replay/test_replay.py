@@ -279,12 +279,12 @@ def test_weights_that_no_pass_named_are_assumed_and_said(tmp_path):
     (row, *_) = (run := RecordedRun(str(tmp_path / "run"))).step(1)
     assert (row.policy_version, row.version_assumed) == (0, "the version that sampled the sequence")
     assert assumed_versions(run.step(1)) == [
-        "policy version: not recorded, now 0, the version that sampled the sequence"
+        "policy version not recorded, assumed to be 0, the version that sampled the sequence"
     ]
     record_a_loop(tmp_path / "other", off=0.5)
     (identity,) = replay(tmp_path / "other")
     assert not identity.identity_held
-    assert "policy version: not recorded, now 0, the version that sampled the sequence" in identity.differs
+    assert "policy version not recorded, assumed to be 0, the version that sampled the sequence" in identity.differs
 
 
 def test_a_version_that_a_pass_named_is_not_assumed(tmp_path):

@@ -124,7 +124,7 @@ def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_no
     assert 0 < result.max_abs_d <= PREVIOUS_ULPS * np.spacing(np.float32(7.9))
     assert result.differs[:2] == (
         "batch composition was not recorded, so the replay runs one row per forward pass",
-        "policy version: not recorded, now 0, the only version with weights",
+        "policy version not recorded, assumed to be 0, the only version with weights",
     )
 
 
@@ -364,7 +364,7 @@ def test_info_check_and_replay_name_the_command(dumped):
     assert f"tim-trace weights {dumped} --attach VERSION DIR" in missing
     with pytest.raises(
         CannotReplay,
-        match="was imported from a dump and has no model; attach the weights that scored the dump: tim-trace weights",
+        match="was imported from a dump and has no model; attach the weights used to score it: tim-trace weights",
     ):
         replay(dumped)
     with pytest.raises(WeightsMissing, match="attach a folder"):

@@ -319,7 +319,7 @@ def test_distributions_that_fit_no_scored_row_are_refused_at_the_call(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
     with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the scored rows"):
         recorder.add_scores("train", added, rows=[0], logprobs=LOGPROBS[:1], distribution=top_k(1), captured_rows=[1])
-    with pytest.raises(InvalidRecord, match=r"distributions with these numbers of rows: .*; pass 2"):
+    with pytest.raises(InvalidRecord, match=r"distributions must have 2 rows, .*; got "):
         recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(3), captured_rows=[0])
     recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(2), captured_rows=[0])
 

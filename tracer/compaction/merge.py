@@ -44,7 +44,7 @@ class MergedTable:
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
-    """Merge a local trace's files in place, after finishing an interrupted merge.
+    """Merge a local trace's files in place, after finishing any interrupted merge.
 
     Raises DamagedTrace if parts are missing, InvalidOption if the trace is not local, TraceExists during recording, and
     StorageError.

@@ -48,7 +48,7 @@ def room_for(capture: Capture, given: int) -> int:
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Trim a completion to what the caller requested, and return its full logprobs."""
+    """Trim a completion to what the caller requested, and return the untrimmed logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)

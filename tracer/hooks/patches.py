@@ -42,7 +42,7 @@ class Patches:
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`. Map missing functions to the data that is not recorded."""
+        """Wrap a class's functions with methods of `hooks`. Return missing functions and the data lost."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
@@ -88,7 +88,7 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Tested releases as major.minor. `make matrix` runs them."""
+"""Tested releases as major.minor, which `make matrix` runs."""
 
 
 def untested(library: str, version: str) -> bool:
@@ -104,7 +104,7 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
-    found = f"not recorded: {lost}" if missing else "all functions to record were found but are untested"
+    found = f"not recorded: {lost}" if missing else "all functions needed for recording were found but are untested"
     return (
         f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
         f"{found}"

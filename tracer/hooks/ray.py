@@ -17,7 +17,7 @@ _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so workers are recorded even on an existing cluster."""
+    """Hook `ray.init`, so that workers are recorded even on an existing cluster."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:

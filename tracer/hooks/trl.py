@@ -15,7 +15,7 @@ from .trl_trainer import TrainerHooks
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook transformers' Trainer, to hook each trainer class when it is first used."""
+    """Hook transformers' Trainer, so that each trainer class is hooked on first use."""
     patches = Patches()
     patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches

@@ -163,8 +163,8 @@ class AsyncTrainerHooks(TrainerHooks):
         self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
         if len(found) != 1 or getattr(found[0], "log_probs", None) is None:
             self.session.note(
-                f"current and train logprobs are not recorded for {name_of(type(trainer))}: its loss does not get them "
-                "from a single forward pass"
+                f"current and train logprobs are not recorded for {name_of(type(trainer))}: its loss does not "
+                "compute them in a single forward pass"
             )
             return
         outputs, index = found[0], inputs["token_index"][0, :terms]

@@ -1,4 +1,4 @@
-"""Read TRL batches: passes, loss rows, rewards and finish reasons. The batch contains packed samples as bytes."""
+"""Read TRL batches: passes, loss rows, rewards and finish reasons. A batch holds packed samples as bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name each pass by its output tensor (RLOO: by call order)."""
+    """Name each pass by the output tensor that holds its logprobs, or for RLOO by call order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -36,7 +36,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return arguments by name. TRL 1.14 passes some as *args."""
+    """Return a scoring call's arguments by name. TRL 1.14 passes some of them as *args."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
@@ -142,7 +142,7 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of loss tokens. Token 0 is never one, because nothing predicts it."""
+        """Indices of loss tokens, never including token 0, because nothing predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 

@@ -38,13 +38,13 @@ ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client"
 @dataclass(frozen=True, slots=True)
 class Attribute:
     gives: str
-    """Data lost without the attribute."""
+    """Data that is lost if the attribute is missing."""
     paths: tuple[str, ...]
     """Dotted paths from the trainer, newest release first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return paths for TRL 1.3 and newer, older TRL, and image processors."""
+    """Return paths for TRL since 1.3, for older releases, and for image processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -91,7 +91,7 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the name of TRL's function for adding a fused head, or None before 1.15. A replay calls it too."""
+    """Return the name of TRL's function for adding a fused head, or None before 1.15. Replays call it too."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None

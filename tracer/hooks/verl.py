@@ -58,7 +58,7 @@ _OLDER_POINTS = {
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Entry point in verl 0.8. It defines its own trainer."""
+"""Entry point in verl 0.8, a module with its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -165,7 +165,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the workers' forward-pass columns to the logprobs batch, so they stay with their rows."""
+        """Copy the workers' forward-pass columns to the logprobs batch, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 

@@ -25,7 +25,6 @@ SCORED = (
 ESTIMATED = ("advantages",)
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""RayPPOTrainer's names for these columns."""
 
 UPDATE_KEY = "tim_trace_update"
 
@@ -67,7 +66,8 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B] values if each row's unmasked tokens share one, else None. Fully masked rows get 0.0."""
+    """Return one value per row [B] if a row's unmasked tokens all have the same value, else None. Fully masked rows get
+    0.0."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -195,12 +195,12 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 ROW_KEY = "tim_trace_row"
 """Batch key for row indices, to recognise rows in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""For each pass, the worker output column that contains its `Forwards.column`."""
+"""Worker output column, by pass, for the forward-pass numbers from `Forwards.column`."""
 
 
 class Forwards:
-    """For each row in an engine call: its forward pass, its position there, how many rows that pass has, and the
-    padding after the row."""
+    """Forward passes in one engine call. For each row: the pass's number, the row's place in the pass, the pass's row
+    count, and the padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         self._engine = engine
@@ -233,7 +233,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return these four numbers per row, [B, 4] int64, or None if a row had no forward pass."""
+        """Return each row's forward pass, place, row count and padding, [B, 4] int64, or None if a row had no pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -245,7 +245,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the number of tokens that attention sees, if not all. Before verl 0.8, this is the loss mask's width."""
+    """Return the width that attention is limited to, if any. Before verl 0.8, this is the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
