@@ -65,7 +65,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """By journal. Changed only under `_handover`, so that `sync` misses no rows."""
+        """Streams being sealed, by journal path. Changed only under `_handover`, so that `sync` misses no rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
