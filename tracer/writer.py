@@ -101,7 +101,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Queue a task for the writing thread. Raises an earlier task's InvalidRecord."""
+        """Queue a task for the writing thread. If an earlier task raised InvalidRecord, raise it here."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}. Open a recorder in this process ({os.getpid()})"
@@ -117,7 +117,7 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records `part`, or return None if that part has ended. An error ends it."""
+        """Call a function that records `part`, or return None if that part has ended. An error ends the part."""
         if part in self._ended_parts:
             return None
         try:
@@ -198,7 +198,7 @@ class TraceWriter:
         self, files: Mapping[str, SealedFile] | None = None, *, begun: str | None = None,
         ended: str | None = None, saves: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
-        """List `files` and the journal `begun` in the state, and drop the sealed journal `ended`."""
+        """Add `files` and the new journal `begun` to the state, and remove the sealed journal `ended`."""
         with self._saving:
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
@@ -293,7 +293,7 @@ class TraceWriter:
         self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
-        """Called on the writing thread: report the error and discard later records."""
+        """Report an error and discard later records. Called on the writing thread."""
         if not self.is_open:
             return
         self._failure = error
