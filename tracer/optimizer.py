@@ -58,7 +58,7 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
-"""A parameter group's settings, some of its tensors (or pieces), and their states."""
+"""A parameter group's settings, some of its tensors or tensor pieces, and the optimizer state for each."""
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
@@ -123,7 +123,7 @@ def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Sum squared norms over short pieces, because torch.norm adds sequentially, unlike torch.sum."""
+    """Sum squared norms over short pieces. torch.norm would add all values sequentially, which loses precision."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()

@@ -60,7 +60,7 @@ def running_launchers(
     """Wait up to `wait_s` for `tim-trace record` processes on this folder and return those that are running.
 
     A remote process counts only if it sends a heartbeat during the wait, because a killed process looks alive at first.
-    `beside` restricts the search to these writers. Those that closed normally are then returned too.
+    `beside` names the only writers to consider, and writers that closed normally are then returned too.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:

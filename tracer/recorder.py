@@ -260,7 +260,7 @@ class Recorder:
         by default. Evaluation samples have the split "eval". They appear only in the views `eval_sequences` and
         `eval_scores`, not in the run's statistics.
 
-        Raises InvalidRecord and records nothing if a value is invalid. For device tensors, a later call raises it.
+        If a value is invalid, records nothing and raises InvalidRecord, for device tensors in a later call.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -339,7 +339,7 @@ class Recorder:
 
         `policy_version` counts the optimizer updates in the scoring weights. It defaults to the sampling version for
         `rollout`, and to None for other passes. With None, staleness cannot be computed, and `replay` uses the sampling
-        weights and reports it.
+        weights and reports this.
 
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
@@ -347,7 +347,7 @@ class Recorder:
         choices. Prompt tokens precede response tokens in each row, without padding. Layers are ordered as in the
         contract's `moe_layers`, and slots as in the model.
 
-        Raises InvalidRecord and records nothing if a value is invalid. For device tensors, a later call raises it.
+        If a value is invalid, records nothing and raises InvalidRecord, for device tensors in a later call.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())

@@ -174,8 +174,8 @@ def _read_all(snapshot: Snapshot) -> None:
 def _journals_of_one_moment(store: Store) -> Journals:
     """List journals until two consecutive listings agree, i.e. no writer appended in between.
 
-    If they grow too fast, sequences come from the last listing and everything else from the one before, so that every
-    score has its sequence.
+    If journals grow too fast, sequences come from the last listing and everything else from the one before, so that
+    every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_MAX_TRIES):

@@ -359,7 +359,7 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state. Also returns a sentence for each unreadable one."""
+        """Read every writer's state. Also return a sentence for each unreadable state."""
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
         known: dict[str, WriterState | None] = {}

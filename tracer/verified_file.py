@@ -213,7 +213,7 @@ class VerifiedFile:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
                 f"{begin + sum(map(len, parts)):,} (the checksum differs). Restore it from a backup, or "
-                "move it away to use the rest of the trace"
+                "move it elsewhere to use the rest of the trace"
             )
         with self._lock:
             self._seen[index] = 1

@@ -62,7 +62,7 @@ class TraceWriter:
         self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None, journals: bool = True, max_wait_s: float = math.inf,
     ):  # fmt: skip
-        """If `journals` is False (imports), nothing survives a killed process."""
+        """If `journals` is False, as in imports, nothing survives a killed process."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -258,7 +258,7 @@ class TraceWriter:
     def _is_whole(self) -> bool:
         if self.state.state != FAILED or not self._journals:
             return self.state.state != FAILED
-        say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
+        say(f"process {self.state.pid} stopped recording earlier: {self.state.error}")
         return False
 
     @property

@@ -231,7 +231,6 @@ class AsyncRequest:
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions that have tokens or ended normally."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

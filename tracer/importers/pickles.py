@@ -65,8 +65,8 @@ def load(
         raise
     except IndexError as error:
         raise ImportFailed(
-            f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until it is "
-            "written, or copy it again"
+            f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until the "
+            "file is complete, or copy it again"
         ) from error
     except (
         ValueError,

@@ -29,7 +29,7 @@ class Placeholders:
     clamped: int = 0
     masked_zeros: int = 0
     all_zero: int = 0
-    """Zeros in lists with no other value, unless another pass gives the tokens probability 1."""
+    """Zeros that became NULL because their list contains nothing else."""
     certain: int = 0
     """Zeros kept because another pass also gives these tokens probability 1. Lists with a single zero do not count."""
 

@@ -91,7 +91,7 @@ def write_folder(
     """Write weights, a config and tokenizer files to a folder for `from_pretrained`.
 
     With `prefix="adapter_"`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
-    StorageError.
+    StorageError if it cannot be written.
     """
     from safetensors import TensorSpec, serialize_file
 

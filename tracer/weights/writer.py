@@ -61,7 +61,7 @@ ChunkChanges = dict[str, list[Changes]]
 class WeightWriter:
     """Copies weights to the host, and writes them on a separate thread.
 
-    Host memory holds two versions. Submitting another waits for the previous write, and the wait is counted.
+    Host memory holds two versions, so a new version waits until the previous one is written. This wait is counted.
     """
 
     def __init__(
