@@ -38,7 +38,7 @@ OPEN_INSTRUCT = Format(
     needs=("step", "response_ids"),
     lacks={
         "rollout": "the lines have no logprobs",
-        "train": "open-instruct writes only the engine's logprobs. Record the trainer's with tim_trace.Recorder",
+        "train": "open-instruct writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
     },
     lines=True,
 )
@@ -207,7 +207,7 @@ TORCHTITAN = Format(
     rows=_torchtitan_rows,
     lacks={
         "rollout": "the turns lack token ids or completion_logprobs. Enable them in RolloutSampleRecorder",
-        "train": "RolloutSampleRecorder writes only the engine's logprobs. Record the trainer's with tim_trace.Recorder",
+        "train": "RolloutSampleRecorder writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
     },
     lines=True,
 )

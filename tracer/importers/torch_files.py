@@ -106,7 +106,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
-            f"{where}: incomplete or damaged torch.save file ({error}). Wait until the file is complete, or copy it again"
+            f"{where}: incomplete or damaged torch.save file ({error}). Wait until it is complete, or copy it again"
         ) from error
 
 
