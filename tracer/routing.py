@@ -127,7 +127,7 @@ class RouterTap:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
         except RuntimeError as error:  # usually out of memory, which must not affect the model
-            self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
+            self.problem = f"the router choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
@@ -137,7 +137,7 @@ class RouterTap:
         heard, self._heard = self._heard, [[] for _ in self._routers]
         shapes = {ids.shape[1:] for layer in heard for ids, _ in layer}
         if self.problem is None and (len({len(layer) for layer in heard}) > 1 or len(shapes) > 1):
-            self.problem = "its routers do not select the same number of experts in every layer and forward pass"
+            self.problem = "the routers do not select the same number of experts in every layer and forward pass"
         if self.problem is not None:
             return []
         return [

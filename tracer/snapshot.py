@@ -152,7 +152,7 @@ def _read_all(snapshot: Snapshot) -> None:
         more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so this writer's files cannot be verified. "
-            f"These are excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a backup, "
+            f"Excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a backup, "
             "or remove these files"
         )
     _read_contracts(snapshot)

@@ -29,7 +29,7 @@ _POINTS = {
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
 
 _NO_ROUTING = (
-    "router choices are recorded only for the trainer: tim-trace cannot read vLLM's (enable_return_routed_experts) yet"
+    "vLLM's router choices (enable_return_routed_experts) are not recorded, because tim-trace cannot read them yet"
 )
 _NO_TOKENIZER = "tokens are shown as ids, because the engine has no tokenizer (skip_tokenizer_init)"
 EMBEDDED = "rollouts from embedded prompts (prompt_embeds) are not recorded, because their token ids are unknown"
