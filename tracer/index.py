@@ -26,10 +26,10 @@ from .whole_file import write_part
 MAX_BYTES = 64 << 20
 
 MANY_FOOTERS = 1024
-"""Maximum footers stored per table. Opening a trace reads all of them, but few queries need them all."""
+"""Maximum footers stored per table. Opening a trace reads every stored footer, but most queries need only a few."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed index size. Larger ones are ignored."""
+"""Maximum uncompressed index size. Larger indexes are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
 """Tables in indexing order. Footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
@@ -59,13 +59,13 @@ class KnownFile(msgspec.Struct, array_like=True):
     num_bytes: int
     schema: int
     tail_bytes: int
-    """Size including the footer, its length field and the magic number."""
+    """Footer size, including the length field and the magic number."""
     hash: str
 
 
 class _Contents(msgspec.Struct):
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Field names in the stored states. They differ between releases."""
+    """Field names in the stored states, which may come from a different release."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -81,7 +81,7 @@ class Index:
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """Files without footers and the schemas they refer to, one pair per index."""
+    """For each index file: the files without an indexed footer, and the schemas that they refer to."""
     documents: dict[str, bytes] = field(default_factory=dict)
     """Contents by path for files named after their hash. The reader verifies the hash."""
 

@@ -1,9 +1,9 @@
 """The journal: a writer's unsealed records in Arrow IPC streams that survive a killed process.
 
 Any Arrow library can read the stream. Each message's metadata ends with a 32-byte trailer, stored in padding that the
-format allows. It holds the 8 bytes `tim-jrnl`, the message body's length (int64, little-endian) and a checksum
-(big-endian): XXH3-128 over the previous message's checksum (16 zero bytes at first) and this message without its own.
-This chain detects missing, duplicated and reordered messages.
+format allows. It holds the 8 bytes `tim-jrnl`, the message body's length (int64, little-endian) and an XXH3-128
+checksum (big-endian). The checksum covers the previous message's checksum (16 zero bytes for the first message),
+then this message without the trailer's checksum. This chain detects missing, duplicated and reordered messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BFLOAT16 = "bfloat16"
 DATA_TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
-"""dtypes allowed in captured arrays (NumPy's and Zarr's names). bfloat16 is stored as uint16 bits."""
+"""dtypes allowed in captured arrays, named as in NumPy and Zarr. bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
 """Schema metadata key for the path where the journal was written."""
@@ -75,7 +75,7 @@ class JournalStream:
 
     def append(self, batch: pa.RecordBatch) -> None:
         if self._has_links and not os.fstat(self._file.fileno()).st_nlink:
-            raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was written", str(self.path))
+            raise FileNotFoundError(errno.ENOENT, "the journal was removed while it was being written", str(self.path))
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
@@ -188,7 +188,7 @@ def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, b
         raise _Torn
     prefix = content[start : start + _PREFIX.size]
     if _checksum(before, prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
-        raise ValueError("checksum mismatch: it was changed, or an earlier record is missing or duplicated")
+        raise ValueError("checksum mismatch: the record was changed, or an earlier one is missing or duplicated")
     return int(stop), checksum
 
 

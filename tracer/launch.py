@@ -88,10 +88,10 @@ def record(
     If the file system does not respond for `max_wait` seconds, recording stops and the command continues. `at_end` is
     called with the recording once the command has ended, before the final upload.
 
-    To record on several nodes, run this on each node with the same `output`. The last node to end finishes the trace.
+    To record on several nodes, run this on each with the same `output`. The trace is finished once the last node ends.
 
-    Returns once the command has ended, even if it failed. Raises TraceExists, StorageError or InvalidOption before it
-    starts.
+    Returns once the command has ended, even if it failed. Raises TraceExists, StorageError or InvalidOption before the
+    command starts.
     """
     if not command:
         raise InvalidOption(
@@ -133,7 +133,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Start or join a recording. Returns options, run id, True if this is its first launcher, and earlier writers."""
+        """Start or join a recording. Return options, run id, whether this launcher is first, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
@@ -204,7 +204,7 @@ def record(
         if hosts:
             so_far = f"recorded {recording.num_sequences:,} sequences so far"
             return replace(
-                recording, note=f"{so_far}, still recording on {hosts}. The last node to end finishes the trace"
+                recording, note=f"{so_far}, still recording on {hosts}. The trace is finished once the last node ends"
             )
         if at_end is not None:
             at_end(recording)
@@ -227,7 +227,7 @@ def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> s
     way = "object storage supports recording from one node only. Use a folder shared by all nodes"
     if "://" not in os.fspath(output):
         way = f"no recording was found there within {wait_s:g} s. Start every node with the same shared folder"
-    by_itself = f"; unset {number.partition('=')[0]} if this command records on its own" if number[0] != "-" else ""
+    by_itself = f"; unset {number.partition('=')[0]} if this command runs on a single node" if number[0] != "-" else ""
     return f"{number} means that another node starts the recording to {output}, but {way}{by_itself}"
 
 

@@ -1,4 +1,4 @@
-"""Whether a writer may still add to its trace, what it has not sealed yet, and its training attempt."""
+"""Determine whether a writer is alive, which data it has not sealed, and its training attempt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Liveness:
     is_alive: bool
     how: str
     silent_s: float | None = None
-    """Seconds since the last heartbeat, or None if unknown or not used."""
+    """Seconds since the last heartbeat, or None if unknown or not needed."""
 
 
 def this_process() -> dict[str, Any]:
@@ -45,7 +45,7 @@ def this_process() -> dict[str, Any]:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Judge a writer by its process if visible from here, otherwise by its last heartbeat."""
+    """Decide whether a writer is alive, from its process if visible here, otherwise from its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -119,7 +119,7 @@ def _text(path: str) -> str | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     number: int
-    """Counted from 1 in start order."""
+    """Attempts are numbered from 1 in start order."""
     key: str
 
 
@@ -127,10 +127,10 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     """Return the attempt that this process begins or joins.
 
     `session` identifies the launch. `ordinal` counts earlier training runs in this process. With `resumes`, earlier
-    recordings from this process belong to a previous attempt even if they are still open (notebooks).
+    recordings from this process belong to a previous attempt even if they are still open, as in notebooks.
 
-    Ranks restart together, but torchrun counts restarts per node, so each rank counts its own earlier writers. A new
-    rank takes the number from rank 0, or from a driver without a rank.
+    All ranks restart together, but torchrun's restart count may differ between nodes, so each rank counts its own
+    earlier writers. A new rank takes the number from rank 0, or from a driver without a rank.
     """
     rank = environment.rank()
     own = _states_with_attempt(store, rank)

@@ -19,11 +19,11 @@ from .store import Store
 from .whole_file import write_part
 
 A, B = "a", "b"
-"""The two executions: `a` is under examination, `b` is its reference."""
+"""`a` is the execution under examination, and `b` is the reference."""
 ROUTES = "routes"
 """Patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Largest error that rounding can explain, relative to the rounding bound."""
+"""Rounding cannot explain an error above this multiple of the rounding bound."""
 FORMAT = 1
 _WHAT = "a locate result"
 _AGAIN = "Run locate again, or delete the file"
@@ -32,7 +32,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """Arguments to `locate`. Identical arguments share an id, and only the newest result is kept."""
+    """Arguments to `locate`. A call with the same arguments replaces the earlier result."""
 
     step: int
     arm: str | None
@@ -77,9 +77,9 @@ class OperatorError:
     token: int
     """Token with the largest error, counted from 0 over the prompt and response."""
     inherited: float | None
-    """RMS difference between the inputs in a and b, relative to a's RMS. None without a common input."""
+    """RMS difference between the inputs in a and b, relative to a's RMS, or None if they have no common input."""
     difference: float | None
-    """RMS difference between the outputs in a and b, relative to a's RMS. None without a common output."""
+    """RMS difference between the outputs in a and b, relative to a's RMS, or None if they have no common output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64, or None if not tried."""
 
@@ -123,18 +123,18 @@ class Router:
     num_flipped: int
     """Tokens where the two executions select different experts."""
     margin: float | None = None
-    """Largest distance from a tie among these tokens: in execution a, lowest selected score minus highest other score.
-    None if there are no such tokens, or if more than the scores affects the choice."""
+    """Largest margin among these tokens: in execution a, lowest selected score minus highest score not selected. None
+    if there are no such tokens, or if the choice depends on more than the scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch that remains when one execution's operators run the other's code on unchanged inputs."""
+    """Mismatch that remains after operators in one execution are replaced with the other's, on the same inputs."""
 
     patch: str
     """Patched operators: one kind, `all operators`, or `routes` for the expert choices that differ."""
     taker: str
-    """Execution with replaced operators, `a` or `b`."""
+    """Execution in which operators are replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
     """For each sequence in the result: remaining sum of d^2 (nats^2)."""
@@ -142,7 +142,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first operator in the forward pass with an error larger than rounding can explain."""
+    """The first operator in the forward pass whose error is larger than rounding can explain."""
 
     side: str
     operator: str
@@ -191,12 +191,12 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Findings):
-    """The findings plus the values behind each share of the mismatch."""
+    """Findings, and the values from which each operator's share in the mismatch is computed."""
 
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """By (execution, operator) and sequence: sum over tokens of d times the operator's own part in it (nats^2). If the
-    model were linear in the errors, these sums would add up to the sum of d^2."""
+    """By (execution, operator) and sequence: d times the operator's own contribution to d, summed over tokens (nats^2).
+    If the model were linear in the errors, these sums would add up to the sum of d^2."""
     patches: tuple[Patch, ...]
 
 

@@ -6,11 +6,11 @@ from typing import Any
 PREFIX = "optimizer/"
 
 CHUNK_BYTES = 56 << 20
-"""Maximum chunk size on a GPU. On a CPU a third of this, because a chunk needs three temporary tensors."""
+"""Maximum chunk size on a GPU. A CPU chunk is a third as large, because it needs three temporary tensors."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
-    """Return norms for the last update and this process's weights: 0-d tensors on their device.
+    """Return statistics for the last update and this process's weights, as 0-d tensors on the weights' device.
 
     For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), computed from the state
     after the step. For SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
@@ -58,7 +58,7 @@ def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
-"""A parameter group's settings, some of its tensors (or pieces), and their states."""
+"""A parameter group's settings, some of its tensors or tensor pieces, and the optimizer state for each."""
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
@@ -123,7 +123,7 @@ def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Sum squared norms over short pieces. torch.sum adds pairwise, but torch.norm adds sequentially."""
+    """Sum squared norms over short pieces. torch.norm would add all values sequentially, which loses precision."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
@@ -146,7 +146,7 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count if it is on the host, or None. Device counts are assumed equal for all tensors."""
+    """Return the step count, or None if it is on a device. Device counts are assumed equal for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None

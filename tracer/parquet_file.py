@@ -37,7 +37,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""A footer may claim this many values, plus this many per byte. A token takes half a byte."""
+"""Maximum number of values a footer may claim: a constant, plus this many per byte in the file."""
 
 
 def write_checked(
@@ -82,7 +82,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes bytes written to a file. Once `footer` is set, also appends them to it."""
+    """Hashes the bytes written to a file. Once `footer` is set, also appends the bytes to `footer`."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file

@@ -22,7 +22,7 @@ def say(sentence: str) -> None:
 
 
 class Patience:
-    """Limits how long callers wait for a file system, and says so on stderr."""
+    """Limits how long callers wait for a file system, and reports long waits on stderr."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Patience:
         self, changed: threading.Condition, is_blocked: Callable[[], bool], *, is_excused: Callable[[], bool],
         signs: Callable[[], Any] | None = None, every_s: float = math.inf, counts: bool = True,
     ) -> None:  # fmt: skip
-        """Wait while `is_blocked` returns True. The caller holds `changed`. Raises StorageStalled.
+        """Wait while `is_blocked` returns True. The caller holds `changed`. Raises StorageStalled at the limit.
 
-        The limit excludes time while `is_excused` returns True. With `signs`, it applies to the time since they last
-        changed.
+        Time does not count towards the limit while `is_excused` returns True. The limit restarts whenever the value
+        returned by `signs` changes.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():

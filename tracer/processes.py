@@ -1,4 +1,4 @@
-"""The command that `tim-trace record` runs, and other `tim-trace record` processes for the same job."""
+"""Run a command for `tim-trace record`, and find other `tim-trace record` processes for the same job."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def running_launchers(
 ) -> list[WriterState]:
     """Wait up to `wait_s` for `tim-trace record` processes on this folder and return those that are running.
 
-    A remote process must send a heartbeat during the wait, because killed ones look alive at first. With `beside`, only
-    these writers are considered, and those that closed normally are returned too.
+    A remote process counts only if it sends a heartbeat during the wait, because a killed process looks alive at first.
+    `beside` names the only writers to consider, and writers that closed normally are then returned too.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:
@@ -96,7 +96,7 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. Signals to this process are held for the command until `wait` ends."""
+    """A running command. Until `wait` returns, signals to this process are blocked so that they can be forwarded."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
@@ -124,7 +124,7 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Return the command's exit code, or 128 + the signal that killed it. Forwards signals from processes."""
+        """Return the command's exit code, or 128 + the signal that killed it. Forwards signals from other processes."""
         try:
             while (code := self._process.poll()) is None:
                 found = signal.sigtimedwait(_WATCHED, every_s)

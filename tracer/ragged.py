@@ -79,7 +79,7 @@ class Padding:
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
         given = _cells(mask, what)
         if given.ndim != 2:
-            raise InvalidRecord(f"{what}: got shape {given.shape}; pass [B, T], the shape of its batch")
+            raise InvalidRecord(f"{what}: got shape {given.shape}; pass [B, T], the same shape as the batch")
         flat = _narrow(given.reshape(-1), np.dtype(bool), what, np.full(*given.shape))
         cells: np.ndarray = flat.reshape(given.shape)
         lengths = cells.sum(axis=1, dtype=np.int64)
@@ -207,7 +207,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
         row = [0.0 if item is None else item for item in row]
     array = _cells(row, f"{what}: row {index}", dtype)
     if array.ndim != 1:
-        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}. Pass a flat list: {shown(row)}")
+        raise InvalidRecord(f"{what}: row {index} has shape {array.shape}. Pass a flat list, not {shown(row)}")
     if len(array) and array.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; {_expected_values(dtype)}")
     return array, valid

@@ -69,9 +69,9 @@ class Recorder:
     """Records a training loop's per-token logprobs, from the inference engine, the trainer and any other pass.
 
     Use it as a context manager. Leaving the block seals the trace. Methods return immediately, and a background thread
-    does the writing. Callers wait only while `queue_bytes` are queued (see `waited_s`), and no data is dropped. Device
-    tensors are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, the next call
-    raises it. If the disk is full, or hangs for `max_wait` seconds, recording stops and training continues.
+    does the writing. Callers wait only while the queue is full (`queue_bytes`), and no data is dropped. Device tensors
+    are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, the next call raises
+    the error. If the disk is full, or hangs for `max_wait` seconds, recording stops and training continues.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -172,8 +172,8 @@ class Recorder:
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
         """Block until everything added so far would survive `kill -9` or, with `sync`, a power failure.
 
-        Otherwise rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on every file
-        and takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
+        Without this call, rows reach the operating system about a second after `add_*` returns. `sync` calls fsync on
+        every file and takes milliseconds to seconds. If `weights` is False, weight versions may still be queued.
 
         If recording has stopped, prints a message on stderr and returns False. Raises InvalidRecord for invalid device
         tensors in earlier calls.
@@ -191,7 +191,7 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return a [B] mask of sequences selected for capture. It is the same in every process and run."""
+        """Return a [B] mask of sequences selected for capture. The selection is the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -212,7 +212,7 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace to show tokens as text. Only the first one is saved."""
+        """Save a transformers tokenizer in the trace to show tokens as text. Only the first tokenizer is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
@@ -250,8 +250,8 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are B lists, or a padded tensor or array, [B, T] or [B, P], and its attention
-        mask (nonzero at tokens, padding on either side). Without a mask, every cell counts as a token, and apparent
+        `response_ids` [B, T] and `prompt_ids` [B, P] are padded tensors or arrays, or B lists. Attention masks are
+        nonzero at tokens, with padding on either side. Without a mask, every cell counts as a token, and apparent
         padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that are part of
         the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function to
         [B] values. All other arguments are one value or [B]. None means not recorded.
@@ -260,7 +260,7 @@ class Recorder:
         by default. Evaluation samples have the split "eval". They appear only in the views `eval_sequences` and
         `eval_scores`, not in the run's statistics.
 
-        Raises InvalidRecord and records nothing if a value is invalid. For device tensors, a later call raises it.
+        If a value is invalid, records nothing and raises InvalidRecord, for device tensors in a later call.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -335,19 +335,19 @@ class Recorder:
 
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded the same way,
         padded differently with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero
-        where the pass has a value. Other tokens become NULL. `rows` lists the scored rows in score order.
+        where the pass has a value. Other tokens become NULL. `rows` holds the batch index for each scored row.
 
         `policy_version` counts the optimizer updates in the scoring weights. It defaults to the sampling version for
         `rollout`, and to None for other passes. With None, staleness cannot be computed, and `replay` uses the sampling
-        weights and says so.
+        weights and reports this.
 
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
         `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), a mixture-of-experts model's router
-        choices. Each row has its prompt tokens before its response tokens, without padding. L follows the contract's
-        `moe_layers`, and S follows the model's slots.
+        choices. Prompt tokens precede response tokens in each row, without padding. Layers are ordered as in the
+        contract's `moe_layers`, and slots as in the model.
 
-        Raises InvalidRecord and records nothing if a value is invalid. For device tensors, a later call raises it.
+        If a value is invalid, records nothing and raises InvalidRecord, for device tensors in a later call.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
@@ -412,7 +412,7 @@ class Recorder:
         )
 
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Save a policy version's weights bit for bit: a state_dict after `version` optimizer updates.
+        """Save a policy version's weights bit for bit. `version` counts the optimizer updates in this state_dict.
 
         Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
         tensors may change. Each version is saved only once.
@@ -427,9 +427,9 @@ class Recorder:
         self.writer.keep_weights(version, tensors)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record logged values: numbers and one-element tensors as numbers, None as NULL, anything else as text.
+        """Record logged values. Numbers and one-element tensors are stored as numbers, None as NULL, others as text.
 
-        Raises InvalidRecord if the step decreases, or if a value is a dict, a list or a larger array.
+        Raises InvalidRecord if the step decreases, or if a value is a dict, a list or an array with several elements.
         """
         step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
@@ -470,8 +470,8 @@ class Recorder:
     def add_optimizer(self, step: int, optimizer: Any) -> None:
         """Record this step's update size relative to the weights, and the mean second moment.
 
-        Call it after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. It only reads the optimizer's
-        state. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
+        Call this after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. The optimizer's state is only
+        read. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
 
         Raises InvalidRecord if the step decreases.
         """

@@ -60,7 +60,7 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a model's routers by layer: siblings of `experts` named *Router* or *Gate."""
+    """Return a model's routers by layer. A router is a sibling of `experts` with a class named *Router* or *Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -127,7 +127,7 @@ class RouterTap:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
         except RuntimeError as error:  # usually out of memory, which must not affect the model
-            self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
+            self.problem = f"the router choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
@@ -137,7 +137,7 @@ class RouterTap:
         heard, self._heard = self._heard, [[] for _ in self._routers]
         shapes = {ids.shape[1:] for layer in heard for ids, _ in layer}
         if self.problem is None and (len({len(layer) for layer in heard}) > 1 or len(shapes) > 1):
-            self.problem = "its routers do not select the same number of experts in every layer and forward"
+            self.problem = "the routers do not select the same number of experts in every layer and forward pass"
         if self.problem is not None:
             return []
         return [
@@ -181,7 +181,7 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(
             f"{what}: expert_ids have shape {ids.shape} of {ids.dtype}. Pass integers [N, layers, slots] with N = "
-            f"{num_tokens}, every prompt token and then every response token of each row"
+            f"{num_tokens}. Each row's prompt tokens come before its response tokens"
         )
     if weights is not None and tuple(weights.shape) != ids.shape:
         raise InvalidRecord(

@@ -21,7 +21,7 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Largest positive logprob due to rounding, by dtype (nats): one unit in the last place near 16."""
+"""Largest positive logprob that rounding can produce, by dtype (nats): one unit in the last place near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
@@ -30,7 +30,7 @@ class Forward:
     """How a pass batched its rows. All fields are [B] integers."""
 
     ids: np.ndarray
-    """The same number for all rows in a forward pass."""
+    """Forward pass id. Rows in the same forward pass share it."""
     places: np.ndarray
     """Index of each row within its forward pass, from 0."""
     rows: np.ndarray
@@ -167,7 +167,7 @@ def rounding_tolerance(data: Any) -> float:
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for integer logprobs. They have been rounded."""
+    """Raise InvalidRecord for integer logprobs, because they must have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":

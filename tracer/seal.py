@@ -25,7 +25,7 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum response tokens per row group. Scans hold whole row groups in memory, and skip them by step."""
+"""Maximum response tokens per row group. A scan holds a whole row group in memory, and skips row groups by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -62,7 +62,7 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 
 
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
-    """Write a table, scores grouped by pass. `relative` is the file's future path in the trace."""
+    """Write a table. Scores are grouped by pass. `relative` is the file's future path in the trace."""
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
         path,

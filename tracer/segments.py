@@ -48,7 +48,7 @@ class SegmentWriter:
     """Appends one writer's rows and distributions. Not thread-safe.
 
     A segment is sealed while the next one is being filled. One thread seals scores and another seals all other tables.
-    Both call `account`.
+    Both threads call `account`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """By journal. Changed only under `_handover`, so that `sync` misses no rows."""
+        """Streams being sealed, by journal path. Changed only under `_handover`, so that `sync` misses no rows."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -99,7 +99,7 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Call this between groups of related records."""
+        """Seal the current segment if it is full. Call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()

@@ -1,4 +1,4 @@
-"""A trace at one point in time: sealed files, live or killed writers' journals, and damage."""
+"""A trace at one point in time: sealed files, live or killed writers' journals, and any damage."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TableFile:
     """Columns missing because an older release wrote the file."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step from the writer's state, or None if unknown or without rows."""
+    """First and last step from the writer's state, or None if unknown or if the file has no rows."""
     newest: dict[int, int] | None = None
     """Newest training attempt at each step, or None until read."""
 
@@ -89,7 +89,7 @@ class Snapshot:
     """Cache for `_lacking_columns`. Keys are a table and an indexed schema's id()."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
-    """Writers that do not match their files, perhaps because their state has since changed."""
+    """Writers whose state does not match their files, perhaps because the state has since changed."""
 
     @property
     def is_live(self) -> bool:
@@ -152,15 +152,15 @@ def _read_all(snapshot: Snapshot) -> None:
         more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so this writer's files cannot be verified. "
-            f"These are excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a backup, "
+            f"Excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a backup, "
             "or remove these files"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
     for name in store.aside():
         snapshot.ignored.append(
-            f"{store.shown(name)}: is a replaced trace, left behind by a process that died before removing it. Read "
-            "it there, or remove it"
+            f"{store.shown(name)}: is a replaced trace, left behind by a process that died before removing it. Open "
+            "this path to read it, or remove it"
         )
     for state in snapshot.writers:
         if state.state == FAILED:
@@ -174,8 +174,8 @@ def _read_all(snapshot: Snapshot) -> None:
 def _journals_of_one_moment(store: Store) -> Journals:
     """List journals until two consecutive listings agree, i.e. no writer appended in between.
 
-    If they grow too fast, sequences come from the last listing and everything else from the one before, so that every
-    score has its sequence.
+    If journals grow too fast, sequences come from the last listing and everything else from the one before, so that
+    every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_MAX_TRIES):
@@ -441,7 +441,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return each step's newest attempt with sequences, or else with metrics. Empty if never resumed."""
+    """Return each step's newest attempt that has sequences, or metrics if none has. Empty if never resumed."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}

@@ -41,7 +41,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor. Other values are unchanged. Raises InvalidRecord if rows are split."""
+    """Return this process's part of a DTensor, or other values unchanged. Raises InvalidRecord if rows are divided."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -49,8 +49,8 @@ def local_part(value: Any, what: str) -> Any:
     if all(placement.is_replicate() or placement.is_shard(0) for placement in value.placements):
         return value.to_local()
     raise InvalidRecord(
-        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Pass its "
-        "full_tensor(), called by every process in its mesh"
+        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Pass "
+        "full_tensor(), which every process in the mesh must call"
     )
 
 

@@ -32,14 +32,14 @@ from ..schemas.layout import (
 )  # fmt: skip
 
 _LISTED_RECURSIVELY = (PASSES, TOKENIZER)
-"""Folders listed with everything below them. They contain few files."""
+"""Folders listed recursively, because they contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size for a single read. The system allocates as much as is requested."""
+"""Maximum size for a single read, because the system allocates as much memory as is requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Tries in s3fs. Reads nest two retry loops, so 2 here and 1 in botocore make 4 attempts of 15 s."""
+"""Tries per s3fs call. A read passes through two retry loops in s3fs, so 2 tries make 4 attempts (15 s each)."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -109,7 +109,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """Folder and run name. Bytes that are not UTF-8 are replaced because tables need UTF-8."""
+        """The folder's name, which is also the run's name. Invalid UTF-8 is replaced, because tables require UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
@@ -248,7 +248,7 @@ class Store:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def arriving_writers(self) -> set[str]:
-        """Return writers with files being moved into the trace. Their states come last."""
+        """Return writers whose files are still being moved into the trace. Their states are moved last."""
         building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
@@ -297,7 +297,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield each entry's name, size in bytes, and True if it is a folder."""
+        """Yield each entry's name, size in bytes, and whether it is a folder."""
         if self.is_local:
             yield from self._local_entries(folder)
             return
@@ -359,7 +359,7 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state. Also returns a sentence for each unreadable one."""
+        """Read every writer's state. Also return a sentence for each unreadable state."""
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
         known: dict[str, WriterState | None] = {}

@@ -44,8 +44,8 @@ class Upload:
         """Bytes uploaded so far, including files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return True if an earlier upload of these `files` was interrupted. Raises TraceExists if the URL holds other
-        files."""
+        """Return True if an earlier upload of these `files` was interrupted. Raise TraceExists if the URL holds any
+        other files."""
         try:
             found = self._store.filesystem.find(self._store.root)
         except FileNotFoundError:
@@ -57,7 +57,7 @@ class Upload:
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
-        """Upload new finished files, and then the states that list them. Unsealed segments wait."""
+        """Upload new finished files, and then the states that list them. Unsealed segments are left for later."""
         source = Store(self.folder)
         states = {f"{WRITERS}/{name}": source.read_json(f"{WRITERS}/{name}") for name in source.files(WRITERS)}
         left_out = {MANIFEST}
@@ -101,7 +101,7 @@ class Upload:
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all other files from a remote folder. They were left by killed processes."""
+        """Remove all other files from a remote folder. Killed processes may have left some behind."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -140,7 +140,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Remove journals and partly sealed files from a writer's state. Also returns those files' paths."""
+    """Remove journals and partly sealed segments from a writer's state. Also return the paths of the removed files."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()

@@ -17,7 +17,7 @@ _CACHE_BYTES = 64 << 20
 _GAP_BYTES = 64 << 10
 """Bytes that Arrow reads at a file's end to find the footer. DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Requests for exact ranges in a remote file. Later requests read further ahead each time."""
+"""Number of requests before a remote file is read ahead. The read-ahead then doubles with each request."""
 _MAX_AHEAD_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
 """Reads up to this size on the same file run one at a time."""
@@ -112,9 +112,9 @@ class VerifiedFile:
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) as FileCursor shows them: zeros fill a gap before a tail in memory.
+        """Read bytes [start, stop) as FileCursor shows them. If the tail is in memory, zeros fill a gap before it.
 
-        Parquet readers request more than the footer. The gap absorbs these extra bytes, so that they cost no request.
+        Parquet readers request more than the footer. The extra bytes then fall into the gap and cost no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -177,7 +177,7 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return a minimum request size that grows, because scanning one column reads a little from every row group."""
+        """Return the minimum request size. It grows, because scanning a column reads a little from every row group."""
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
@@ -213,7 +213,7 @@ class VerifiedFile:
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
                 f"{begin + sum(map(len, parts)):,} (the checksum differs). Restore it from a backup, or "
-                "move it away to use the rest of the trace"
+                "move it elsewhere to use the rest of the trace"
             )
         with self._lock:
             self._seen[index] = 1

@@ -17,7 +17,7 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Keep temporary state files up to this age. Their writers may be about to move them into place."""
+"""Temporary state files up to this age are kept, because their writers may be about to move them into place."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -81,7 +81,7 @@ def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
 
 def check_there(folder: Path) -> None:
     if not folder.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed while it was recorded", str(folder))
+        raise FileNotFoundError(errno.ENOENT, "the trace's folder was removed during recording", str(folder))
 
 
 def check_inside(folder: Path, relative: str) -> None:

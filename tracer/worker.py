@@ -24,7 +24,7 @@ _REMEMBERED_S = 0.5
 _FIRST_PACE = 64 << 20
 """Assumed throughput (bytes per second) before any task has finished."""
 _SHARE = 0.75
-"""Fraction of the maximum wait that queued work may take. Task durations vary."""
+"""Fraction of the maximum wait that queued work may take. Below 1, because task durations vary."""
 _LOOKS_EVERY_S = 0.01
 """How often a waiting caller checks `is_behind`."""
 
@@ -33,8 +33,8 @@ class Worker:
     """Runs tasks in order on a separate thread.
 
     The queue holds at most `max_bytes`, and no more than fits into `max_wait_s` at the recent pace. Callers wait while
-    it is full or `is_behind` returns True, and `patience` adds up their waits. If a task raises, the remaining tasks
-    are discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
+    the queue is full or `is_behind` returns True, and `patience` adds up these waits. If a task raises, the remaining
+    tasks are discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task. `ready` waits for a device on the worker's thread. This does not count as disk time."""
+        """Queue a task. The worker first calls `ready` to wait for a device. This does not count as disk time."""
         with self._changed:
             if self._full(num_bytes):
                 self._wait(
@@ -190,7 +190,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Call a function on its own thread. After a StorageStalled, a late result is passed to `late`."""
+    """Call a function on its own thread. If it returns only after StorageStalled was raised, `late` gets the result."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

@@ -62,7 +62,7 @@ class TraceWriter:
         self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None, journals: bool = True, max_wait_s: float = math.inf,
     ):  # fmt: skip
-        """If `journals` is False (imports), nothing survives a killed process."""
+        """If `journals` is False, as in imports, nothing survives a killed process."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -101,7 +101,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Queue a task for the writing thread. Raises an earlier task's InvalidRecord."""
+        """Queue a task for the writing thread. If an earlier task raised InvalidRecord, raise it here."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}. Open a recorder in this process ({os.getpid()})"
@@ -117,7 +117,7 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records `part`, or return None if that part has ended. An error ends it."""
+        """Call a function that records `part`, or return None if that part has ended. An error ends the part."""
         if part in self._ended_parts:
             return None
         try:
@@ -198,7 +198,7 @@ class TraceWriter:
         self, files: Mapping[str, SealedFile] | None = None, *, begun: str | None = None,
         ended: str | None = None, saves: bool = True, sync: bool = False,
     ) -> None:  # fmt: skip
-        """List `files` and the journal `begun` in the state, and drop the sealed journal `ended`."""
+        """Add `files` and the new journal `begun` to the state, and remove the sealed journal `ended`."""
         with self._saving:
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
@@ -258,7 +258,7 @@ class TraceWriter:
     def _is_whole(self) -> bool:
         if self.state.state != FAILED or not self._journals:
             return self.state.state != FAILED
-        say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
+        say(f"process {self.state.pid} stopped recording earlier: {self.state.error}")
         return False
 
     @property
@@ -293,7 +293,7 @@ class TraceWriter:
         self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
-        """Called on the writing thread: report the error and discard later records."""
+        """Report an error and discard later records. Called on the writing thread."""
         if not self.is_open:
             return
         self._failure = error

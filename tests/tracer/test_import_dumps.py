@@ -401,7 +401,7 @@ def test_an_addition_that_fails_leaves_the_trace_as_it_was(tmp_path):
     import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     tree = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     (tmp_path / "dump" / "train_data_step2.jsonl").write_text("{}\n")
-    with pytest.raises(ImportFailed, match="token_ids or its loss mask is missing"):
+    with pytest.raises(ImportFailed, match="token_ids or the loss mask is missing"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == tree
 

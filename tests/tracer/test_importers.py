@@ -236,7 +236,7 @@ def test_probabilities_are_imported_and_pointed_at(tmp_path):
 
 NOT_TOKENS = "a list of token ids (0 to 2147483647)"
 NOT_NUMBERS = "a list of numbers"
-NOT_FLAGS = "a list of 0 and 1, or false and true"
+NOT_FLAGS = "a list of 0s and 1s, or of booleans"
 WRONG = [
     # column, value, what each row needs, what the message shows of the row
     ("step", None, "a non-negative integer", ": NULL"),

@@ -100,7 +100,7 @@ def check_whole(output, results, steps, attempt=1):
     found = info(str(output))
     assert (found.state, found.exit_code, found.damaged, found.missing) == ("finished", 0, (), ())
     assert sum("next: tim-trace info" in stderr for _, _, stderr in results) == 1, results
-    assert sum(". The last node to end finishes" in stderr for _, _, stderr in results) == 1, results
+    assert sum(". The trace is finished once" in stderr for _, _, stderr in results) == 1, results
     assert (output / "index").exists()
     assert tim_trace("verify", output).code == 0
 

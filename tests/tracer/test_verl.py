@@ -457,7 +457,7 @@ def test_of_other_engines_padding_is_not_guessed(session):
 def test_what_is_not_understood_of_micro_batches_ends_that_part_alone(session, capfd):
     assert scored_by(WorkerHooks(session), 0, [(0, 1)], **PACKED | {"ulysses_sequence_parallel_size": 0}) is None
     assert session.is_recording
-    assert "which rows of verl's passes shared a forward pass is not recorded" in capfd.readouterr().err
+    assert "how verl grouped rows into forward passes is not recorded" in capfd.readouterr().err
 
 
 def test_the_driver_records_the_forwards_that_its_workers_told(session, queue):

@@ -102,7 +102,7 @@ def test_the_contract_names_drafts(drafts):
 def test_what_is_not_recorded_of_them_is_said_once(features):
     for sentence in (
         "logprobs over the full vocabulary are not recorded for rollouts with structured outputs",
-        "weights of the LoRA adapter arithmetic in vLLM's requests are not recorded",
+        "the weights of LoRA adapter arithmetic, used in vLLM's requests, are not recorded",
         "rollouts of LLM.enqueue are not recorded",
     ):
         assert features.done.stderr.count(sentence) == 1

@@ -180,7 +180,7 @@ def test_changes_come_back(tmp_path, dtype):
                 decode_changes(wrong, dtype, 3000)
         claiming = bytearray(encoded)
         claiming[12:16] = (1 << 31).to_bytes(4, "little")  # what blosc would make room for
-        with pytest.raises(ValueError, match=r"does not contain a whole number of \d+-byte values, at most 6,000"):
+        with pytest.raises(ValueError, match=r"must contain a whole number of \d+-byte values, at most 6,000"):
             decode_changes(bytes(claiming), dtype, 3000)
         with pytest.raises(ValueError, match=r"contain|beyond"):
             decode_changes(encoded, dtype, int(places_K[-1]))

@@ -1,4 +1,4 @@
-"""Compare weights between verl's trainer and engine, in the worker that sends them."""
+"""Compare the weights in verl's trainer and engine, inside the worker that transfers them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VerlEngineWeights(EngineWeights):
         super().__init__(session)
         self._engine: Any = None
         self._newest: Any = None
-        """Training engine from the latest transfer, or None once its comparison is recorded."""
+        """Training engine in the latest transfer, or None once that transfer's comparison is recorded."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
@@ -59,7 +59,7 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """For a sharded model, take the trainer's digests from the tensors that verl gathers."""
+        """For a sharded model, compute the trainer's digests from the tensors that verl gathers."""
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
@@ -121,7 +121,7 @@ def install(session: Session, module: Any) -> None:
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write digests from rank 0. Every vLLM worker runs this."""
+    """Runs in every vLLM worker, but only rank 0 writes digests."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -159,7 +159,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Like `trainer_tensors`, but for an unsharded model and with the names that verl sends."""
+    """Like `trainer_tensors`, but for unsharded models and with the tensor names that verl sends."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -1,4 +1,4 @@
-"""Record verl's workers: logprobs from the loss, and the contracts behind a worker's logprobs.
+"""Record logprobs and contracts in verl's workers.
 
 Shapes: B rows in one worker's update, T padded response width.
 """
@@ -26,7 +26,7 @@ from .verl_batches import FORWARD_KEYS, ROW_KEY, UPDATE_KEY, Forwards, attended_
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
 
-_COMPOSITION = "which rows of verl's passes shared a forward pass"
+_COMPOSITION = "how verl grouped rows into forward passes"
 
 _BLIND = (
     "in verl {}, attention sees only the first {} tokens of a padded row; set "
@@ -44,11 +44,11 @@ class Update:
     batch: Batch
     lengths: np.ndarray
     places: dict[int, int]
-    """Row in verl's batch -> row in `batch` (without padding rows)."""
+    """Maps a row in verl's batch to its row in `batch`, which has no padding rows."""
     policy_version: int
     is_last: bool
     is_train: bool
-    """True if the loss's first logprobs serve as the `train` pass, because verl computes none beforehand."""
+    """True if the `train` pass is taken from the loss, because verl does not score the batch beforehand."""
     num_mini_batches: int = 0
     engine: Any = None
     """verl's training engine, or None if another process records the same rows."""
@@ -275,7 +275,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract once, from one process, for a pass that the driver records."""
+        """Record the contract for a pass whose scores the driver records. Only one process does this, once per pass."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

@@ -29,7 +29,7 @@ _POINTS = {
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
 
 _NO_ROUTING = (
-    "router choices are recorded only for the trainer: tim-trace cannot read vLLM's (enable_return_routed_experts) yet"
+    "vLLM's router choices (enable_return_routed_experts) are not recorded, because tim-trace cannot read them yet"
 )
 _NO_TOKENIZER = "tokens are shown as ids, because the engine has no tokenizer (skip_tokenizer_init)"
 EMBEDDED = "rollouts from embedded prompts (prompt_embeds) are not recorded, because their token ids are unknown"
@@ -62,7 +62,6 @@ class EngineHooks:
         self._described = False
 
     def _known_contract(self, key: Any, read: Callable[[], Contract]) -> tuple[Contract, bool]:
-        """Return the contract cached under `key` (always the same object), and True if new."""
         is_new = key not in self._contracts
         if is_new:
             self._contracts[key] = read()
@@ -126,7 +125,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that request the logprobs to record, and the original requests. Empty if not recorded."""
+        """Return arguments that also request logprobs, and the caller's own requests. Empty if nothing is recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -160,8 +159,8 @@ class OfflineHooks(EngineHooks):
             return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
-                "rollout distributions are captured only if one engine call returns exactly one process's rows "
-                "(no tools, multi-turn rollouts or vLLM tensor parallelism)"
+                "rollout distributions are captured only if one engine call returns all rows of one process and no "
+                "others, which rules out tools, multi-turn rollouts and vLLM tensor parallelism"
             )
             return [False] * rows
         return [bool(keep) for keep in generation.captured]

@@ -39,8 +39,8 @@ _POINTS = {
 
 _STREAMED = "rollouts from streamed prompts (AsyncLLM.generate) are not recorded, because the prompt keeps growing"
 _BARE = (
-    "AsyncLLM.generate: no logprobs are recorded for EngineCoreRequest prompts that request none, because they have "
-    "their own sampling parameters"
+    "AsyncLLM.generate: an EngineCoreRequest has its own sampling parameters, so no logprobs are recorded for it "
+    "unless it requests them"
 )
 _LOST = (
     "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the caller received "
@@ -179,12 +179,12 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """Tokens the caller received. Delta outputs append to them, and other outputs replace them."""
+    """A completion as received by the caller. Delta outputs append tokens, and other outputs replace them."""
 
     index: int
     num_tokens: int = 0
     tokens: Any = ()
-    """At least `num_tokens` token ids. vLLM's own list may keep growing."""
+    """May hold more than `num_tokens` token ids, because vLLM may still be appending to this list."""
     positions: Any = None
     finish_reason: str | None = None
 
@@ -231,7 +231,6 @@ class AsyncRequest:
 
     @property
     def outputs(self) -> list[GivenCompletion]:
-        """Completions that have tokens or ended normally."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
 

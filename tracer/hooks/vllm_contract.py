@@ -39,7 +39,7 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""These may differ between requests, so a serving engine's contract excludes them."""
+"""Settings that may differ between requests, so a serving engine's contract excludes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +59,8 @@ class Conditions:
     @property
     def sentences(self) -> list[str]:
         found = [
-            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded, only its name and path in the "
-            "rollout contract"
+            f"the weights of LoRA adapter {name}, used in vLLM's requests, are not recorded. The rollout contract "
+            "contains its name and path"
             for name, _, _ in self.adapters
         ]
         return found + [_GRAMMAR] * self.has_grammar
@@ -124,7 +124,6 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return sampling settings by name. With `of_request=False`, only those shared by all requests."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 

@@ -75,7 +75,7 @@ class NumpyArray:
 
 
 class Storage:
-    """Stand-in for a torch storage. In legacy files, bytes follow all tensors, so `content` may be set later."""
+    """Stand-in for a torch storage. `content` may be set later, because legacy files store it after all tensors."""
 
     __slots__ = ("content", "dtype")
 

@@ -97,7 +97,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """Return True if numbers include booleans, which Arrow would silently convert to 1.0 and 0.0."""
+    """Return True if any value is a boolean, which Arrow would silently convert to 1.0 or 0.0."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -176,7 +176,7 @@ class RowBatch:
     """Column values by name in the file, one per row."""
     numbers: Sequence[int]
     unit: str = "row"
-    """What `numbers` counts in messages (row, line, sample, ...)."""
+    """What messages call a row: row, line, sample, ..."""
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16 or None. Empty if no row has any."""
     num_bytes: int = 0
@@ -207,7 +207,7 @@ def explained(name: str, format: str) -> Iterator[None]:
 class Selection:
     steps: frozenset[int] | None = None
     sample: float = 1.0
-    """Share of sequences to import. They are selected by hashing their names, so each import selects the same."""
+    """Share of sequences to import, selected by hashing their names so that every import selects the same ones."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(seq_ids), bool)

@@ -79,7 +79,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Convert a padded batch to columns. Responses and per-token values are [B, T]. Prompts have their own padding."""
+    """Convert a padded batch to columns. Responses and per-token values are [B, T]."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -113,7 +113,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return one advantage per row if constant over each row's loss mask, else one list per row."""
+    """Return one advantage per row if each row's advantage is constant over its loss mask, else one list per row."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]

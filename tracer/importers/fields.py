@@ -30,7 +30,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields by trace column. Missing fields read as None. Invalid ones raise ImportFailed."""
+    """A record's fields by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
@@ -88,7 +88,7 @@ class Fields:
         return found
 
     def values(self, column: str) -> Values | None:
-        """Return per-token numbers. None in the list means not recorded."""
+        """Return per-token numbers. A None in the list marks a number that was not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -198,7 +198,7 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Pack numbers faster than NumPy does. struct accepts only int and bool as "q", and only int, bool and float as "d"."""
+    """Pack numbers with struct, which is faster than NumPy. Return None if the list contains anything else."""
     try:
         code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)
         return np.frombuffer(struct.pack(f"{len(items)}{code}", *items), dtype)

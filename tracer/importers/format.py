@@ -98,7 +98,7 @@ class Part:
 
     files: tuple[str, ...]
     step: int | None = None
-    """Step for all rows, or None if each row states its own."""
+    """Step that every row belongs to, or None if each row has its own step field."""
     waits_for: str | None = None
 
 
@@ -109,7 +109,7 @@ class Reading:
     columns: Mapping[str, tuple[str, ...]]
     seen: set[str]
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """First line not yet imported from each JSON Lines file (1-based)."""
+    """First line to import from each JSON Lines file, counted from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
     """Last complete line in each JSON Lines file. Set by the reader."""
     partial: bool = False
@@ -132,25 +132,25 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Converts a record (fields, name, number in the file) to rows: dicts of cells by column."""
+"""Called with a record's fields, its name and its number in the file. Returns rows as dicts of cells by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A framework's dump format. JSON Lines files with one row per line need no functions."""
+    """A framework's dump format. By default, each line in a JSON Lines file is one row."""
 
     name: str
     writes: str
     """Option that makes the framework write this format."""
     files: str
     columns: Mapping[str, tuple[str, ...]]
-    """Candidate fields for each trace column. The first existing one is read."""
+    """Fields that may hold each trace column. The first field found in the file is read."""
     alignment: str
     """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
     """Regular expression matched against the end of each file's path. Its group, if any, captures the step."""
     keys: frozenset[str] = frozenset()
-    """Keys required in the first file's first object, if other formats use the same file names."""
+    """Keys that the first object must have. Needed if another format uses the same file names."""
     needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass, why files may lack its logprobs and how to get them."""

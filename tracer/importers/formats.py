@@ -38,7 +38,7 @@ OPEN_INSTRUCT = Format(
     needs=("step", "response_ids"),
     lacks={
         "rollout": "the lines have no logprobs",
-        "train": "open-instruct writes only the engine's logprobs. For the trainer's, record its batches with tim_trace.Recorder",
+        "train": "open-instruct writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
     },
     lines=True,
 )
@@ -90,13 +90,13 @@ MS_SWIFT = Format(
     writes="`--log_completions true`",
     files="completions.jsonl",
     columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs. Every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs. Numeric columns not listed here are reward functions",
     pattern=r"completions\.jsonl",
     keys=frozenset({"step", "prompt", "completion"}),
     rows=_swift_rows,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs. Record its batches with "
+        "log_completions writes text and rewards but no token ids or logprobs. Record the batches with "
         "tim_trace.Recorder, or write them to Parquet",
     ),
     lines=True,
@@ -107,7 +107,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Text is not read, because it can be large and a trace does not store it."""
+    """Skip text columns, which can be large and are not stored in a trace."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -126,7 +126,7 @@ TRL = Format(
     writes="`log_completions=True`",
     files="completions/completions_<step>.parquet",
     columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs. Every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs. Numeric columns not listed here are reward functions",
     pattern=r"completions_(\d+)\.parquet",
     read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
     lacks=dict.fromkeys(
@@ -138,7 +138,7 @@ TRL = Format(
 
 
 def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield a rollout as one row: the first prompt, then all turns' sampled tokens and the tokens between them."""
+    """Yield a rollout as one row: the first prompt, then every turn's sampled tokens and the tokens between turns."""
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return
@@ -207,7 +207,7 @@ TORCHTITAN = Format(
     rows=_torchtitan_rows,
     lacks={
         "rollout": "the turns lack token ids or completion_logprobs. Enable them in RolloutSampleRecorder",
-        "train": "RolloutSampleRecorder writes only the engine's logprobs. For the trainer's, record its batches with tim_trace.Recorder",
+        "train": "RolloutSampleRecorder writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
     },
     lines=True,
 )

@@ -37,13 +37,13 @@ def import_dump(
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
     `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
     files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
-    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed. Import again
-    later, or set `partial` to read them as far as possible.
+    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed in the result.
+    To add them later, import again. To read as much of them as possible now, set `partial`.
 
-    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected. Memory use is
-    limited to one step or 512 JSON Lines rows.
+    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected. At
+    most one step or 512 JSON Lines rows are held in memory.
 
-    Raises ImportFailed with file, field and row, and leaves the output unchanged.
+    Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
@@ -104,7 +104,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if every step is a single part and steps increase, so that names from finished steps can be dropped."""
+    """Return True if each part is a whole step and steps increase. Names from earlier steps can then be dropped."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -147,9 +147,9 @@ class _Before:
             return None
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
-                f"{output}: is a recorded run, and rows from a {format.name} dump cannot be matched to its sequences, "
-                "because they have no ids. The recording already has the rewards and advantages. To import the dump "
-                "anyway, choose another folder"
+                f"{output}: is a recorded run, and a {format.name} dump has no ids to match its rows to the recorded "
+                "sequences. The recording already has the rewards and advantages. To import the dump anyway, choose "
+                "another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
@@ -174,7 +174,7 @@ class _Before:
             if len(known) < len(part.files) and known:
                 new = next(name for name in part.files if name not in self.sources)
                 raise ImportFailed(
-                    f"{folder.url}: {new} is a new file for step {part.step}, already imported into "
+                    f"{folder.url}: {new} is a new file, but step {part.step} was already imported into "
                     f"{self._url}. Import to another folder, or replace that trace with --force"
                 )
             if not known or grown:

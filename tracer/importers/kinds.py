@@ -15,7 +15,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """Some values in a column are invalid. The caller finds out which row."""
+    """A column contains an invalid value. The caller looks for its row."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
@@ -27,7 +27,7 @@ class Kind:
     """Completes the message "each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
-    """Converts a plain Arrow array, not all NULL, to `type`. Raises WrongValues or an Arrow error."""
+    """Converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
     nullable: bool = True
     element: Kind | None = None
 
@@ -39,7 +39,7 @@ class Kind:
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array [1]. Lists may mix types, unlike in Arrow."""
+        """Convert one Python value to an array [1]. A list may mix types, which Arrow does not allow."""
         try:
             return self.column(pa.array([value]))
         except WRONG:
@@ -84,7 +84,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Undo dictionaries, run-end encoding, extension types and special list or string types."""
+    """Decode dictionaries and run-end encoding, and convert extension, list and string types to their basic forms."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):
@@ -102,7 +102,7 @@ _LISTS = (pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
-    """Raises an Arrow error for an integer that float64 cannot represent."""
+    """Raises an Arrow error for an integer that float64 cannot represent exactly."""
     if not _is_numeric(array.type):
         raise WrongValues
     return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
@@ -117,7 +117,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Frameworks use float32 for these values. Rounding is allowed, overflow is not."""
+    """Convert to float32, which frameworks use for these values. Rounding is allowed, but overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -170,7 +170,7 @@ TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
 FLAGS = list_of(
-    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0 and 1, or false and true"
+    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0s and 1s, or of booleans"
 )
 TOKENS = list_of(
     required(integer("a token id", pa.int32(), 0, INT32_MAX)),

@@ -1,5 +1,5 @@
-"""Import prime-rl and NeMo-RL: JSON Lines with token ids and a loss mask. The response begins at the first token in the
-mask. A prime-rl line is a packed row, possibly with several sequences. NeMo-RL wraps values in one-element lists."""
+"""Import JSON Lines from prime-rl and NeMo-RL. Both contain token ids and a loss mask, and the response begins at the
+first token in the loss. A prime-rl line may pack several sequences. NeMo-RL wraps values in one-element lists."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
 def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: token_ids or its loss mask is missing")
+        raise ImportFailed(f"{fields.where}: token_ids or the loss mask is missing")
     return tokens, mask
 
 
 def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Split a line into sequences where positions restart at 0. Skip those without a token in the loss."""
+    """Split a line into sequences wherever positions restart at 0. Skip sequences with no token in the loss."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
@@ -81,7 +81,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Cut out the response's values. A sequence's first token has no context, hence no value."""
+    """Cut out the response's values. A sequence's first token has no context and therefore no value."""
     if values is None or not values.known[first:end].any():
         return None
     part = Values(values.values[first:end], values.known[first:end].copy())

@@ -114,7 +114,7 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
 def _add_rank(
     reading: Reading, ranked: dict[str, _Sample], record: Mapping[str, Any], where: str, budget: Budget
 ) -> int:
-    """Add a rank's samples, without the batch-wide raw_reward. Return the number of context-parallel ranks."""
+    """Add a rank's samples, leaving out raw_reward, which covers the whole batch. Return the context-parallel size."""
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):

@@ -50,7 +50,7 @@ def import_parquet(
     Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0, unless another pass also has
     logprobs near 0 for the same tokens (see ZeroLists).
 
-    Raises ImportFailed with file, column and row. After an error, nothing is written and an existing trace is kept.
+    Raises ImportFailed, which names the file, column and row. An existing trace is then kept unchanged.
     """
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})

@@ -1,8 +1,8 @@
-"""Read untrusted pickles as data, with an unpickler that never calls anything named in the file.
+"""Read untrusted pickles as data, with an unpickler that never imports or calls what a file names.
 
 Python's unpickler imports and calls whatever a file names, and even with an allowlist, the file controls what is
-hashed, copied and allocated. This one supports the opcodes in frameworks' dumps and an allowlist. Each allowed name
-maps to a function defined here that takes and returns plain values. Any other name is an error.
+hashed, copied and allocated. This unpickler supports only the opcodes in frameworks' dumps. An allowlist maps names to
+functions defined here that take and return plain values. Any other name is an error.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Bytes charged for each list, dict or tuple, because pickles do not state their sizes up front."""
+"""Memory charged (bytes) for each list, dict or tuple, because pickles do not state container sizes up front."""
 VIEWED_BYTES = 1 << 16
 """Byte strings at least this long are kept as views of the file instead of being copied."""
 BYTES = (bytes, memoryview)
 
 
 class NotPlain(ValueError):
-    """A file contains something other than arrays and plain values, or in an unexpected form."""
+    """A file contains something other than arrays and plain values, or stores them in an unexpected form."""
 
 
 class Budget:
-    """Memory limit per file: a multiple of its actual size plus a constant, whatever sizes the file claims."""
+    """Memory limit per file: a constant plus a multiple of the file size. Sizes stated in the file do not raise it."""
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -65,8 +65,8 @@ def load(
         raise
     except IndexError as error:
         raise ImportFailed(
-            f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until it is "
-            "written, or copy it again"
+            f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until the "
+            "file is complete, or copy it again"
         ) from error
     except (
         ValueError,
@@ -257,7 +257,7 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""Value kind and size of the length field (bytes) for each opcode."""
+"""Value kind, and size of the length field in bytes, for each opcode."""
 _HEADERS = {0x80: 1, 0x95: 8}
 """Argument sizes in bytes for opcodes without effect here: PROTO and FRAME."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}

@@ -17,7 +17,7 @@ from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step for responses that have none because they were not sampled in training."""
+"""Step for responses that were sampled outside training and therefore have no step."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
@@ -49,7 +49,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Split a saved object into response and request. If no request was saved, the object is used for both."""
+    """Split a saved object into response and request. Either one defaults to the object itself."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -61,7 +61,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return a server's response format, recognised by `key`. `rollout` is the note if logprobs are missing."""
+    """Return the format for servers whose responses contain `key`. `rollout` is the note for missing logprobs."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)
@@ -80,7 +80,7 @@ def response_format(
         lacks={
             "rollout": rollout,
             "train": "responses have only the engine's logprobs. Write them to Parquet with the trainer's logprobs "
-            "for the same tokens, and import that with `tim-trace import parquet`",
+            "for the same tokens, and import the result with `tim-trace import parquet`",
         },
         **told,
     )

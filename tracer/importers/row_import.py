@@ -35,7 +35,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns. Recorded with the first available pass: `train`, `current` or `rollout`."""
+"""Score columns other than logprobs. They are stored with the first available pass: `train`, `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
@@ -155,7 +155,7 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """All rows have the same step and the same non-NULL columns."""
+        """Expects rows with the same step and the same non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -202,7 +202,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores. HOLES turns zeros into NULL, and OPEN defers them to `_settle`."""
+        """Record a pass's scores. HOLES replaces zeros with NULL, and OPEN leaves the scores to `_settle`."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -260,7 +260,7 @@ class _Scores:
     """[R] indices into the batch."""
     logprobs: Ragged
     is_owner: bool
-    """True if the other score columns (OF_TOKENS) belong to this pass."""
+    """True if this pass also stores the score columns in OF_TOKENS."""
 
 
 def _given(columns: Columns, column: Column) -> Any:

@@ -38,7 +38,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Candidate fields for each column and for other values that columns are computed from."""
+"""Fields that may hold each column, or a value from which columns are computed."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
@@ -161,7 +161,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 def named_fields(
     reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
 ) -> list[tuple[str, Fields]]:
-    """Return each sample's name and fields. The name is its index plus a suffix if the index repeats."""
+    """Return each sample's name and fields. Samples are named after their index, with a suffix if it repeats."""
     found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
     for place, sample in enumerate(samples):
@@ -227,7 +227,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump's samples. `rollout_position` indexes the rollout dump and `raw_reward`."""
+    """Add a train dump's samples. A sample's `rollout_position` is its index in the rollout dump and `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"

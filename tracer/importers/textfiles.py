@@ -18,7 +18,7 @@ _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
 """Maximum line length (bytes). Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
-"""Approximate maximum for parsed JSON's memory use, as a multiple of its text's size."""
+"""Approximate maximum memory for parsed JSON, as a multiple of the text size."""
 
 
 def opened(path: Path) -> BinaryIO:

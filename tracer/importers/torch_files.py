@@ -106,7 +106,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
-            f"{where}: incomplete or damaged torch.save file ({error}). Wait until it is written, or copy it again"
+            f"{where}: incomplete or damaged torch.save file ({error}). Wait until it is complete, or copy it again"
         ) from error
 
 
@@ -123,7 +123,7 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Size of a zip entry's local header, and the offset and format of the name and extra field lengths in it."""
+"""Local header in a zip entry: its size, then the offset and format of the two length fields (name, extra field)."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
@@ -170,11 +170,11 @@ class _StorageKind(Known):
 
 
 class _DtypeName(_StorageKind):
-    """A torch dtype, which files reference but never call."""
+    """A torch dtype. Files mention dtypes but never call them."""
 
 
 def _item_size(dtype: str | None) -> int:
-    """Return the bytes per item. An untyped storage is counted in bytes."""
+    """Return the item size in bytes, which is 1 for an untyped storage."""
     return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 

@@ -1,4 +1,4 @@
-"""Import verl: pickled DataProto objects, and text from rollout_data_dir.
+"""Import pickled DataProto objects from verl, and text from rollout_data_dir.
 
 Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts per token.
 """

@@ -1,4 +1,4 @@
-"""Attach weights from a Hugging Face folder to a trace without any."""
+"""Attach weights from a Hugging Face folder to a trace that was recorded without weights."""
 
 from __future__ import annotations
 
@@ -227,8 +227,8 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
     recorded = [name for name in writers if name not in states or states[name].attached_from is None]
     if recorded:
         raise InvalidOption(
-            f"{store.url}: has recorded weights of version {version}, which cannot be replaced; to attach others, "
-            "import or copy the run without weights"
+            f"{store.url}: has recorded weights of version {version}, which cannot be replaced. To attach other "
+            "weights, import or copy the run without weights"
         )
     if writers and not force:
         raise InvalidOption(

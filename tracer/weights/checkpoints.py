@@ -91,7 +91,7 @@ def write_folder(
     """Write weights, a config and tokenizer files to a folder for `from_pretrained`.
 
     With `prefix="adapter_"`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
-    StorageError.
+    StorageError if it cannot be written.
     """
     from safetensors import TensorSpec, serialize_file
 
@@ -127,8 +127,8 @@ FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
     """Open a trace's policy versions, recorded or saved as checkpoints.
 
-    Checkpoints are read only from `weights_from` or TIM_TRACE_WEIGHTS_FROM. The trace itself names a folder too, but it
-    may come from an untrusted source.
+    Checkpoints are read only from `weights_from` or TIM_TRACE_WEIGHTS_FROM. A folder named in the trace is ignored,
+    because the trace may come from an untrusted source.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

@@ -1,7 +1,7 @@
 """Bit arrays in Zarr v3 format, one row per version, stored as compressed chunks or sparse changes.
 
-Any Zarr library can read them (core 3.0, codecs `bytes` and `blosc`). They are written without one, because it would
-take 10 ms and start threads for each array, and threads cannot be started at interpreter exit.
+Any Zarr library can read these arrays (core 3.0, codecs `bytes` and `blosc`). They are written without such a library,
+because it would take 10 ms and start threads for each array, and threads cannot be started at interpreter exit.
 
 A change is two numbers: the distance from the previous changed element, and new minus old bits (unsigned, with
 wraparound). Changes from several updates can be added in any order, and undone.
@@ -80,7 +80,7 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write a row on the encoder threads. Return its nonzero chunks, and their size in bytes."""
+    """Write a row on the encoder threads. Return the indexes and the total size (bytes) of its nonzero chunks."""
     size = chunk_elements(dtype, len(bits_E))
 
     def write(index: int) -> int:
@@ -131,7 +131,7 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
     # Check first, because blosc allocates whatever the header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
-        raise ValueError(f"it does not contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
+        raise ValueError(f"it must contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
     if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc would read past the end
         raise ValueError(f"it is incomplete: it has only {len(encoded):,} bytes")
     try:
@@ -152,7 +152,7 @@ Changes = tuple[np.ndarray, np.ndarray]
 """[K] ascending positions, and [K] new minus old bits."""
 
 _LONGEST = 255
-"""A distance is the sum of its bytes, and ends at the first byte below this value."""
+"""Each distance is a sum of bytes, up to and including the first byte below this value."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
@@ -201,7 +201,7 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
     places_K = np.cumsum(distances_G, dtype=np.int64)[ends_K]
     places_K -= 1
     if places_K[0] < 0 or places_K[-1] >= size:
-        raise ValueError(f"it changes elements beyond the last of {size:,}")
+        raise ValueError(f"it changes elements beyond the chunk's size ({size:,})")
     return places_K, np.asarray((folded_K >> 1) ^ -(folded_K & 1))  # undoes _folded
 
 

@@ -61,7 +61,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Hash a tensor's bytes, cast in pieces that fit into the CPU cache."""
+    """Hash a tensor's bytes, casting pieces that fit into the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()

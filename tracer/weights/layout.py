@@ -1,4 +1,4 @@
-"""Lay out a model's tensors, including ties and this process's shards."""
+"""Lay out a model's tensors, including tied tensors and this process's shards."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Lay out tensors in one array per dtype, storing tied ones once. Raises InvalidRecord for unsupported dtypes."""
+    """Lay out tensors in one array per dtype, storing tied tensors once. Raise InvalidRecord for unsupported dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}
@@ -140,7 +140,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a replicated DTensor's value, or None, because reading other DTensors needs a collective."""
+    """Return a replicated DTensor's value. Return None for any other DTensor, because reading it needs a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 

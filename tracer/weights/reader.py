@@ -40,7 +40,7 @@ SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN 
 class Tensor:
     dtype: str
     bits: np.ndarray
-    """Unsigned integers in the tensor's shape."""
+    """Unsigned integers with the tensor's shape."""
 
 
 class LazyTensor(Tensor):
@@ -58,8 +58,8 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads a trace's policy versions.
 
-    The last version read stays in memory, so that its successor needs only one delta. Exceptions are the first version,
-    which may be the only one, and versions larger than half the machine's memory.
+    The last version read stays in memory, so that reading the next one needs only a delta. The first version is not
+    kept, because it may be the only one, and neither are versions larger than half the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -104,7 +104,7 @@ class WeightReader:
         writer = known.get(segment.writer)
         if writer is None:
             state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
-            told = f"{state}: is missing or damaged, so {where} is ignored. Restore it from a backup"
+            told = f"{where}: is ignored, because {state} is missing or damaged. Restore that file from a backup"
             self._note_lost(name, told, None)
             return
         self._by_attempt.setdefault(record.version, {}).setdefault(_attempt(writer), []).append(record)
@@ -267,7 +267,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert a chunk from another version to this version via a common ancestor, or return None."""
+        """Convert a chunk from another version through a common ancestor. Return None if that is not possible."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))
@@ -306,9 +306,9 @@ class WeightReader:
         while parent is not None:
             if parent not in by_row:
                 raise WeightsMissing(
-                    f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} in "
-                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not need it can "
-                    f"still be rebuilt"
+                    f"{self.store.url}: version {record.version} cannot be rebuilt, because the .json file for row "
+                    f"{parent} in {WEIGHTS}/{record.segment} is missing; versions that do not need this row can still "
+                    f"be rebuilt"
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(
@@ -367,9 +367,9 @@ class WeightReader:
     @property
     def told_checkpoints(self) -> str:
         return (
-            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; this folder is read only if "
-            f"you give it: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
-            f"that option"
+            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; to read this folder, pass "
+            f"{option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that "
+            f"option"
         )
 
     def _range(self) -> str:

@@ -39,15 +39,15 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change. More fit while the deltas are smaller in total than the keyframe."""
+"""Versions per segment if many elements change, or more while the deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
-"""Maximum share of changed elements to store as sparse changes. Above it, all bits are stored."""
+"""Changes are stored sparsely if at most this share of the elements changed. Otherwise all bits are stored."""
 STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum share of elements to change when rebuilding a version. Beyond it, reading a keyframe is faster."""
+"""Rebuilding a version may change at most this share of its elements. Beyond it, reading a keyframe is faster."""
 
 PINNED_BYTES = 512 << 20
 """Maximum bytes to copy through pinned memory. The caller waits for larger versions."""
@@ -61,7 +61,7 @@ ChunkChanges = dict[str, list[Changes]]
 class WeightWriter:
     """Copies weights to the host, and writes them on a separate thread.
 
-    Host memory holds two versions. Submitting another waits for the previous write, and the wait is counted.
+    Host memory holds two versions, so a new version waits until the previous one is written. This wait is counted.
     """
 
     def __init__(
