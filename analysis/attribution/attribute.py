@@ -134,13 +134,11 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """Judge each step as if a drop began there. Return the likeliest cause and the facts around its step, or around the
-    step with the strongest facts if no cause is named."""
-    found: list[tuple[float, float, SupposedCause | None, tuple[Fact, ...]]] = []
+    """Judge each step as if a drop began there. Return the likeliest cause, and the facts for its step."""
+    found = []
     for step in steps:
         at = supposed_at(facts, step)
-        known = table(at)
-        told = (*known, *(() if control is None else table_beside(at, control)[0]))
+        told = (*table(at), *(() if control is None else table_beside(at, control)[0]))
         suspects = judged(told, ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
             # The change is certain, so one of the named suspects caused it.
@@ -150,8 +148,7 @@ def _supposed(
         is_named = control is not None or suspects[0].code != "unknown"
         cause = SupposedCause(suspects=described(at, suspects), step=step) if is_named else None
         found.append((suspects[0].probability if cause else 0.0, sum(abs(one.level) for one in told), cause, told))
-    _, _, supposed, around = max(found, key=lambda one: one[:2], default=(0.0, 0.0, None, ()))
-    return supposed, around
+    return max(found, key=lambda one: one[:2], default=(0.0, 0.0, None, ()))[2:]
 
 
 def _attribution(
@@ -181,8 +178,7 @@ _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "di
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`, strongest first within each run. Without a drop, the facts are those around the step
-    that most likely made the run worse."""
+    """Return the SQL view `facts`, strongest first within each run."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))

@@ -7,9 +7,7 @@ from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
 """Maximum characters in the facts table. Keeps the whole brief at about 4,000 tokens."""
-_WEAK = 0.05
-_OPEN = 0.05
-_ALIKE = 3.0
+_WEAK, _OPEN, _ALIKE = 0.05, 0.05, 3.0
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": ("Does the mismatch begin before the drop?",
@@ -63,11 +61,8 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    when = (
-        "timing relative to the drop"
-        if result.fall
-        else "as if a drop began " + (f"at step {result.supposed.step}" if result.supposed else "where most changes")
-    )
+    begin = f"at step {result.supposed.step}" if result.supposed else "where most changes"
+    when = "timing relative to the drop" if result.fall else f"as if a drop began {begin}"
     lines = [f"Facts, strongest first (strength from 0 to 1, {when}):"]
     for number, one in enumerate(facts):
         line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"

@@ -346,8 +346,8 @@ def onset(data: PairData) -> Onset | None:
         count = np.bincount(column)
         size, part = np.cumsum(count)[:-1], np.cumsum(np.bincount(column, log - log.mean()))[:-1]
         is_onset = (np.minimum(size, num - size) >= max(20.0, 0.02 * num)) & (part < 0)
-        share = np.where(is_onset, part**2 * (1 / np.maximum(size, 1) + 1 / np.maximum(num - size, 1)), 0.0)
-        found.append((float(share.max(initial=0.0)), int(share.argmax()) + 1 if len(share) else 0, column))
+        shares = np.where(is_onset, part**2 * (1 / np.maximum(size, 1) + 1 / np.maximum(num - size, 1)), 0.0)
+        found.append((float(shares.max(initial=0.0)), int(shares.argmax()) + 1 if len(shares) else 0, column))
     (of_position, *_), (share, at, column) = found[0], max(found[1:], key=lambda each: each[0])
 
     def between(first: float, last: float) -> float:
