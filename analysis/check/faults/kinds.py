@@ -38,7 +38,7 @@ from ..pair_data import (
     logit_error,
     precisions,
 )
-from ..where import Where, places, where_text
+from ..where import Where, later_turn, places, where_text
 from .sampling import PENALTY
 from .values import UNRELATED
 from .weights import WEIGHTS, measured
@@ -177,7 +177,8 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     told = None if place is None else _implied(data, place)
-    if place is not None and place.feature in ("position", "total_position") and onset(data) is not None:
+    begins = onset(data) if place is not None and place.feature in ("position", "total_position") else None
+    if begins is not None and not (begins.shape == "event" and later_turn(data.sample)[data.keep].any()):
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
