@@ -851,3 +851,96 @@ def test_samples_that_are_too_likely_are_found_in_all_rows_or_in_some(tmp_path, 
     first = check(tmp_path / "trace").findings[0]
     assert (first.code, first.numbers["cause"]) == ("penalty", "sampled_elsewhere")
     assert first.signal == ("sampled_elsewhere" if rows(0) else "sampled_by_rows")
+
+
+# --- Several tokens in one value, and tokens that were not sampled ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_logprobs_of_several_tokens_in_one_value_are_told_from_placeholders(tmp_path, where):
+    def merge(row, values, draw):
+        for at in range(3, len(values) - 1, 6):
+            to, other = (at, at + 1) if where == "before" else (at + 1, at)
+            values[to], values[other] = values[at] + values[at + 1], 0.0
+
+    first = first_of(planted(merge, contracts=BOTH_FP32), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["where"]) == ("log_base", "merged", where)
+    assert first.numbers["residual"] < 1e-5
+
+
+def test_tokens_that_were_appended_after_sampling_are_named(tmp_path):
+    def train(step, number):
+        return [np.r_[row[:-1], row[-1:] - np.float32(12)] for row in step.scored()]
+
+    def unsampled(row, values, draw):
+        values[-1] = 0.0
+
+    first = first_of(planted(unsampled, train=train, entropy=False), tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.numbers["num_tokens"]) == ("mask", "appended", 4 * 32)
+    assert "appended after sampling" in evidence_text(first)
+
+
+def test_one_fill_value_is_a_placeholder_although_one_id_has_all_of_it(tmp_path):
+    def rollout(step, number):
+        rows = zip(in_float32(step, number), step.responses, strict=True)
+        return [np.where(response == 7, np.float32(-100), row) for row, response in rows]
+
+    first = first_of(Recording(rollout=rollout, contracts=BOTH_FP32, entropy=False), tmp_path / "trace")
+    assert (first.code, first.numbers["value"]) == ("placeholders", -100.0)
+
+
+def test_a_reference_that_is_stored_as_the_trainers_is_found(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for number in range(1, 5):
+            step = sample(moved(table(), number, 0.6), number)
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[row.tolist() for row in step.prompts],
+                response_ids=[row.tolist() for row in step.responses],
+            )
+            recorder.add_scores("rollout", batch, logprobs=step.scored())
+            for name in ("train", "reference"):
+                recorder.add_scores(name, batch, logprobs=step.scored(table()))
+    first = check(tmp_path / "trace").findings[0]
+    assert (first.code, first.signal, first.numbers["cause"]) == ("copies", "reference", "reference")
+
+
+# --- Where and how a mismatch begins ----------------------------------------------------------------------------------------
+
+
+def begins(path, size):
+    """A run in which the engine's noise at a token has the size of `size(position, total position)`."""
+    with Recorder(path) as recorder:
+        for number in range(1, 7):
+            step, draw = sample(table(), 100 + number, in_group=1, groups=24, longest=90), np.random.default_rng(number)
+            lengths = draw.integers(0, 40, len(step.prompts))
+            prompts = [
+                np.r_[draw.integers(0, VOCABULARY, n), row] for n, row in zip(lengths, step.prompts, strict=True)
+            ]
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[row.tolist() for row in prompts],
+                response_ids=[row.tolist() for row in step.responses],
+            )
+            values = []
+            for prompt, row in zip(prompts, in_float32(step, number), strict=True):
+                position = np.arange(len(row))
+                noise = draw.normal(size=len(row)) * size(position, position + len(prompt))
+                values.append(np.minimum(row - np.expm1(row) * noise, -1e-6).astype(np.float32))
+            recorder.add_scores("rollout", batch, logprobs=values)
+            recorder.add_scores("train", batch, logprobs=step.scored())
+    return check(path).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "column", "size"),
+    [
+        ("event", 24, lambda position, total: np.where(position >= 24, 0.3, 0)),
+        ("window", 40, lambda position, total: np.where(total >= 40, 0.02 * (total - 39), 0)),
+        ("shards", 32, lambda position, total: np.where(total > 32, 0.6 / (1 + (total - 1) % 32), 0)),
+    ],
+)
+def test_a_mismatch_says_where_it_begins_and_what_begins_there(tmp_path, shape, column, size):
+    first = begins(tmp_path / "trace", size)
+    assert (first.code, first.numbers["cause"]) == ("position_onset", shape)
+    assert first.numbers["onset"] == pytest.approx(column, abs=4 if shape == "window" else 1)

@@ -76,6 +76,17 @@ def test_one_nan_in_thousands_hides_no_temperature(tmp_path):
     assert codes(path) == ["temperature", "placeholders"]
 
 
+@pytest.mark.parametrize(("value", "cause"), [(-np.inf, "impossible"), (np.nan, "not_finite")])
+def test_a_probability_of_zero_is_told_from_a_value_that_is_no_number(tmp_path, value, cause):
+    def sides(step):
+        engine = near(drawn(step), step)
+        engine[1:3, 4] = value
+        return drawn(step), engine
+
+    first = check(record(tmp_path / "trace", sides, steps=4)).findings[0]
+    assert (first.code, first.numbers["cause"]) == ("placeholders", cause)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("both", [False, True])
