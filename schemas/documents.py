@@ -178,7 +178,8 @@ class WriterState:
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers in an attempt. `tim-trace record` itself stores its attempts' common prefix."""
+    """Key shared by all writers in an attempt. In the state of `tim-trace record` itself, the prefix that the keys of its
+    attempts share."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     """Source files that this writer has merged into its own and that are not deleted yet. Readers ignore them."""

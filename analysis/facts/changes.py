@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Longer series are averaged over neighbouring steps to this many values before searching for changes."""
+"""Longer series are downsampled to this many values, by averaging neighbouring steps, before changes are searched for."""
 
 FEWEST = 12
 

@@ -39,13 +39,13 @@ def _loss(found: Objective, width: int | None) -> str:
               "sapo": f" (temperature {loss.sapo_temperature_pos:g} where A > 0, else {loss.sapo_temperature_neg:g})",
               "vespo": f" (k {loss.vespo_k_pos:g}, lambda {loss.vespo_lambda_pos:g} where A >= 0, else k {loss.vespo_k_neg:g}, "
                        f"lambda {loss.vespo_lambda_neg:g})"}.get(loss.kind, "")  # fmt: skip
-    level = {"token": "tokens", "sequence_mean": "sequence-level ratios from the mean of log-ratios"}.get(
+    level = {"token": "token-level ratios", "sequence_mean": "sequence-level ratios from the mean of log-ratios"}.get(
         loss.level, "sequence-level ratios from the sum of log-ratios"
     )
     corrected = "" if loss.correction == "none" else f", corrected by {loss.correction}{_bounds(found)}"
     text = (
-        f"{found.trace}{of_steps(found.steps_asked)}: {loss.kind}{bounds} of {level}, divided by {loss.denominator!r}{corrected}; {loss.aggregation}; "
-        f"{found.loss_from}. {found.num_updates:,} updates, {found.num_sequences:,} sequences, {found.num_tokens:,} tokens, "
+        f"{found.trace}{of_steps(found.steps_asked)}: {loss.kind}{bounds} with {level} against {loss.denominator!r}{corrected}, "
+        f"aggregated by {loss.aggregation} ({found.loss_from}). {found.num_updates:,} updates, {found.num_sequences:,} sequences, {found.num_tokens:,} tokens, "
         f"{found.num_groups:,} groups."
     )
     return wrapped(text, "", width)

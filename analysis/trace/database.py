@@ -155,7 +155,7 @@ class Database:
         self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to some steps. Logged values keep all steps."""
+        """Restrict sequences and scores to the given steps. Logged values still cover all steps."""
         self.views.keep_steps(steps)
         self._forget_sums()
 
