@@ -34,7 +34,7 @@ def patched(
     executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch each execution in turn. `wanted` selects routers, and `is_asked` selects operators."""
+    """Patch both executions in turn: the routers that `wanted` selects, and the operators that `is_asked` selects."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
