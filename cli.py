@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "getting started": {
+        "example": "Write an example trace: a recorded GRPO run whose reward drops.",
         "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
@@ -393,6 +394,24 @@ def main() -> None:
 
     RUN is the folder written by `record -o` or `import -o`, or its URL (s3://... or any other fsspec URL).
     """
+
+
+@_example("tim-trace example runs/example")
+@main.command("example")
+@click.argument("path", metavar="DIR")
+@click.option("--force", is_flag=True, help="Overwrite an existing trace.")
+def example_(path: str, force: bool) -> None:
+    """Write an example trace: a recorded GRPO run whose reward drops.
+
+    It comes with tim-trace and needs no GPU, torch or vLLM. It has no weights, so it cannot be replayed.
+    """
+    written = analysis.example(path, force=force)
+    page = shlex.quote(f"{path.rstrip('/')}.html")
+    _tell(
+        f"wrote {path}: a real GRPO run (TRL and vLLM, {written.num_steps} steps, {written.num_sequences:,} sequences) "
+        f"whose reward drops\nnext: tim-trace diagnose {shlex.quote(path)}\n"
+        f"      tim-trace report {shlex.quote(path)} -o {page}"
+    )
 
 
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
