@@ -6,6 +6,7 @@ unreadable trace. Heavy modules are imported only when a command runs.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -36,6 +37,7 @@ from .schemas.errors import (
     speaking_options,
     tell_damage,
 )  # fmt: skip
+from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
@@ -80,10 +82,17 @@ SECTIONS = {
 
 
 class _Failure(click.ClickException):
-    def __init__(self, error: TimTraceError, options: Collection[str]):
+    def __init__(self, error: TimTraceError, options: Collection[str], *, as_json: bool):
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
+        self.code = type(error).__name__ if as_json else None
+        """The error's class, if it is also printed to stdout as JSON."""
+
+    def show(self, file: Any = None) -> None:
+        if self.code is not None:
+            _print(json.dumps({"error": {"code": self.code, "message": self.message}}))
+        super().show(file)
 
 
 _damage_told: list[str] = []
@@ -157,6 +166,7 @@ class Commands(click.Group):
         super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
+        arguments = list(ctx.args)
         if sys.stdout is None:  # closed by the parent process
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
@@ -167,9 +177,8 @@ class Commands(click.Group):
                 raise
             told = error if isinstance(error, TimTraceError) else of_system(error)
             command = self.commands.get(ctx.invoked_subcommand or "")
-            failure = _Failure(
-                told, [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
-            )
+            options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
+            failure = _Failure(told, options, as_json="--json" in options and "--json" in arguments)
             _let_go(error)
         raise failure from None
 
@@ -387,7 +396,7 @@ def _example(text: str) -> Callable[[click.Command], click.Command]:
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="tim-trace")
+@click.version_option(__version__, message=f"tim-trace {__version__} (trace format {FORMAT_VERSION})")
 def main() -> None:
     """Record, replay and query the training-inference mismatch of LLM RL runs.
 
@@ -844,6 +853,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Reference precision.")
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
+@_model_factory
 @_weights_from
 @_allow_kernel
 @_ray
