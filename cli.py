@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -17,7 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import wraps
-from importlib import import_module
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
@@ -31,6 +33,7 @@ from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
     InvalidQuery,
+    NotInstalled,
     TimTraceError,
     TimTraceWarning,
     of_system,
@@ -150,6 +153,18 @@ _SUMMED_TOKENS = 1_000_000
 _QUIET = f"{__name__}.quiet"
 
 
+def _speaking(error: Exception) -> TimTraceError | None:
+    """Return an error in terms that users know, or None for a bug."""
+    if isinstance(error, OSError | TimTraceError):
+        return error if isinstance(error, TimTraceError) else of_system(error)
+    name = str(getattr(error, "name", "")).partition(".")[0]
+    lacks = any(re.match(rf"{re.escape(name)}\b", each) for each in metadata.requires("tim-trace") or ())
+    return NotInstalled(f"{name} is not installed, so this installation can only record; {_WHOLE}") if lacks else None
+
+
+_WHOLE = "install tim-trace with its dependencies (pip install .), or open the trace on a machine that has them"
+
+
 class Commands(click.Group):
     """Groups commands in its help, and prints a TimTraceError as one line."""
 
@@ -172,10 +187,9 @@ class Commands(click.Group):
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
-        except (TimTraceError, OSError) as error:
-            if isinstance(error, BrokenPipeError):
+        except (TimTraceError, OSError, ModuleNotFoundError) as error:
+            if isinstance(error, BrokenPipeError) or not (told := _speaking(error)):
                 raise
-            told = error if isinstance(error, TimTraceError) else of_system(error)
             command = self.commands.get(ctx.invoked_subcommand or "")
             options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
             failure = _Failure(told, options, as_json="--json" in options and "--json" in arguments)
@@ -454,7 +468,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            if recording.num_tokens >= _SUMMED_TOKENS:
+            # Without DuckDB, as in an installation that only records, the first query computes the sums.
+            if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
                 summarize(recording.folder, progress=_progress)
