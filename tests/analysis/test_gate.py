@@ -46,7 +46,7 @@ def noisy(tmp_path_factory):
     return record(tmp_path_factory.mktemp("gate") / "run", gaps, lambda place: -1 - place % 3)
 
 
-@pytest.mark.parametrize(("conditions", "code"), [("check\ntim.k3>10\n", 0), ("tim.k3>1e-9\n\ncheck", 1)])
+@pytest.mark.parametrize(("conditions", "code"), [("tim.max_abs_d>100\ntim.k3>10\n", 0), ("tim.k3>1e-9\n\ncheck", 1)])
 def test_the_action_runs_the_gate_with_one_condition_a_line(noisy, tmp_path, conditions, code):
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     (step,) = action["runs"]["steps"]
