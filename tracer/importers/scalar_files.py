@@ -1,0 +1,311 @@
+"""Read files of logged scalars, one row per record. No file is held in memory whole, except .json files."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from ...schemas.errors import ImportFailed, NotInstalled
+from ...schemas.layout import HYPERPARAMETER
+from .columns import explained, listed_names, shown_name
+from .format import DumpFolder
+from .textfiles import MAX_LINE, TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole_content
+
+Row = tuple[str, int | None, Mapping[str, Any]]
+"""Where a row is, its step (None if it is one of the values), and its values by name."""
+
+_HISTORY = "log_history"
+_LINES = "each line must be one object with a step"
+_STATE, _EVENTS, _RUN = r"trainer_state\.json", r".*\.tfevents\..*", r".*\.wandb"
+_TEXTS = r".*\.(csv|tsv|jsonl|ndjson|json|log|out|txt)(\.gz)?"
+
+
+def is_of_scalars(folder: DumpFolder) -> bool:
+    """Return True for files that only scalars have: event and W&B run files, trainer_state.json, CSV, logs, and JSON with
+    nothing but numbers in its first record."""
+    if any(next(folder.matching(pattern), None) for pattern in (_STATE, _EVENTS, _RUN)):
+        return True
+    name = folder.files[0].removesuffix(".gz")
+    if not folder.is_file or not name.endswith((".json", ".jsonl", ".ndjson")):
+        return folder.is_file and name.endswith((".csv", ".tsv", ".log", ".out", ".txt"))
+    try:
+        _, _, values = next(rows_of(folder.path(folder.files[0]), [], {}), ("", None, {}))
+    except ImportFailed:
+        return False
+    return bool(values) and all(isinstance(value, (int, float, NoneType)) for value in values.values())
+
+
+def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
+    """Return the files to read, in order, and a sentence per other file of scalars that is left out."""
+    if folder.is_file:
+        return list(folder.files), []
+    kinds = [[name for name, _ in folder.matching(pattern)] for pattern in (_STATE, _EVENTS, _RUN, _TEXTS)]
+    of_kind = next((kind for kind in kinds if kind), None)
+    if of_kind is None:
+        raise ImportFailed(f"{folder.url}: contains no file of scalars. Pass a CSV, JSON, log, event or .wandb file")
+    if of_kind is kinds[0]:  # every checkpoint repeats the history before it
+        of_kind = of_kind[-1:]
+    runs = {name.rpartition("/")[0 if of_kind is kinds[1] else 2] for name in of_kind}
+    if len(runs) > 1:
+        raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(of_kind)}")
+    others = [name for kind in kinds[1:3] if kind is not of_kind for name in kind]
+    return of_kind, [f"{listed_names(others)} (pass it to read it instead)"] if others else []
+
+
+def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
+    """Yield a file's rows. Adds a sentence to `notes` if the file ends early, and columns without scalars to `ignored`."""
+    name = path.name.removesuffix(".gz")
+    with explained(str(path), "scalars"):
+        if ".tfevents." in name:
+            yield from _event_rows(path, notes, ignored)
+        elif name.endswith(".wandb"):
+            yield from _wandb_rows(path, notes, ignored)
+        elif name.endswith((".csv", ".tsv")):
+            yield from _csv_rows(path, ignored)
+        elif name.endswith(".json"):
+            yield from _json_rows(path, notes)
+        elif name.endswith((".jsonl", ".ndjson")) or _first_byte(path) == b"{":
+            yield from _line_rows(path, notes)
+        else:
+            yield from _console_rows(path, notes)
+
+
+def _file(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else opened(path)
+
+
+def _first_byte(path: Path) -> bytes:
+    with _file(path) as file:
+        return bytes(file.read(4096).lstrip()[:1])
+
+
+def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
+    content = whole_content(path, TIMES_AS_JSON)
+    try:
+        value = parsed(content, str(path), "a .json file must be a list of objects, or have a log_history")
+    except ImportFailed:
+        if b"}\n{" not in content:
+            raise
+        yield from _line_rows(path, notes)
+        return
+    records = value.get(_HISTORY, [value]) if isinstance(value, dict) else value
+    if not isinstance(records, list):
+        raise ImportFailed(f"{path}: {_HISTORY} is not a list. Pass the file that the trainer saved")
+    for number, record in enumerate(records, start=1):
+        where = f"{path}, record {number}"
+        yield where, None, as_object(record, where, "each is one step")
+
+
+def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
+    with _file(path) as file:
+        for number, line in lines_of(file, path):
+            where = f"{path}, line {number}"
+            try:
+                record = parsed(line, where, _LINES)
+            except ImportFailed:
+                if line.endswith(b"\n"):
+                    raise
+                notes.append(f"{where}: is incomplete and was not read")
+                return
+            yield where, None, as_object(record, where, _LINES)
+
+
+def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
+    try:
+        with io.TextIOWrapper(_file(path), "utf-8-sig", newline="") as file:
+            head = file.readline(MAX_LINE)
+            delimiter = max(",\t;", key=head.count)
+            (names,) = csv.reader([head], delimiter=delimiter)
+            lines = csv.reader(file, delimiter=delimiter)
+            named = _columns(path, names, ignored)
+            for cells in lines:
+                where = f"{path}, line {lines.line_num + 1}"
+                if len(cells) != len(names) and cells:
+                    raise ImportFailed(f"{where}: has {len(cells)} cells for {len(names)} columns. Repair or remove it")
+                row = {name: cell for name, cell in zip(named, cells, strict=False) if name is not None and cell != ""}
+                if row:
+                    yield where, None, row
+    except (csv.Error, ValueError) as error:
+        if isinstance(error, ImportFailed):
+            raise
+        raise ImportFailed(f"{path}: cannot be read as CSV ({error}). Write UTF-8 text with one header line") from error
+
+
+def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str | None]:
+    """Return each column's name, None to skip it. W&B's charts export `RUN - NAME`, and a __MIN and a __MAX of each."""
+    runs = dict.fromkeys(name.rpartition(" - ")[0] for name in names[1:])
+    if names[:1] == ["Step"] and runs and "" not in runs:
+        if len(runs) > 1:
+            raise ImportFailed(f"{path}: contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
+        names = [names[0], *(name.rpartition(" - ")[2] for name in names[1:])]
+    found = [None if re.search("__(MIN|MAX)$", name) and name[:-5] in names else name for name in names]
+    ignored |= dict.fromkeys(name for name, kept in zip(names, found, strict=True) if kept is None)
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ImportFailed(f"{path}: has two columns named {shown_name(twice)}. Rename one")
+    return found
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_VERL = re.compile(r"(?:^|[\s)])step:(\d+) - (.*)")
+_SLIME = re.compile(r"(?:^|[\s-])(?:step|rollout|eval|perf|multi_turn|passrate) (\d+): (\{'.*\})")
+_SLIME_ITEM = re.compile(r"'([^']+)': (?:[\w.]+\()?([-+]?(?:[\d.]+(?:e[-+]?\d+)?|nan|inf))[,)}]")
+_NUMBER = re.compile(r"(?:np\.\w+\()?([^()\s]+)\)?")
+
+
+def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
+    """Yield what verl and slime print per step, and skip other lines.
+
+    verl: `step:12 - actor/pg_loss:0.1 - ...` (verl/utils/logger/aggregate_logger.py). slime and miles: `step 12:
+    {'train/loss': 0.1}`, with `rollout`, `eval` or `perf` instead of `step` (slime/observability, backends/megatron_utils).
+    """
+    broken, is_any = list[str](), False
+    with _file(path) as file:
+        for number, line in lines_of(file, path):
+            where, text = f"{path}, line {number}", _COLOUR.sub("", line.decode(errors="replace")).rstrip()
+            values: dict[str, Any] = {}
+            if found := _VERL.search(text):
+                for item in re.sub(r"\s+\[repeated .*\]$", "", found[2]).split(" - "):
+                    name, _, value = item.rpartition(":")
+                    number_there = _NUMBER.fullmatch(value)
+                    if name and number_there and is_number(number_there[1]):
+                        values[name] = float(number_there[1])
+                    else:
+                        broken.append(f"{where} ({item:.40})")
+            elif found := _SLIME.search(text):
+                values = {name: float(value) for name, value in _SLIME_ITEM.findall(found[2])}
+            if found and values:
+                is_any = True
+                yield where, int(found[1]), values
+    if broken:
+        notes.append(f"{len(broken):,} items of log lines have no number, first: {broken[0]}")
+    if not is_any:
+        raise ImportFailed(
+            f"{path}: contains no line with scalars as verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}) print it. TRL's "
+            "console output has no steps: import its trainer_state.json. Give a table of scalars the suffix .csv or .jsonl"
+        )
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return "_" not in text
+
+
+def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.util.tensor_util import make_ndarray
+    except ImportError as error:
+        raise NotInstalled("event files need TensorBoard, which is not installed; pip install tensorboard") from error
+    whole, is_cut, number = *_num_records(path), 0
+    for number, record in enumerate(RawEventFileLoader(str(path)).Load(), start=1):
+        where = f"{path}, record {number}"
+        try:
+            event = Event.FromString(record)
+        except DecodeError as error:
+            raise ImportFailed(f"{where}: is not an event ({error}). Check that this is an event file") from error
+        values = {}
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                values[value.tag] = value.simple_value
+                continue
+            array = make_ndarray(value.tensor) if value.HasField("tensor") else None
+            if array is not None and array.size == 1 and array.dtype.kind in "fiu":
+                values[value.tag] = array.item()
+            else:
+                ignored[value.tag] = None
+        if values:
+            yield where, event.step, values
+    if number < whole or (is_cut and not whole):
+        raise ImportFailed(f"{path}: record {number + 1:,} is damaged. Copy the file again from where it was written")
+    if is_cut:
+        notes.append(f"{path}: ends in the middle of record {whole + 1:,}, which was not read")
+
+
+def _num_records(path: Path) -> tuple[int, bool]:
+    """Count an event file's records without reading them. TensorBoard's reader stops silently at a damaged one."""
+    size, at, num = path.stat().st_size, 0, 0
+    with opened(path) as file:
+        while at + 16 <= size:
+            file.seek(at)
+            end = at + 16 + int(struct.unpack("<Q", file.read(8))[0])
+            if end > size:
+                break
+            at, num = end, num + 1
+    return num, at < size
+
+
+def _wandb_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
+    try:
+        from google.protobuf.message import DecodeError
+        from wandb.proto.wandb_internal_pb2 import Record
+    except ImportError as error:
+        raise NotInstalled(".wandb files need W&B, which is not installed; pip install wandb") from error
+    for number, content in enumerate(_wandb_records(path, notes), start=1):
+        where = f"{path}, record {number}"
+        try:
+            record = Record.FromString(content)
+        except DecodeError as error:
+            raise ImportFailed(f"{where}: is not a W&B record ({error}). Install the wandb that wrote it") from error
+        items = [*record.history.item, *record.config.update, *record.run.config.update]
+        named = {(*item.nested_key,) or (item.key,): parsed(item.value_json.encode(), where, "") for item in items}
+        objects = {path[:-1] for path in named if path[-1] == "_type"}  # histograms, images, tables
+        ignored |= dict.fromkeys("/".join(path) for path in objects)
+        values = {"/".join(path): value for path, value in named.items() if path[:-1] not in objects}
+        if record.HasField("history"):
+            yield where, None, values
+        elif values:
+            yield (
+                where,
+                0,
+                {f"{HYPERPARAMETER}{name}": _setting(value) for name, value in values.items() if name != "_wandb"},
+            )
+
+
+def _setting(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, dict)) else json.dumps(value)
+
+
+_BLOCK, _HEADER = 32768, struct.Struct("<IHB")
+_FULL, _LAST = 1, 4
+
+
+def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
+    """Yield a run file's records. The framing is LevelDB's log format after 7 bytes (wandb/sdk/internal/datastore.py)."""
+    parts, at, size = list[bytes](), 7, path.stat().st_size
+    with opened(path) as file:
+        if file.read(7)[:4] != b":W&B":
+            raise ImportFailed(f"{path}: is not a W&B run file. Pass the .wandb file that an offline run wrote")
+        while at < size:
+            if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
+                at += len(file.read(left))
+                continue
+            head = file.read(_HEADER.size)
+            checksum, length, kind = _HEADER.unpack(head) if len(head) == _HEADER.size else (0, 1, 0)
+            content = file.read(length)
+            at += len(head) + length
+            if len(content) < length:
+                break
+            if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
+                raise ImportFailed(
+                    f"{path}, byte {at - length:,}: is damaged. Copy the file again from where it was written"
+                )
+            parts.append(content)
+            if kind in (_FULL, _LAST):
+                yield b"".join(parts)
+                parts = []
+    if parts or at > size:
+        notes.append(f"{path}: ends in the middle of a record, which was not read")
