@@ -268,15 +268,7 @@ def _wandb_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
         if record.HasField("history"):
             yield where, None, values
         elif values:
-            yield (
-                where,
-                0,
-                {f"{HYPERPARAMETER}{name}": _setting(value) for name, value in values.items() if name != "_wandb"},
-            )
-
-
-def _setting(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, dict)) else json.dumps(value)
+            yield where, 0, {f"{HYPERPARAMETER}{name}": value for name, value in values.items() if name != "_wandb"}
 
 
 _BLOCK, _HEADER = 32768, struct.Struct("<IHB")
