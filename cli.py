@@ -702,7 +702,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
         _say(attribution_brief(found.attribution, story(found)))
     else:
         form.result(found, text={"verbose": verbose})
-    if not found.checked.is_valid:
+    if found.checked is not None and not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
 
