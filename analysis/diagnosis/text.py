@@ -44,7 +44,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
-            valid = "nothing to check (no pair of passes with tokens)"
+            valid = "no pair of passes to compare"
         elif checked.is_valid:
             valid = "the comparison is valid"
         else:

@@ -14,7 +14,6 @@ from ..statement import Statement
 from ..statistics.estimators import Array
 from ..statistics.intervals import NoInterval, bootstrap
 from ..statistics.loss import SAFETY_BOUND
-from ..trace.columns import has_scalars_alone, why_nothing
 from ..trace.database import Database
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
@@ -55,8 +54,6 @@ def objective(
     database = open_database(trace, steps, ray)
     chosen, basis = choose_loss(database, loss)
     sides = choose_sides(database, chosen)
-    if has_scalars_alone(database):
-        raise NothingToCompare(why_nothing(database, ("train", "rollout")))
     if database.kept_steps and not tokens_by_step(database):
         raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} selects steps without sequences")
     name = ", ".join(database.given)

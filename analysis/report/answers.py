@@ -85,15 +85,15 @@ def factor_answer(subject: Subject) -> Answer:
     found = subject.diagnosis
     if found is None:
         return _unknown("a mismatch needs two passes")
+    assert found.checked is not None
     numerics = numerics_text(found.numerics)
     if (replay := found.settled_by) is not None:
         return Answer(
-            code="replay", severity=GOOD if found.is_valid else BAD,
+            code="replay", severity=GOOD if found.checked.is_valid else BAD,
             short=f"confirmed by a replay: {replay.arm}",
             figure=f"removed {replay.removed:.1%} of mean squared d",
             basis=f"{replay.num_tokens:,} tokens replayed", detail=f"{effect_text(replay)}. {numerics}",
         )  # fmt: skip
-    assert found.checked is not None
     first = found.checked.findings[0]
     size = f"{first.effect:.3g} nats rms on " if math.isfinite(first.effect) else ""
     return Answer(
@@ -108,7 +108,8 @@ def size_answer(subject: Subject) -> Answer:
     found = subject.diagnosis
     if found is None:
         return _unknown("a mismatch needs two passes")
-    code = "changed" if found.unexplained_jump else found.size.code if found.is_valid else "not_valid"
+    assert found.checked is not None
+    code = "changed" if found.unexplained_jump else found.size.code if found.checked.is_valid else "not_valid"
     is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
     is_high = found.size.code == "above" or code == "changed" or is_alarming
     return Answer(

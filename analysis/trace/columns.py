@@ -102,14 +102,10 @@ SELECT NOT EXISTS (FROM sequences) AND EXISTS (FROM metrics WHERE NOT starts_wit
 """
 
 
-def has_scalars_alone(database: Database) -> bool:
-    return not database.kept_steps and database.connection.execute(_SCALARS_ALONE).fetchall() == [(True,)]
-
-
 def why_nothing(database: Database, pair: Pair) -> str:
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
-    if has_scalars_alone(database):
+    if not database.kept_steps and database.connection.execute(_SCALARS_ALONE).fetchall() == [(True,)]:
         return (
             f"{where}: has logged scalars and no tokens; record the run with tim-trace record, or import a dump with logprobs "
             "(tim-trace import auto)"

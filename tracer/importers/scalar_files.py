@@ -51,11 +51,11 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     of_kind = next((kind for kind in kinds if kind), None)
     if of_kind is None:
         raise ImportFailed(f"{folder.url}: contains no file of scalars. Pass a CSV, JSON, log, event or .wandb file")
+    of_run = {0: r"(checkpoint-\d+/)?[^/]*$", 1: "[^/]*$", 2: ".*/"}.get(kinds.index(of_kind), "^$")
+    if len({re.sub(of_run, "", name) for name in of_kind}) > 1:
+        raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(of_kind)}")
     if of_kind is kinds[0]:  # every checkpoint repeats the history before it
         of_kind = of_kind[-1:]
-    runs = {name.rpartition("/")[0 if of_kind is kinds[1] else 2] for name in of_kind}
-    if len(runs) > 1:
-        raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(of_kind)}")
     others = [name for kind in kinds[1:3] if kind is not of_kind for name in kind]
     return of_kind, [f"{listed_names(others)} (pass it to read it instead)"] if others else []
 
@@ -72,7 +72,7 @@ def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[
             yield from _csv_rows(path, ignored)
         elif name.endswith(".json"):
             yield from _json_rows(path, notes)
-        elif name.endswith((".jsonl", ".ndjson")) or _first_byte(path) == b"{":
+        elif name.endswith((".jsonl", ".ndjson")):
             yield from _line_rows(path, notes)
         else:
             yield from _console_rows(path, notes)
@@ -80,11 +80,6 @@ def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[
 
 def _file(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else opened(path)
-
-
-def _first_byte(path: Path) -> bytes:
-    with _file(path) as file:
-        return bytes(file.read(4096).lstrip()[:1])
 
 
 def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
@@ -98,7 +93,9 @@ def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         return
     records = value.get(_HISTORY, [value]) if isinstance(value, dict) else value
     if not isinstance(records, list):
-        raise ImportFailed(f"{path}: {_HISTORY} is not a list. Pass the file that the trainer saved")
+        raise ImportFailed(
+            f"{path}: is neither a list of objects nor has a list {_HISTORY}. Pass the file that the trainer saved"
+        )
     for number, record in enumerate(records, start=1):
         where = f"{path}, record {number}"
         yield where, None, as_object(record, where, "each is one step")
