@@ -182,7 +182,10 @@ def test_the_last_value_of_a_step_wins_and_it_is_told(tmp_path):
     path = text(tmp_path / "a.csv", "step,a,b\n1,1,1\n2,2,2\n3,3,3\n2,20,\n3,30,30\n")
     done = tim_trace("import", "metrics", path, "-o", tmp_path / "run")
     assert done.code == 0
-    assert "3 values were logged again for the same step (first: a at step 2)" in done.stderr
+    assert (
+        "3 values were logged again for the same step, as by a resumed run; the last one was kept (first: a at step 2)"
+        in done.stderr
+    )
     found = {key: struct.unpack("<d", value)[0] for key, value in values_of(tmp_path / "run").items()}
     assert found == {("a", 1): 1, ("a", 2): 20, ("a", 3): 30, ("b", 1): 1, ("b", 2): 2, ("b", 3): 30}
 
@@ -194,7 +197,7 @@ def test_columns_are_mapped_skipped_and_selected(tmp_path):
     assert connect(tmp_path / "run").execute("SELECT step, name, value, text FROM metrics ORDER BY name").fetchall() == [
         (1, "note", None, "x"), (1, "reward", 0.5, None),
     ]  # fmt: skip
-    assert "1 values are text (first: note)" in imported.notes[0]
+    assert "1 values are text, and were kept as text (first: note at step 1)" in imported.notes[0]
     with pytest.raises(ImportFailed, match="no row has the column nothing"):
         import_dump("metrics", path, output=tmp_path / "other", map=mapped | {"nothing": "x"})
 

@@ -22,21 +22,19 @@ from .textfiles import MAX_LINE, TIMES_AS_JSON, as_object, lines_of, opened, par
 Row = tuple[str, int | None, Mapping[str, Any]]
 """Where a row is, its step (None if it is one of the values), and its values by name."""
 
-_HISTORY = "log_history"
 _LINES = "each line must be one object with a step"
-_STATE, _EVENTS, _RUN = r"trainer_state\.json", r".*\.tfevents\..*", r".*\.wandb"
-_TEXTS = r".*\.(csv|tsv|jsonl|ndjson|json|log|out|txt)(\.gz)?"
+_SUFFIXES = (".csv", ".tsv", ".log", ".out", ".txt", ".json", ".jsonl", ".ndjson")
+_KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents\..*", "[^/]*$"), (r".*\.wandb", ".*/"))
+"""Files that only scalars have, and the part of their path that differs within a run."""
 
 
 def is_of_scalars(folder: DumpFolder) -> bool:
-    """Return True for files that only scalars have: event and W&B run files, trainer_state.json, CSV, logs, and JSON with
-    nothing but numbers in its first record."""
-    if any(next(folder.matching(pattern), None) for pattern in (_STATE, _EVENTS, _RUN)):
+    if any(next(folder.matching(pattern), None) for pattern, _ in _KINDS):
         return True
     name = folder.files[0].removesuffix(".gz")
-    if not folder.is_file or not name.endswith((".json", ".jsonl", ".ndjson")):
-        return folder.is_file and name.endswith((".csv", ".tsv", ".log", ".out", ".txt"))
-    try:
+    if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
+        return folder.is_file and name.endswith(_SUFFIXES)
+    try:  # JSON with nothing but numbers in its first record
         _, _, values = next(rows_of(folder.path(folder.files[0]), [], {}), ("", None, {}))
     except ImportFailed:
         return False
@@ -44,20 +42,19 @@ def is_of_scalars(folder: DumpFolder) -> bool:
 
 
 def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
-    """Return the files to read, in order, and a sentence per other file of scalars that is left out."""
-    if folder.is_file:
-        return list(folder.files), []
-    kinds = [[name for name, _ in folder.matching(pattern)] for pattern in (_STATE, _EVENTS, _RUN, _TEXTS)]
-    of_kind = next((kind for kind in kinds if kind), None)
-    if of_kind is None:
+    """Return the files to read, in order, and a sentence about files of scalars that are left out."""
+    tables = [name for name in folder.files if folder.is_file or name.removesuffix(".gz").endswith(_SUFFIXES)]
+    kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
+    found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
+    if not found[0]:
         raise ImportFailed(f"{folder.url}: contains no file of scalars. Pass a CSV, JSON, log, event or .wandb file")
-    of_run = {0: r"(checkpoint-\d+/)?[^/]*$", 1: "[^/]*$", 2: ".*/"}.get(kinds.index(of_kind), "^$")
-    if len({re.sub(of_run, "", name) for name in of_kind}) > 1:
-        raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(of_kind)}")
-    if of_kind is kinds[0]:  # every checkpoint repeats the history before it
-        of_kind = of_kind[-1:]
-    others = [name for kind in kinds[1:3] if kind is not of_kind for name in kind]
-    return of_kind, [f"{listed_names(others)} (pass it to read it instead)"] if others else []
+    if len({re.sub(found[1], "", name) for name in found[0]}) > 1:
+        raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(found[0])}")
+    rest = [name for names, part in others if names is not tables for name in names]
+    # Every checkpoint repeats the history before it.
+    return found[0][-1:] if found[1] == _KINDS[0][1] else found[0], [
+        f"{listed_names(rest)} (pass one to read it)"
+    ] if rest else []
 
 
 def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
@@ -84,21 +81,17 @@ def _file(path: Path) -> Any:
 
 def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     content = whole_content(path, TIMES_AS_JSON)
-    try:
-        value = parsed(content, str(path), "a .json file must be a list of objects, or have a log_history")
-    except ImportFailed:
-        if b"}\n{" not in content:
-            raise
+    if b"}\n{" in content:
         yield from _line_rows(path, notes)
         return
-    records = value.get(_HISTORY, [value]) if isinstance(value, dict) else value
+    value = parsed(content, str(path), "a .json file must be a list of objects, or have a log_history")
+    records = value.get("log_history", [value]) if isinstance(value, dict) else value
     if not isinstance(records, list):
         raise ImportFailed(
-            f"{path}: is neither a list of objects nor has a list {_HISTORY}. Pass the file that the trainer saved"
+            f"{path}: is neither a list of objects nor has a log_history. Pass the file that the trainer saved"
         )
     for number, record in enumerate(records, start=1):
-        where = f"{path}, record {number}"
-        yield where, None, as_object(record, where, "each is one step")
+        yield f"{path}, record {number}", None, as_object(record, f"{path}, record {number}", "each is one step")
 
 
 def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
@@ -151,11 +144,11 @@ def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str
     return found
 
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m|\s+\[repeated .*\]$")
 _VERL = re.compile(r"(?:^|[\s)])step:(\d+) - (.*)")
-_SLIME = re.compile(r"(?:^|[\s-])(?:step|rollout|eval|perf|multi_turn|passrate) (\d+): (\{'.*\})")
-_SLIME_ITEM = re.compile(r"'([^']+)': (?:[\w.]+\()?([-+]?(?:[\d.]+(?:e[-+]?\d+)?|nan|inf))[,)}]")
-_NUMBER = re.compile(r"(?:np\.\w+\()?([^()\s]+)\)?")
+_SLIME = re.compile(r"(?:^|[\s-])(?:step|rollout|eval|perf|multi_turn|passrate) (\d+): \{('.*)\}")
+_NUMBER = re.compile(r"(?:[\w.]+\()?([^()\s]+)\)?")
+"""A number as printed, such as `0.5`, `np.float64(0.5)` or `tensor(0.5)`."""
 
 
 def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
@@ -167,23 +160,22 @@ def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     broken, is_any = list[str](), False
     with _file(path) as file:
         for number, line in lines_of(file, path):
-            where, text = f"{path}, line {number}", _COLOUR.sub("", line.decode(errors="replace")).rstrip()
-            values: dict[str, Any] = {}
+            where, text = f"{path}, line {number}", _COLOUR.sub("", line.decode(errors="replace").rstrip())
             if found := _VERL.search(text):
-                for item in re.sub(r"\s+\[repeated .*\]$", "", found[2]).split(" - "):
-                    name, _, value = item.rpartition(":")
-                    number_there = _NUMBER.fullmatch(value)
-                    if name and number_there and is_number(number_there[1]):
-                        values[name] = float(number_there[1])
-                    else:
-                        broken.append(f"{where} ({item:.40})")
+                items = [item.rpartition(":") for item in found[2].split(" - ")]
             elif found := _SLIME.search(text):
-                values = {name: float(value) for name, value in _SLIME_ITEM.findall(found[2])}
-            if found and values:
-                is_any = True
-                yield where, int(found[1]), values
+                items = [item.partition("': ") for item in f", {found[2]}".split(", '")[1:]]
+            else:
+                continue
+            numbers = {name: _NUMBER.fullmatch(value) for name, _, value in items}
+            values = {
+                name: float(value[1]) for name, value in numbers.items() if value and name and is_number(value[1])
+            }
+            broken += [f"{where} ({name:.40})" for name in numbers if name not in values]
+            is_any |= bool(values)
+            yield where, int(found[1]), values
     if broken:
-        notes.append(f"{len(broken):,} items of log lines have no number, first: {broken[0]}")
+        notes.append(f"{len(broken):,} items of log lines have no number (first: {broken[0]})")
     if not is_any:
         raise ImportFailed(
             f"{path}: contains no line with scalars as verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}) print it. TRL's "
@@ -259,9 +251,11 @@ def _wandb_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
             raise ImportFailed(f"{where}: is not a W&B record ({error}). Install the wandb that wrote it") from error
         items = [*record.history.item, *record.config.update, *record.run.config.update]
         named = {(*item.nested_key,) or (item.key,): parsed(item.value_json.encode(), where, "") for item in items}
-        objects = {path[:-1] for path in named if path[-1] == "_type"}  # histograms, images, tables
-        ignored |= dict.fromkeys("/".join(path) for path in objects)
-        values = {"/".join(path): value for path, value in named.items() if path[:-1] not in objects}
+        objects = {key[:-1] for key in named if key[-1] == "_type"}  # histograms, images, tables
+        ignored |= dict.fromkeys("/".join(key) for key in objects)
+        values = {
+            "/".join(key): value for key, value in named.items() if not any(key[:n] in objects for n in range(len(key)))
+        }
         if record.HasField("history"):
             yield where, None, values
         elif values:
