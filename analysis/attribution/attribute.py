@@ -19,7 +19,7 @@ from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
 from ..facts.series import COLLAPSE, Fall, Outcome
-from ..statement import Statement
+from ..statement import Measured, Statement
 from ..statistics.intervals import student_quantile
 from ..statistics.noise import highest_long_run_variance
 from ..trace.columns import parse_pair
@@ -150,7 +150,7 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
     apart = (run.values[of_run] - baseline.values[of_baseline])[-n:]
     mean = float(apart.mean())
     reach = student_quantile(0.975, n - 1) * math.sqrt(highest_long_run_variance(apart - mean, 1) / n)
-    values = {
+    values: dict[str, Measured] = {
         "outcome": run.name, "num_steps": n, "difference": mean, "low": mean - reach, "high": mean + reach,
         "most": abs(mean) + reach,
     }  # fmt: skip

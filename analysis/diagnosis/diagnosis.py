@@ -132,7 +132,7 @@ class Diagnosis(Result):
     @property
     def broken(self) -> BrokenSide | None:
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
-        seen, caused = checked and checked.broken, suspect.broken if suspect else None
+        seen, caused = checked.broken if checked else None, suspect.broken if suspect else None
         faults = data_faults(checked) if checked else ()
         of_data = min((each.since for each in faults if each.since is not None), default=None)
         if seen is None and caused is None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -299,8 +299,8 @@ def read_logged(database: Database, run: str) -> list[Series]:
 
 
 def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
-    """Estimate mean |d| (nats) from another average of d. Without tokens, no framework logs both."""
-    estimates = {
+    """Estimate mean |d| (nats) from another average of d, for runs that logged only that."""
+    estimates: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
         "mean_exp_abs_d": (lambda values: values - 1, "mean exp(|d|) - 1, an upper bound"),
         "prob_diff_mean": (lambda values: values, "a lower bound"),
         "k3": (lambda values: np.sqrt(2 * np.maximum(values, 0)), "sqrt(2 k3), an upper bound"),

@@ -161,8 +161,8 @@ class _Scalars:
         }
         for what, place_N in kinds.items():
             if len(place_N):
-                first = f"{names[code_N[place_N[0]]]} at step {step_N[place_N[0]]}"
-                notes.append(f"{len(place_N):,} values {what} (first: {first})")
+                where = f"{names[code_N[place_N[0]]]} at step {step_N[place_N[0]]}"
+                notes.append(f"{len(place_N):,} values {what} (first: {where})")
         for first in range(0, len(order_N), _AT_ONCE):
             part = order_N[first : first + _AT_ONCE]
             texts = [self._texts.get(place) for place in part.tolist()] if self._texts else [None] * len(part)
