@@ -204,7 +204,7 @@ def normal_text(found: Diagnosis) -> str:
             if means
             else "No mismatch was logged."
         )
-    jump, valid = found.unexplained_jump, found.is_valid
+    jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
     return f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there; find out what did."
