@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import re
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
+
 from ...schemas.errors import ImportFailed, NotInstalled
 from ...schemas.layout import HYPERPARAMETER
 from .columns import explained, listed_names, shown_name
 from .format import DumpFolder
-from .textfiles import MAX_LINE, TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole_content
+from .textfiles import TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole_content
 
 Row = tuple[str, int | None, Mapping[str, Any]]
 """Where a row is, its step (None if it is one of the values), and its values by name."""
@@ -109,39 +111,46 @@ def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
-    try:
-        with io.TextIOWrapper(_file(path), "utf-8-sig", newline="") as file:
-            head = file.readline(MAX_LINE)
-            delimiter = max(",\t;", key=head.count)
-            (names,) = csv.reader([head], delimiter=delimiter)
-            lines = csv.reader(file, delimiter=delimiter)
+    with _file(path) as file:
+        numbered = lines_of(file, path)
+        number, head = next(numbered, (1, b""))
+
+        def texts() -> Iterator[str]:
+            nonlocal number
+            for at, line in numbered:
+                number = at
+                yield line.decode()
+
+        if not head:
+            return
+        try:
+            delimiter = max(",\t;", key=head.decode().count)
+            (names,) = csv.reader([head.decode("utf-8-sig")], delimiter=delimiter)
             named = _columns(path, names, ignored)
-            for cells in lines:
-                where = f"{path}, line {lines.line_num + 1}"
-                if len(cells) != len(names) and cells:
+            for cells in csv.reader(texts(), delimiter=delimiter):
+                where = f"{path}, line {number}"
+                if len(cells) != len(names):
                     raise ImportFailed(f"{where}: has {len(cells)} cells for {len(names)} columns. Repair or remove it")
-                row = {name: cell for name, cell in zip(named, cells, strict=False) if name is not None and cell != ""}
-                if row:
-                    yield where, None, row
-    except (csv.Error, ValueError) as error:
-        if isinstance(error, ImportFailed):
-            raise
-        raise ImportFailed(f"{path}: cannot be read as CSV ({error}). Write UTF-8 text with one header line") from error
+                yield where, None, {name: cell for name, cell in zip(named, cells, strict=True) if name and cell != ""}
+        except (csv.Error, UnicodeDecodeError) as error:
+            remedy = "Write UTF-8 text with one header line"
+            raise ImportFailed(f"{path}, line {number}: cannot be read as CSV ({error}). {remedy}") from error
 
 
-def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str | None]:
-    """Return each column's name, None to skip it. W&B's charts export `RUN - NAME`, and a __MIN and a __MAX of each."""
+def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str]:
+    """Return each column's name, "" to skip it. W&B's charts export `RUN - NAME`, and a __MIN and a __MAX of each."""
     runs = dict.fromkeys(name.rpartition(" - ")[0] for name in names[1:])
-    if names[:1] == ["Step"] and runs and "" not in runs:
-        if len(runs) > 1:
-            raise ImportFailed(f"{path}: contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
+    if names[0] == "Step" and len(runs) > 1 and "" not in runs:
+        raise ImportFailed(f"{path}: contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
+    if names[0] == "Step" and runs and "" not in runs:
         names = [names[0], *(name.rpartition(" - ")[2] for name in names[1:])]
-    found = [None if re.search("__(MIN|MAX)$", name) and name[:-5] in names else name for name in names]
-    ignored |= dict.fromkeys(name for name, kept in zip(names, found, strict=True) if kept is None)
-    if len(set(names)) < len(names):
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+    counts = Counter(names)
+    twice, count = counts.most_common(1)[0]
+    if count > 1:
         raise ImportFailed(f"{path}: has two columns named {shown_name(twice)}. Rename one")
-    return found
+    is_bound = [name[-5:] in ("__MIN", "__MAX") and name[:-5] in counts for name in names]
+    ignored |= dict.fromkeys(name for name, bound in zip(names, is_bound, strict=True) if bound or not name)
+    return ["" if bound else name for name, bound in zip(names, is_bound, strict=True)]
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m|\s+\[repeated .*\]$")
@@ -157,7 +166,7 @@ def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     verl: `step:12 - actor/pg_loss:0.1 - ...` (verl/utils/logger/aggregate_logger.py). slime and miles: `step 12:
     {'train/loss': 0.1}`, with `rollout`, `eval` or `perf` instead of `step` (slime/observability, backends/megatron_utils).
     """
-    broken, is_any = list[str](), False
+    num_broken, broken, is_any = 0, "", False
     with _file(path) as file:
         for number, line in lines_of(file, path):
             where, text = f"{path}, line {number}", _COLOUR.sub("", line.decode(errors="replace").rstrip())
@@ -171,11 +180,13 @@ def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             values = {
                 name: float(value[1]) for name, value in numbers.items() if value and name and is_number(value[1])
             }
-            broken += [f"{where} ({name:.40})" for name in numbers if name not in values]
+            if len(values) < len(numbers):
+                num_broken += len(numbers) - len(values)
+                broken = broken or f"{where}, {next(name for name in numbers if name not in values):.40}"
             is_any |= bool(values)
             yield where, int(found[1]), values
     if broken:
-        notes.append(f"{len(broken):,} items of log lines have no number (first: {broken[0]})")
+        notes.append(f"{num_broken:,} items of log lines have no number (first: {broken})")
     if not is_any:
         raise ImportFailed(
             f"{path}: contains no line with scalars as verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}) print it. TRL's "
@@ -202,20 +213,21 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
     whole, is_cut, number = *_num_records(path), 0
     for number, record in enumerate(RawEventFileLoader(str(path)).Load(), start=1):
         where = f"{path}, record {number}"
+        values: dict[str, Any] = {}
         try:
             event = Event.FromString(record)
-        except DecodeError as error:
+            for value in event.summary.value:
+                array = make_ndarray(value.tensor) if value.HasField("tensor") else np.asarray(value.simple_value)
+                if (
+                    value.WhichOneof("value") in ("simple_value", "tensor")
+                    and array.size == 1
+                    and array.dtype.kind in "fiu"
+                ):
+                    values[value.tag] = array.item()
+                else:
+                    ignored[value.tag] = None
+        except (DecodeError, KeyError, TypeError, ValueError) as error:
             raise ImportFailed(f"{where}: is not an event ({error}). Check that this is an event file") from error
-        values = {}
-        for value in event.summary.value:
-            if value.HasField("simple_value"):
-                values[value.tag] = value.simple_value
-                continue
-            array = make_ndarray(value.tensor) if value.HasField("tensor") else None
-            if array is not None and array.size == 1 and array.dtype.kind in "fiu":
-                values[value.tag] = array.item()
-            else:
-                ignored[value.tag] = None
         if values:
             yield where, event.step, values
     if number < whole or (is_cut and not whole):
@@ -250,7 +262,10 @@ def _wandb_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
         except DecodeError as error:
             raise ImportFailed(f"{where}: is not a W&B record ({error}). Install the wandb that wrote it") from error
         items = [*record.history.item, *record.config.update, *record.run.config.update]
-        named = {(*item.nested_key,) or (item.key,): parsed(item.value_json.encode(), where, "") for item in items}
+        named = {
+            (*item.nested_key,) or (item.key,): parsed(item.value_json.encode(), where, "copy the file again")
+            for item in items
+        }
         objects = {key[:-1] for key in named if key[-1] == "_type"}  # histograms, images, tables
         ignored |= dict.fromkeys("/".join(key) for key in objects)
         values = {
