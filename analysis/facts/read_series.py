@@ -285,8 +285,9 @@ ORDER BY name
 """
 
 
-def read_logged(database: Database, run: str) -> list[Series]:
-    chosen = _chosen(database, run)
+def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
+    """Read the series that the training loop logged. Pass `has_tokens` if the database may leave out steps."""
+    chosen = _chosen(database, run, bool(tokens_by_step(database, run)) if has_tokens is None else has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
     by_name: dict[str, list[tuple[int, float, int]]] = {}
@@ -326,10 +327,10 @@ def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Serie
     return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
 
 
-def _chosen(database: Database, run: str) -> dict[str, str]:
+def _chosen(database: Database, run: str, has_tokens: bool) -> dict[str, str]:
     rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
     logged = {name: None for (name,) in rows if not is_evaluation(name)}
-    averages = {} if tokens_by_step(database, run) else AVERAGES
+    averages = {} if has_tokens else AVERAGES
     bare = {_bare(name): name for name in reversed(logged)} if averages else {}
     found = {}
     for series in dict.fromkeys((*NAMES, *averages)):

@@ -190,9 +190,9 @@ class Memory:
         if not summed:
             database.keep_steps(wanted)
         run = source.run
-        self._logged = read_logged(database, run)
+        self._logged = read_logged(database, run, bool(extents.steps))
         self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
-        self._averages = read_averages(database, run)
+        self._averages = {} if extents.steps else read_averages(database, run)
         self._num_metrics = extents.num_metrics
         self._given = self._given | read_given(database, run)
         loss = read_loss(read_hyperparameters(database, run))
