@@ -531,7 +531,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift. docs/reference/import-formats.md lists the files that each one reads. Importing a folder
+    torchtitan, ms-swift, or metrics for logged scalars alone (CSV, JSON, logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
     again is incremental. No code in the files is executed.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
@@ -721,7 +721,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
         _say(attribution_brief(found.attribution, story(found)))
     else:
         form.result(found, text={"verbose": verbose})
-    if not found.checked.is_valid:
+    if found.checked is not None and not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
 
@@ -1386,6 +1386,11 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
     if imported.num_known_files and not imported.num_files:
         return "\n".join(
             ["nothing new was found", *parts, f"next: tim-trace info {output}{_stats_command(output, pair)}"]
+        )
+    parts += imported.notes
+    if imported.format == "metrics":
+        return "\n".join(
+            [f"imported {imported.num_metrics:,} logged values", *parts, f"next: tim-trace diagnose {output}"]
         )
     lines = [
         f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
