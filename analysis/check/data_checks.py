@@ -1096,6 +1096,11 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     with np.errstate(invalid="ignore"):
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
+    known = np.isfinite(other.logprobs) & sample.mask
+    if (missing & known).any() and (known & ~missing).any():
+        inside, usual = (float(np.mean(other.logprobs[part & known])) for part in (missing, ~missing))
+        if inside > min(1.5 * usual, usual - 1):
+            return  # these tokens were sampled, and the engine's logprobs are lost or belong to other rows
     odd = missing | (sample.mask & unlikely)
     repeats_end = _repeats_end(sample)
     padding, odd = odd & repeats_end, odd & ~repeats_end
