@@ -61,6 +61,7 @@ SECTIONS = {
         "compact": "Merge a trace's many files into a few.",
         "query": "Run a named query, or list them all.",
         "export": "Write a run for pandas, TensorBoard or W&B.",
+        "mcp": "Serve runs to coding agents (Model Context Protocol).",
     },
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
@@ -597,6 +598,20 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     with _ended_after(options["timeout"]):
         found = session.ask(text)
     form.table(found)
+
+
+@_example("tim-trace mcp runs/demo --timeout 30 < /dev/null")
+@main.command("mcp")
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time for a call.")
+@click.option("--memory", default="1GB", metavar="SIZE", help="Maximum memory for a query.")
+def mcp(traces: Sequence[str], **options: Any) -> None:
+    """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
+
+    Nothing is written, and only the given runs are read. Needs the package mcp: pip install 'tim-trace[mcp]'. To add
+    the server to a client, see docs/start/agents.md.
+    """
+    analysis.mcp(list(traces), **options)
 
 
 @_example("tim-trace query by-probability runs/demo")

@@ -1,0 +1,467 @@
+"""Answer a coding agent's questions about runs through the Model Context Protocol.
+
+Each call runs in its own process, so that a time limit or a cancelled call ends it at any point.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
+
+from .. import __version__
+from ..schemas.errors import (
+    InvalidOption,
+    InvalidQuery,
+    NotInstalled,
+    TimTraceError,
+    TimTraceWarning,
+    of_system,
+    option,
+)
+from ..schemas.layout import HYPERPARAMETER
+from ..schemas.steps import ALL_STEPS
+from .rows import Rows, jsonable
+
+if TYPE_CHECKING:
+    from .trace.database import Database
+
+_GUIDE = """\
+tim-trace measures training-inference mismatch in RL runs; d = logprob(trainer) - logprob(engine), in nats, per token.
+Order: diagnose; check if the comparison is not valid; probe concentration and shape always, prefix-noise and
+context-odds for a mismatch, group-baseline and course for a drop; rows at the step before the onset and at the onset;
+sql for the rest. Verify a cause with your own query before you state it; if you cannot, say that it is unknown."""
+_MAX_BYTES = 3000
+_DIGITS, _DIGITS_OF_SQL = 4, 6
+_AT_ONCE = 2
+"""Maximum number of processes, because each may use the whole memory limit."""
+
+_COLUMNS = """
+    SELECT table_name, list(column_name ORDER BY ordinal_position) FROM information_schema.columns
+    WHERE table_name IN ({names}) GROUP BY table_name ORDER BY table_name
+"""
+_VIEWS = (
+    "sequences", "scores", "metrics", "passes", "steps", "tokens", "changes", "engine_weights", "operators", "patches",
+)  # fmt: skip
+_MACROS = """
+    SELECT function_name, parameters FROM duckdb_functions()
+    WHERE function_type = 'table_macro' AND regexp_matches(function_name, '^(pair|correction|objective|loss)_?|_(runs|steps)$')
+    ORDER BY length(function_name), function_name
+"""
+_METRICS = """
+    SELECT name, count(*) AS n, arg_min(value, step) AS first, arg_max(value, step) AS last, min(value) AS min,
+           max(value) AS max, max(text) AS text
+    FROM metrics WHERE name GLOB {like} AND (starts_with({like}, {prefix}) OR NOT starts_with(name, {prefix}))
+    GROUP BY name ORDER BY name
+"""
+_CHANGES = """
+    SELECT step, low, high, series, kind, coalesce(before::VARCHAR, before_text) AS before,
+           coalesce(after::VARCHAR, after_text) AS after, size_in_sd AS sd, shape, "order", follows
+    FROM changes WHERE {kinds} ORDER BY {order} LIMIT {limit}
+"""
+_ROWS = """
+    SELECT s.seq_id, s.group_id, s.reward, s.advantage, s.finish_reason, s.prompt_ids, s.response_ids, a.logprobs AS {a},
+           b.logprobs AS {b}, p.max_abs_d
+    FROM sequences s
+    LEFT JOIN scores a ON a.run = s.run AND a.step = s.step AND a.seq_id = s.seq_id AND a.iteration = 0 AND a."pass" = {a_text}
+    LEFT JOIN scores b ON b.run = s.run AND b.step = s.step AND b.seq_id = s.seq_id AND b.iteration = 0 AND b."pass" = {b_text}
+    LEFT JOIN (FROM pair_sequences({a_text}, {b_text}) WHERE iteration_a = 0 AND iteration_b = 0) p
+      ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
+    WHERE s.step = {step} ORDER BY {order} LIMIT {n}
+"""
+_ORDERS = {"first": "s.seq_id", "worst": "p.max_abs_d DESC NULLS LAST, s.seq_id", "group": "s.group_id, s.seq_id"}
+
+
+def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") -> None:
+    """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
+
+    Nothing is written, and only the given runs are read. A call ends after `timeout` seconds, and a query that needs
+    more than `memory` is stopped. Raises NotInstalled without the package `mcp`, TraceNotFound, NewerTrace or
+    DamagedTrace.
+    """
+    from .trace.source import open_sources
+
+    if not timeout > 0:
+        raise InvalidOption(f"got {timeout}; use a number of seconds above 0", option="timeout")
+    try:
+        serve = import_module("mcp.server")
+    except ImportError as error:
+        raise NotInstalled("the package mcp is missing; install it with: pip install 'tim-trace[mcp]'") from error
+    runs = {source.run: source.store.url for source in open_sources(traces)}
+    _server(serve, RunTools(runs, timeout, memory)).run()
+
+
+class RunTools:
+    """Holds one method per tool. Each calls the function behind the command of the same name."""
+
+    def __init__(self, runs: Mapping[str, str], timeout: float, memory: str):
+        self._runs, self._timeout, self._memory = dict(runs), timeout, memory
+
+    def describe(
+        self, run: str | None = None, part: Literal["run", "views", "macros", "queries", "metrics"] = "run", like: str = "*"
+    ) -> dict[str, Any]:  # fmt: skip
+        """Show what a run contains (part="run"), the schema for sql ("views", "macros"), the names for probe
+        ("queries"), or each logged metric's first, last, min and max ("metrics"; like="hyperparameter/*" for settings).
+        """
+        from .queries.catalogue import listed
+        from .trace.macros import quoted
+
+        if part == "queries":
+            return {"queries": dict(listed().rows)}
+        if part == "metrics":
+            found = self._ask(_METRICS.format(like=quoted(like), prefix=quoted(HYPERPARAMETER)), run)
+            return {
+                "columns": found.columns[:-1],
+                "metrics": [[*row[:-1], *filter(None, row[-1:])] for row in found.rows],
+            }
+        if part == "views":
+            names = ", ".join(map(quoted, _VIEWS))
+            same = "eval_sequences, eval_scores: evaluation samples; all_NAME: NAME with superseded attempts"
+            return {"views": dict(self._ask(_COLUMNS.format(names=names), run).rows), "same_columns": same}
+        if part == "macros":
+            macros = [f"{name}({', '.join(given)})" for name, given in self._ask(_MACROS, run).rows]
+            return {"columns": {name: self._columns(name, run) for name in ("pair", "pair_steps")}, "macros": macros}
+        return self._summary(run)
+
+    def diagnose(
+        self, run: str | None = None, control: str | None = None, steps: str = ALL_STEPS,
+        detail: Literal["none", "suspects", "alarms", "figures"] = "none",
+    ) -> dict[str, Any]:  # fmt: skip
+        """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
+        control: a healthy baseline run. The probability p applies to the cause, not to its detail. detail adds the
+        evidence for each suspect, the alerts that fired, or published reference values.
+        """
+        from . import diagnose
+        from .diagnosis.text import diagnosis_json
+
+        baseline = None if control is None else self._path(control)
+        found = diagnosis_json(diagnose(self._path(run), control=baseline, steps=steps))
+        cause, checked, raised = found["attribution"], found["checked"], [a for a in found["alarms"] if a["sounds"]]
+        suspects = [
+            {"code": each["code"], "detail": each["detail"], "p": each["probability"]} for each in cause["suspects"]
+        ]
+        if detail == "suspects":
+            for each, whole in zip(suspects, cause["suspects"], strict=True):
+                each |= {"evidence": [one["sentence"] for one in whole["evidence"]], "next": whole["next"]}
+        more: dict[str, Any] = {
+            "none": {},
+            "suspects": {},
+            "alarms": {"alarms": [_alarm(each) for each in raised]},
+            "figures": {"figures": [{**each["figure"], "own": each["own"]} for each in found["figures"]]},
+        }[detail]
+        return {
+            "story": found["story"], "valid": checked["is_valid"],
+            "findings": _picked(checked["findings"], "code", "cause", "side", "share", "fails"),
+            "broken": found["broken"] and _picked([found["broken"]], "side", "since", "by")[0],
+            "drop": cause["fall"] and _picked([cause["fall"]], "outcome", "kind", "step", "interval", "before", "after")[0],
+            "suspects": suspects if detail == "suspects" else suspects[:4], "normal": found["normal"],
+            "numerics": found["numerics"]["sentence"], "metrics": found["metrics"],
+            "alarms_fired": f"{len(raised)} of {len(found['alarms'])}", "notes": cause["notes"], "next": found["next"],
+        } | more  # fmt: skip
+
+    def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, Any]:
+        """Report whether two passes may be compared, or which fault makes the comparison invalid, with evidence."""
+        from . import check
+        from .check.text import checked_json
+
+        found = checked_json(check(self._path(run), pair=pair, steps=steps))
+        return {
+            "valid": found["is_valid"], "broken": found["broken"], "num_tokens": found["num_tokens"], "rms_d": found["rms_d"],
+            "findings": _picked(found["findings"], "code", "cause", "side", "effect", "share", "fails", "evidence", "next"),
+            "owners": found["owners"], "data": _picked(found["data"], "code", "share", "since", "is_notice", "sentence"),
+            "notes": found["notes"],
+        }  # fmt: skip
+
+    def changes(
+        self, run: str | None = None, around_step: int | None = None, kinds: Sequence[str] = (), limit: int = 20
+    ) -> dict[str, Any]:
+        """List what changed during a run (series, settings, contracts): nearest to around_step first, else largest.
+        kinds: e.g. mismatch, reward, advantages, logged, setting, contract. order: before, with or after the drop.
+        """
+        from .trace.macros import quoted
+
+        among = ", ".join(map(quoted, kinds))
+        nearest = "" if around_step is None else f"abs(step - {around_step}), "
+        query = _CHANGES.format(
+            kinds=f"kind IN ({among})" if kinds else "true", limit=_least_one(limit, "limit"),
+            order=f"{nearest}abs(size_in_sd) DESC NULLS FIRST, step, series",
+        )  # fmt: skip
+        return _table(self._ask(query, run), "changes")
+
+    def probe(
+        self, name: str, run: str | None = None, steps: str = ALL_STEPS, pair: str = "train:rollout"
+    ) -> dict[str, Any]:
+        """Run a named query (describe part="queries" lists them), e.g. concentration, shape, prefix-noise, course."""
+        from . import query
+        from .queries.catalogue import named_query
+
+        meaning = named_query(name).meaning
+        rows = query(name, self._open(run, steps), pair=pair, timeout=self._timeout, memory=self._memory)
+        return {"meaning": meaning} | _table(rows.without({"run"}))
+
+    def rows(
+        self, step: int, run: str | None = None, order: Literal["first", "worst", "group"] = "first", n: int = 10,
+        pair: str = "train:rollout",
+    ) -> dict[str, Any]:  # fmt: skip
+        """Show sequences of a step: prompt, response, reward, advantage and both passes' logprobs.
+        order: as recorded, largest |d| first, or group by group.
+        """
+        from .token_samples.token_text import read_token_text
+        from .trace.columns import parse_pair
+        from .trace.macros import quoted
+        from .trace.source import open_source
+
+        a, b = parse_pair(pair)
+        query = _ROWS.format(
+            step=step, n=_least_one(n, "n"), order=_ORDERS[order], a_text=quoted(a), b_text=quoted(b), a='"a"', b='"b"'
+        )
+        found = self._ask(query, run).dicts()
+        text = read_token_text(open_source(self._path(run)))
+        for row in found:
+            row["prompt"], row["response"] = (
+                "".join(text.of(row.pop(name) or [])) for name in ("prompt_ids", "response_ids")
+            )
+            row[a], row[b] = ([_rounded(value, 3) for value in row.pop(name) or []] for name in ("a", "b"))
+        return {"rows": found, "text": text.told} if found else {"rows": [], "steps": self._summary(run)["steps"]}
+
+    def sql(self, query: str, runs: Sequence[str] = (), max_rows: int = 50) -> dict[str, Any]:
+        """Run one read-only DuckDB query over the views and macros that describe lists (part="views", "macros").
+        runs: default all given runs; every view has a column run. Aggregate: tokens has one row per token.
+        """
+        from . import sql
+
+        paths = [self._path(name) for name in runs or self._runs]
+        limits: dict[str, Any] = {"timeout": self._timeout, "memory": self._memory, "max_rows": max_rows}
+        return _table(sql(paths, query, **limits))
+
+    def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, Any]:
+        """List the differences between two runs, earliest first. a is run, b is other."""
+        from . import compare
+        from .comparison.text import comparison_json
+
+        found = comparison_json(compare(self._path(run), self._path(other), steps=steps))
+        differences = _picked(found["differences"], "kind", "name", "step", "a", "b", "size_in_sd")
+        return {
+            "sentence": found["sentence"], "differences": differences, "same": found["same"],
+            "within_scatter": found["within_scatter"], "notes": found["notes"],
+        }  # fmt: skip
+
+    def names(self, error: TimTraceError, run: str | None = None) -> list[str]:
+        """Return names that the caller may have meant: those that DuckDB proposes, and known ones that are similar."""
+        first, *others = str(error).splitlines()
+        proposed = [name.split(".")[-1] for line in others for name in re.findall(r'"([^"]+)"', line)]
+        known = [*self._runs]
+        if isinstance(error, InvalidQuery) and re.search(r"not found|does not exist", first):
+            views = ", ".join(f"'{name}'" for name in _VIEWS)
+            for view, columns in self._ask(_COLUMNS.format(names=views), run).rows:
+                known += [view, *columns]
+            known += [name for name, _ in self._ask(_MACROS, run).rows]
+        elif error.option == "query":
+            from .queries.catalogue import catalogue
+
+            known = [each.name for each in catalogue()]
+        near = [
+            other
+            for word in re.findall(r"[\w-]{3,}", first)
+            for other in difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.7)
+        ]
+        return [*dict.fromkeys(proposed + near)][:8] or (known[:8] if error.option == "run" else [])
+
+    def _path(self, run: str | None) -> str:
+        name = next(iter(self._runs)) if run is None else run
+        if name not in self._runs:
+            raise InvalidOption(f"unknown run {name!r}; the server reads {', '.join(self._runs)}", option="run")
+        return self._runs[name]
+
+    def _open(self, run: str | None, steps: str = ALL_STEPS) -> Database:
+        from .views import open_database
+
+        return open_database(self._path(run), steps)
+
+    def _ask(self, query: str, run: str | None) -> Rows:
+        from . import sql
+
+        return sql(self._path(run), query, timeout=self._timeout, memory=self._memory)
+
+    def _columns(self, macro: str, run: str | None) -> list[str]:
+        return [row[0] for row in self._ask(f"DESCRIBE FROM {macro}('train', 'rollout')", run).rows]
+
+    def _summary(self, run: str | None) -> dict[str, Any]:
+        from . import info
+
+        found = info(self._path(run))
+        return {
+            "runs": list(self._runs), "run": found.run, "state": found.state, "source": found.source, "model": found.model,
+            "dtypes": list(found.model_dtypes or {}), "steps": [found.first_step, found.last_step],
+            "num_sequences": found.num_sequences, "num_response_tokens": found.num_response_tokens,
+            "passes": {each.name: each.engine for each in found.passes}, "num_metrics": found.num_metrics,
+            "num_eval_sequences": found.num_eval_sequences, "versions": found.versions, "missing": found.missing,
+            "views": _VIEWS, "parts": ["views", "macros", "queries", "metrics"],
+        }  # fmt: skip
+
+
+TOOLS = ("describe", "diagnose", "check", "changes", "probe", "rows", "sql", "compare")
+_BYTES = {"sql": 8000}
+
+
+def _picked(items: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [{name: item[name] for name in names if item.get(name) is not None} for item in items]
+
+
+def _alarm(reading: Mapping[str, Any]) -> dict[str, Any]:
+    alarm = reading["alarm"]
+    return {
+        "metric": alarm["metric"], "condition": alarm["condition"], "who": alarm["who"], "says": alarm["says"],
+        "value": reading["own"], "first_step": reading["first_step"], "num_steps": reading["num_steps"],
+    }  # fmt: skip
+
+
+def _table(rows: Rows, name: str = "rows") -> dict[str, Any]:
+    return {"columns": rows.columns, name: rows.rows}
+
+
+def _least_one(value: int, name: str) -> int:
+    if not 1 <= value <= 10_000:
+        raise InvalidOption(f"got {value}; use 1 to 10000", option=name)
+    return value
+
+
+# --- Answers: JSON with few digits, cut to a size
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) < 2**53:
+            return int(value)
+        return float(f"{value:.{digits}g}") if abs(value) < float("inf") else value
+    if isinstance(value, str):
+        return value if len(value) <= 2000 else f"{value[:2000]}..."
+    if isinstance(value, Mapping):
+        return {str(key): _rounded(item, digits) for key, item in value.items()}
+    return [_rounded(item, digits) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def fitted(value: dict[str, Any], max_bytes: int) -> str:
+    """Write an answer as JSON. If it is too long, shorten its longest list until it fits, and say which ones were."""
+    cut: dict[str, str] = {}
+    while len((text := _written(value | ({"cut": cut} if cut else {}))).encode()) > max_bytes:
+        place, items = max(_lists(value), key=lambda each: len(_written(each[1])), default=("", []))
+        if len(items) < 2:
+            text = _written({"error": f"the answer has {len(text):,} characters; ask for less, or raise max_bytes"})
+            break
+        total = int(cut[place].split(" of ")[1].split(";")[0]) if place in cut else len(items)
+        del items[min(max(len(items) * max_bytes // (len(text) + 1), len(items) // 2), len(items) - 1) :]
+        cut[place] = f"{len(items)} of {total}; raise max_bytes for more"
+    return text
+
+
+def _lists(value: Any, place: str = "") -> list[tuple[str, list[Any]]]:
+    if isinstance(value, dict):
+        return [one for key, item in value.items() for one in _lists(item, f"{place}.{key}" if place else key)]
+    if isinstance(value, list):
+        return [
+            (place, value),
+            *(one for number, item in enumerate(value) for one in _lists(item, f"{place}[{number}]")),
+        ]
+    return []
+
+
+# --- One call in its own process
+
+
+_CALL = "import sys; sys.path[:] = {path!r}; from tim_trace.analysis.mcp_server import answer_call; answer_call()"
+
+
+def answer_call() -> None:
+    """Read a call from stdin as JSON, and write whether it failed, and its answer, to stdout."""
+    call = json.load(sys.stdin)
+    name, arguments, tools = call["name"], call["arguments"], RunTools(call["runs"], call["timeout"], call["memory"])
+    max_bytes = arguments.pop("max_bytes", _BYTES.get(name, _MAX_BYTES))
+    signal.alarm(int(call["timeout"]) + 2)  # nothing else ends a query within one expression
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found, is_error = getattr(tools, name)(**arguments), False
+        except (TimTraceError, OSError) as error:
+            problem = error if isinstance(error, TimTraceError) else of_system(error)
+            run = arguments.get("run") if arguments.get("run") in call["runs"] else None
+            found, is_error = (
+                {"error": str(problem).splitlines()[0][:500], "candidates": tools.names(problem, run)},
+                True,
+            )
+    said = dict.fromkeys(str(each.message) for each in told if issubclass(each.category, TimTraceWarning))
+    found |= {"warnings": list(said)} if said else {}
+    digits = _DIGITS_OF_SQL if name == "sql" else _DIGITS
+    print(_written([is_error, fitted(_rounded(jsonable(found), digits), max(max_bytes, 200))]))
+
+
+def _server(serve: Any, tools: RunTools) -> Any:
+    import anyio
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.types import CallToolResult, TextContent, ToolAnnotations
+
+    limiter = anyio.CapacityLimiter(_AT_ONCE)
+    shared = {"runs": tools._runs, "timeout": tools._timeout, "memory": tools._memory}
+
+    def answer(text: str, is_error: bool) -> Any:
+        return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
+
+    class Server(serve.MCPServer):  # type: ignore[misc, name-defined]
+        async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+            known = {each.name: [*each.input_schema["properties"]] for each in await self.list_tools()}
+            if wrong := sorted({*arguments} - {*known.get(name, arguments)}):
+                return answer(
+                    _written({"error": f"unknown arguments of {name}", "got": wrong, "candidates": known[name]}), True
+                )
+            try:
+                return await super().call_tool(name, arguments, context)
+            except ToolError as error:
+                near = [] if name in known else difflib.get_close_matches(name, known, n=3) or [*known]
+                return answer(_written({"error": str(error)[:1000], "candidates": near}), True)
+
+    def remote(tool: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> Any:
+            request = _written(shared | {"name": tool.__name__, "arguments": arguments}).encode()
+            command = [sys.executable, "-c", _CALL.format(path=sys.path)]
+            async with limiter:
+                done = await anyio.run_process(command, input=request, stderr=subprocess.DEVNULL, check=False)
+            if done.returncode == -signal.SIGALRM:
+                more = option("timeout", 2 * tools._timeout)
+                return answer(_written({"error": f"{tool.__name__} took longer than {tools._timeout:g} s; ask about fewer "
+                    f"steps, or start the server with {more}"}), True)  # fmt: skip
+            if done.returncode:
+                return answer(_written({"error": f"{tool.__name__} ended with exit code {done.returncode}"}), True)
+            is_error, text = json.loads(done.stdout)
+            return answer(text, is_error)
+
+        functools.update_wrapper(call, tool)
+        size = inspect.Parameter(
+            "max_bytes", inspect.Parameter.KEYWORD_ONLY, default=_BYTES.get(tool.__name__, _MAX_BYTES), annotation=int
+        )
+        signature = inspect.signature(tool, eval_str=True)
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), size], return_annotation=Any
+        )
+        return call
+
+    server = Server("tim-trace", instructions=_GUIDE, version=__version__, log_level="ERROR")
+    for name in TOOLS:
+        tool = getattr(tools, name)
+        server.add_tool(
+            remote(tool), name=name, description=inspect.getdoc(tool), structured_output=False,
+            annotations=ToolAnnotations(read_only_hint=True, open_world_hint=False),
+        )  # fmt: skip
+    return server
