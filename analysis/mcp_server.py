@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,12 @@ from ..schemas.errors import (
     TimTraceError,
     TimTraceWarning,
     of_system,
-    option,
 )
 from ..schemas.layout import HYPERPARAMETER
+from ..schemas.size import parse_size
 from ..schemas.steps import ALL_STEPS
 from .rows import Rows, jsonable
+from .trace.limits import process_limit
 
 if TYPE_CHECKING:
     from .trace.database import Database
@@ -40,7 +40,7 @@ tim-trace measures training-inference mismatch in RL runs; d = logprob(trainer) 
 Order: diagnose; check if the comparison is not valid; probe concentration and shape always, prefix-noise and
 context-odds for a mismatch, group-baseline and course for a drop; rows at the step before the onset and at the onset;
 sql for the rest. Verify a cause with your own query before you state it; if you cannot, say that it is unknown."""
-_MAX_BYTES = 3000
+_MAX_BYTES, _MAX_BYTES_OF_SQL = 3000, 8000
 _DIGITS, _DIGITS_OF_SQL = 4, 6
 _AT_ONCE = 2
 """Maximum number of processes, because each may use the whole memory limit."""
@@ -64,8 +64,7 @@ _METRICS = """
     GROUP BY name ORDER BY name
 """
 _CHANGES = """
-    SELECT step, low, high, series, kind, coalesce(before::VARCHAR, before_text) AS before,
-           coalesce(after::VARCHAR, after_text) AS after, size_in_sd AS sd, shape, "order", follows
+    SELECT step, low, high, series, kind, before, before_text, after, after_text, size_in_sd AS sd, shape, "order", follows
     FROM changes WHERE {kinds} ORDER BY {order} LIMIT {limit}
 """
 _ROWS = """
@@ -78,7 +77,11 @@ _ROWS = """
       ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
     WHERE s.step = {step} ORDER BY {order} LIMIT {n}
 """
-_ORDERS = {"first": "s.seq_id", "worst": "p.max_abs_d DESC NULLS LAST, s.seq_id", "group": "s.group_id, s.seq_id"}
+_ORDERS = {
+    "first": "length(s.seq_id), s.seq_id",
+    "worst": "p.max_abs_d DESC NULLS LAST, s.seq_id",
+    "group": "length(s.group_id), s.group_id, length(s.seq_id), s.seq_id",
+}
 
 
 def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") -> None:
@@ -104,7 +107,7 @@ class RunTools:
     """Holds one method per tool. Each calls the function behind the command of the same name."""
 
     def __init__(self, runs: Mapping[str, str], timeout: float, memory: str):
-        self._runs, self._timeout, self._memory = dict(runs), timeout, memory
+        self.runs, self.timeout, self.memory = dict(runs), timeout, memory
 
     def describe(
         self, run: str | None = None, part: Literal["run", "views", "macros", "queries", "metrics"] = "run", like: str = "*"
@@ -116,7 +119,7 @@ class RunTools:
         from .trace.macros import quoted
 
         if part == "queries":
-            return {"queries": dict(listed().rows)}
+            return {"queries": [f"{name}: {result[:50]}" for name, result in listed().rows]}
         if part == "metrics":
             found = self._ask(_METRICS.format(like=quoted(like), prefix=quoted(HYPERPARAMETER)), run)
             return {
@@ -150,22 +153,21 @@ class RunTools:
             {"code": each["code"], "detail": each["detail"], "p": each["probability"]} for each in cause["suspects"]
         ]
         if detail == "suspects":
-            for each, whole in zip(suspects, cause["suspects"], strict=True):
-                each |= {"evidence": [one["sentence"] for one in whole["evidence"]], "next": whole["next"]}
+            for each, whole in zip(suspects[:4], cause["suspects"], strict=False):
+                each |= {"evidence": [one["sentence"] for one in whole["evidence"][:4]], "next": whole["next"]}
+        kept = ("metric", "low", "high", "dtypes", "setting")
         more: dict[str, Any] = {
-            "none": {},
+            "none": {"numerics": found["numerics"]["sentence"], "metrics": found["metrics"]},
             "suspects": {},
             "alarms": {"alarms": [_alarm(each) for each in raised]},
-            "figures": {"figures": [{**each["figure"], "own": each["own"]} for each in found["figures"]]},
+            "figures": {"figures": [_picked([f["figure"]], *kept)[0] | {"own": f["own"]} for f in found["figures"]]},
         }[detail]
         return {
             "story": found["story"], "valid": checked["is_valid"],
             "findings": _picked(checked["findings"], "code", "cause", "side", "share", "fails"),
             "broken": found["broken"] and _picked([found["broken"]], "side", "since", "by")[0],
             "drop": cause["fall"] and _picked([cause["fall"]], "outcome", "kind", "step", "interval", "before", "after")[0],
-            "suspects": suspects if detail == "suspects" else suspects[:4], "normal": found["normal"],
-            "numerics": found["numerics"]["sentence"], "metrics": found["metrics"],
-            "alarms_fired": f"{len(raised)} of {len(found['alarms'])}", "notes": cause["notes"], "next": found["next"],
+            "suspects": suspects[:4], "normal": found["normal"], "alarms_fired": f"{len(raised)} of {len(found['alarms'])}", "notes": cause["notes"], "next": found["next"],
         } | more  # fmt: skip
 
     def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, Any]:
@@ -195,7 +197,7 @@ class RunTools:
             kinds=f"kind IN ({among})" if kinds else "true", limit=_least_one(limit, "limit"),
             order=f"{nearest}abs(size_in_sd) DESC NULLS FIRST, step, series",
         )  # fmt: skip
-        return _table(self._ask(query, run), "changes")
+        return {"changes": [{k: v for k, v in row.items() if v is not None} for row in self._ask(query, run).dicts()]}
 
     def probe(
         self, name: str, run: str | None = None, steps: str = ALL_STEPS, pair: str = "train:rollout"
@@ -205,7 +207,7 @@ class RunTools:
         from .queries.catalogue import named_query
 
         meaning = named_query(name).meaning
-        rows = query(name, self._open(run, steps), pair=pair, timeout=self._timeout, memory=self._memory)
+        rows = query(name, self._open(run, steps), pair=pair, timeout=self.timeout, memory=self.memory)
         return {"meaning": meaning} | _table(rows.without({"run"}))
 
     def rows(
@@ -231,7 +233,10 @@ class RunTools:
                 "".join(text.of(row.pop(name) or [])) for name in ("prompt_ids", "response_ids")
             )
             row[a], row[b] = ([_rounded(value, 3) for value in row.pop(name) or []] for name in ("a", "b"))
-        return {"rows": found, "text": text.told} if found else {"rows": [], "steps": self._summary(run)["steps"]}
+        if not any(row[a] or row[b] for row in found):
+            has = self._summary(run)
+            return {"rows": found, "steps": has["steps"], "passes": [*has["passes"]]}
+        return {"rows": found, "text": text.told}
 
     def sql(self, query: str, runs: Sequence[str] = (), max_rows: int = 50) -> dict[str, Any]:
         """Run one read-only DuckDB query over the views and macros that describe lists (part="views", "macros").
@@ -239,9 +244,9 @@ class RunTools:
         """
         from . import sql
 
-        paths = [self._path(name) for name in runs or self._runs]
-        limits: dict[str, Any] = {"timeout": self._timeout, "memory": self._memory, "max_rows": max_rows}
-        return _table(sql(paths, query, **limits))
+        paths = [self._path(name) for name in runs or self.runs]
+        most = _least_one(max_rows, "max_rows")
+        return _table(sql(paths, query, timeout=self.timeout, memory=self.memory, max_rows=most))
 
     def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, Any]:
         """List the differences between two runs, earliest first. a is run, b is other."""
@@ -259,7 +264,7 @@ class RunTools:
         """Return names that the caller may have meant: those that DuckDB proposes, and known ones that are similar."""
         first, *others = str(error).splitlines()
         proposed = [name.split(".")[-1] for line in others for name in re.findall(r'"([^"]+)"', line)]
-        known = [*self._runs]
+        known, run = [*self.runs], run if run in self.runs else None
         if isinstance(error, InvalidQuery) and re.search(r"not found|does not exist", first):
             views = ", ".join(f"'{name}'" for name in _VIEWS)
             for view, columns in self._ask(_COLUMNS.format(names=views), run).rows:
@@ -277,10 +282,10 @@ class RunTools:
         return [*dict.fromkeys(proposed + near)][:8] or (known[:8] if error.option == "run" else [])
 
     def _path(self, run: str | None) -> str:
-        name = next(iter(self._runs)) if run is None else run
-        if name not in self._runs:
-            raise InvalidOption(f"unknown run {name!r}; the server reads {', '.join(self._runs)}", option="run")
-        return self._runs[name]
+        name = next(iter(self.runs)) if run is None else run
+        if name not in self.runs:
+            raise InvalidOption(f"unknown run {name!r}; the server reads {', '.join(self.runs)}", option="run")
+        return self.runs[name]
 
     def _open(self, run: str | None, steps: str = ALL_STEPS) -> Database:
         from .views import open_database
@@ -290,7 +295,7 @@ class RunTools:
     def _ask(self, query: str, run: str | None) -> Rows:
         from . import sql
 
-        return sql(self._path(run), query, timeout=self._timeout, memory=self._memory)
+        return sql(self._path(run), query, timeout=self.timeout, memory=self.memory)
 
     def _columns(self, macro: str, run: str | None) -> list[str]:
         return [row[0] for row in self._ask(f"DESCRIBE FROM {macro}('train', 'rollout')", run).rows]
@@ -300,7 +305,7 @@ class RunTools:
 
         found = info(self._path(run))
         return {
-            "runs": list(self._runs), "run": found.run, "state": found.state, "source": found.source, "model": found.model,
+            "runs": list(self.runs), "run": found.run, "state": found.state, "source": found.source, "model": found.model,
             "dtypes": list(found.model_dtypes or {}), "steps": [found.first_step, found.last_step],
             "num_sequences": found.num_sequences, "num_response_tokens": found.num_response_tokens,
             "passes": {each.name: each.engine for each in found.passes}, "num_metrics": found.num_metrics,
@@ -310,7 +315,6 @@ class RunTools:
 
 
 TOOLS = ("describe", "diagnose", "check", "changes", "probe", "rows", "sql", "compare")
-_BYTES = {"sql": 8000}
 
 
 def _picked(items: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
@@ -383,29 +387,34 @@ def _lists(value: Any, place: str = "") -> list[tuple[str, list[Any]]]:
 
 
 _CALL = "import sys; sys.path[:] = {path!r}; from tim_trace.analysis.mcp_server import answer_call; answer_call()"
+_HINT = "timeout and memory are options of the server: tim-trace mcp RUN --timeout 120 --memory 2GB"
 
 
 def answer_call() -> None:
     """Read a call from stdin as JSON, and write whether it failed, and its answer, to stdout."""
     call = json.load(sys.stdin)
     name, arguments, tools = call["name"], call["arguments"], RunTools(call["runs"], call["timeout"], call["memory"])
-    max_bytes = arguments.pop("max_bytes", _BYTES.get(name, _MAX_BYTES))
+    max_bytes = arguments.pop("max_bytes")
     signal.alarm(int(call["timeout"]) + 2)  # nothing else ends a query within one expression
-    with warnings.catch_warnings(record=True) as told:
+    room = 2 * parse_size(call["memory"]) if name == "sql" else None  # for the rows, and then for their JSON
+    with warnings.catch_warnings(record=True) as told, process_limit(room):
         warnings.simplefilter("always")
         try:
             found, is_error = getattr(tools, name)(**arguments), False
         except (TimTraceError, OSError) as error:
             problem = error if isinstance(error, TimTraceError) else of_system(error)
-            run = arguments.get("run") if arguments.get("run") in call["runs"] else None
-            found, is_error = (
-                {"error": str(problem).splitlines()[0][:500], "candidates": tools.names(problem, run)},
-                True,
-            )
+            first, is_error = str(problem).splitlines()[0][:500], True
+            found = {
+                "error": first.replace("; allow it with unsafe=True", "").replace("; allow more with unsafe=True", "")
+            }
+            if names := tools.names(problem, arguments.get("run")):
+                found["candidates"] = names
+            if re.search(r"allow (timeout|memory)=", first):
+                found["hint"] = _HINT
     said = dict.fromkeys(str(each.message) for each in told if issubclass(each.category, TimTraceWarning))
     found |= {"warnings": list(said)} if said else {}
     digits = _DIGITS_OF_SQL if name == "sql" else _DIGITS
-    print(_written([is_error, fitted(_rounded(jsonable(found), digits), max(max_bytes, 200))]))
+    print(_written([is_error, fitted(_rounded(jsonable(found), digits), min(max(max_bytes, 200), 1_000_000))]))
 
 
 def _server(serve: Any, tools: RunTools) -> Any:
@@ -414,47 +423,48 @@ def _server(serve: Any, tools: RunTools) -> Any:
     from mcp.types import CallToolResult, TextContent, ToolAnnotations
 
     limiter = anyio.CapacityLimiter(_AT_ONCE)
-    shared = {"runs": tools._runs, "timeout": tools._timeout, "memory": tools._memory}
+    command = [sys.executable, "-c", _CALL.format(path=sys.path)]
 
-    def answer(text: str, is_error: bool) -> Any:
+    def answer(text: str, is_error: bool = False) -> Any:
         return CallToolResult(content=[TextContent(type="text", text=text)], is_error=is_error)
+
+    def problem(error: str, **more: Any) -> Any:
+        return answer(_written({"error": error} | more), is_error=True)
 
     class Server(serve.MCPServer):  # type: ignore[misc, name-defined]
         async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
-            known = {each.name: [*each.input_schema["properties"]] for each in await self.list_tools()}
-            if wrong := sorted({*arguments} - {*known.get(name, arguments)}):
-                return answer(
-                    _written({"error": f"unknown arguments of {name}", "got": wrong, "candidates": known[name]}), True
-                )
+            known = {tool.name: [*tool.input_schema["properties"]] for tool in await self.list_tools()}
+            if name not in known:
+                return problem(f"unknown tool {name[:80]!r}", candidates=[*known])
+            if unknown := [other[:80] for other in arguments if other not in known[name]]:
+                return problem(f"unknown arguments of {name}: {', '.join(unknown)}", candidates=known[name])
             try:
                 return await super().call_tool(name, arguments, context)
             except ToolError as error:
-                near = [] if name in known else difflib.get_close_matches(name, known, n=3) or [*known]
-                return answer(_written({"error": str(error)[:1000], "candidates": near}), True)
+                wrong: list[Any] = getattr(error.__cause__, "errors", list)()
+                places = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in wrong]
+                return problem(f"wrong arguments of {name}" if places else str(error), got=places)
 
     def remote(tool: Callable[..., Any]) -> Callable[..., Any]:
+        name, of_tool = tool.__name__, inspect.signature(tool, eval_str=True)
+        default = _MAX_BYTES_OF_SQL if name == "sql" else _MAX_BYTES
+
         async def call(**arguments: Any) -> Any:
-            request = _written(shared | {"name": tool.__name__, "arguments": arguments}).encode()
-            command = [sys.executable, "-c", _CALL.format(path=sys.path)]
+            request = {"runs": tools.runs, "timeout": tools.timeout, "memory": tools.memory, "name": name}
+            request["arguments"] = arguments
             async with limiter:
-                done = await anyio.run_process(command, input=request, stderr=subprocess.DEVNULL, check=False)
+                done = await anyio.run_process(command, input=_written(request).encode(), stderr=None, check=False)
             if done.returncode == -signal.SIGALRM:
-                more = option("timeout", 2 * tools._timeout)
-                return answer(_written({"error": f"{tool.__name__} took longer than {tools._timeout:g} s; ask about fewer "
-                    f"steps, or start the server with {more}"}), True)  # fmt: skip
+                return problem(f"{name} took longer than {tools.timeout:g} s; ask about fewer steps", hint=_HINT)
             if done.returncode:
-                return answer(_written({"error": f"{tool.__name__} ended with exit code {done.returncode}"}), True)
+                return problem(f"{name} failed with exit code {done.returncode}; the server's log says more")
             is_error, text = json.loads(done.stdout)
             return answer(text, is_error)
 
         functools.update_wrapper(call, tool)
-        size = inspect.Parameter(
-            "max_bytes", inspect.Parameter.KEYWORD_ONLY, default=_BYTES.get(tool.__name__, _MAX_BYTES), annotation=int
-        )
-        signature = inspect.signature(tool, eval_str=True)
-        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*signature.parameters.values(), size], return_annotation=Any
-        )
+        size = inspect.Parameter("max_bytes", inspect.Parameter.KEYWORD_ONLY, default=default, annotation=int)
+        parameters = [*of_tool.parameters.values(), size]
+        call.__signature__ = of_tool.replace(parameters=parameters, return_annotation=Any)  # type: ignore[attr-defined]
         return call
 
     server = Server("tim-trace", instructions=_GUIDE, version=__version__, log_level="ERROR")

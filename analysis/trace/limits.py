@@ -46,7 +46,7 @@ def limited(
     if timeout is not None:
         Thread(target=interrupt, name="timeout", daemon=True).start()
     try:
-        with _process_limit(None if memory is None else parse_size(memory, option="memory")):
+        with process_limit(None if memory is None else parse_size(memory, option="memory")):
             yield
     except Exception as error:
         if timeout is not None and expired.is_set():
@@ -67,7 +67,7 @@ def too_long(timeout: float) -> str:
 
 
 @contextmanager
-def _process_limit(num_bytes: int | None) -> Iterator[None]:
+def process_limit(num_bytes: int | None) -> Iterator[None]:
     used = None if num_bytes is None else _data_bytes()
     if num_bytes is None or used is None:
         yield
