@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import json
+import os
 import re
 import signal
 import sys
@@ -27,10 +28,8 @@ from ..schemas.errors import (
     of_system,
 )
 from ..schemas.layout import HYPERPARAMETER
-from ..schemas.size import parse_size
 from ..schemas.steps import ALL_STEPS
 from .rows import Rows, jsonable
-from .trace.limits import process_limit
 
 if TYPE_CHECKING:
     from .trace.database import Database
@@ -295,7 +294,7 @@ class RunTools:
     def _ask(self, query: str, run: str | None) -> Rows:
         from . import sql
 
-        return sql(self._path(run), query, timeout=self.timeout, memory=self.memory)
+        return sql(self._path(run), query, timeout=self.timeout)
 
     def _columns(self, macro: str, run: str | None) -> list[str]:
         return [row[0] for row in self._ask(f"DESCRIBE FROM {macro}('train', 'rollout')", run).rows]
@@ -362,7 +361,8 @@ def fitted(value: dict[str, Any], max_bytes: int) -> str:
     """Write an answer as JSON. If it is too long, shorten its longest list until it fits, and say which ones were."""
     cut: dict[str, str] = {}
     while len((text := _written(value | ({"cut": cut} if cut else {}))).encode()) > max_bytes:
-        place, items = max(_lists(value), key=lambda each: len(_written(each[1])), default=("", []))
+        lists = [each for each in _lists(value) if len(each[1]) > 1]
+        place, items = max(lists, key=lambda each: len(_written(each[1])), default=("", []))
         if len(items) < 2:
             text = _written({"error": f"the answer has {len(text):,} characters; ask for less, or raise max_bytes"})
             break
@@ -392,12 +392,13 @@ _HINT = "timeout and memory are options of the server: tim-trace mcp RUN --timeo
 
 def answer_call() -> None:
     """Read a call from stdin as JSON, and write whether it failed, and its answer, to stdout."""
+    out = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # DuckDB may print a progress bar
     call = json.load(sys.stdin)
     name, arguments, tools = call["name"], call["arguments"], RunTools(call["runs"], call["timeout"], call["memory"])
     max_bytes = arguments.pop("max_bytes")
     signal.alarm(int(call["timeout"]) + 2)  # nothing else ends a query within one expression
-    room = 2 * parse_size(call["memory"]) if name == "sql" else None  # for the rows, and then for their JSON
-    with warnings.catch_warnings(record=True) as told, process_limit(room):
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             found, is_error = getattr(tools, name)(**arguments), False
@@ -414,7 +415,10 @@ def answer_call() -> None:
     said = dict.fromkeys(str(each.message) for each in told if issubclass(each.category, TimTraceWarning))
     found |= {"warnings": list(said)} if said else {}
     digits = _DIGITS_OF_SQL if name == "sql" else _DIGITS
-    print(_written([is_error, fitted(_rounded(jsonable(found), digits), min(max(max_bytes, 200), 1_000_000))]))
+    text = _written([is_error, fitted(_rounded(jsonable(found), digits), min(max(max_bytes, 200), 1_000_000))])
+    with open(out, "w", encoding="utf-8") as stdout:
+        stdout.write(text)
+    os._exit(0)  # without waiting for threads of DuckDB
 
 
 def _server(serve: Any, tools: RunTools) -> Any:

@@ -20,7 +20,7 @@ _INTERRUPT_EVERY_S = 0.1
 def set_memory(connection: duckdb.DuckDBPyConnection, memory: str) -> None:
     """Limit DuckDB's buffers, and keep it from writing temporary files."""
     num_bytes = parse_size(memory, option="memory")
-    if num_bytes < 1 << 20:
+    if num_bytes < 10**6:
         raise InvalidOption(f"got {memory!r}; use at least 1MB", option="memory")
     connection.execute(f"SET memory_limit = '{num_bytes}B'; SET temp_directory = ''")
 
@@ -46,7 +46,7 @@ def limited(
     if timeout is not None:
         Thread(target=interrupt, name="timeout", daemon=True).start()
     try:
-        with process_limit(None if memory is None else parse_size(memory, option="memory")):
+        with _process_limit(None if memory is None else parse_size(memory, option="memory")):
             yield
     except Exception as error:
         if timeout is not None and expired.is_set():
@@ -67,7 +67,7 @@ def too_long(timeout: float) -> str:
 
 
 @contextmanager
-def process_limit(num_bytes: int | None) -> Iterator[None]:
+def _process_limit(num_bytes: int | None) -> Iterator[None]:
     used = None if num_bytes is None else _data_bytes()
     if num_bytes is None or used is None:
         yield
@@ -92,7 +92,9 @@ def _data_bytes() -> int | None:
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, (MemoryError, duckdb.OutOfMemoryException)) or "can't start new thread" in str(error):
+        if isinstance(error, (MemoryError, duckdb.OutOfMemoryException)):
+            return True
+        if any(words in str(error) for words in ("MemoryError", "can't start new thread")):  # within Python functions
             return True
         error = error.__cause__ or error.__context__
     return False
