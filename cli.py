@@ -600,7 +600,7 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(found)
 
 
-@_example("tim-trace mcp runs/demo --timeout 30 < /dev/null")
+@_example("tim-trace mcp runs/demo --timeout 30")
 @main.command("mcp")
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time for a call.")

@@ -368,7 +368,7 @@ def fitted(value: dict[str, Any], max_bytes: int) -> str:
             break
         total = int(cut[place].split(" of ")[1].split(";")[0]) if place in cut else len(items)
         del items[min(max(len(items) * max_bytes // (len(text) + 1), len(items) // 2), len(items) - 1) :]
-        cut[place] = f"{len(items)} of {total}; raise max_bytes for more"
+        cut[place] = f"{len(items)} of {total}; raise max_bytes, or ask for less (steps, n, limit, columns)"
     return text
 
 

@@ -81,29 +81,28 @@ def test_every_tool_answers_within_its_bytes_and_writes_nothing(traces):
     assert len(worst[0]["train"]) == len(worst[0]["rollout"]) > 0
 
 
-@pytest.mark.parametrize(
-    "query",
-    [
-        "SELECT * FROM read_csv('/etc/passwd')",
-        "SELECT * FROM read_text('{folder}/../x')",
-        "SELECT * FROM '/etc/passwd'",
-        "ATTACH '{folder}/new.db'",
-        "COPY (SELECT 1) TO '{folder}/new.csv'",
-        "COPY (SELECT 1) TO '{folder}/one/trace.json'",
-        "INSTALL httpfs",
-        "LOAD httpfs",
-        "SET memory_limit = '100GB'",
-        "RESET lock_configuration",
-        "PRAGMA database_list",
-        "CREATE TABLE x AS SELECT 1",
-        "SELECT 1; SET enable_external_access = true",
-    ],
-)
-def test_a_query_only_reads_the_given_runs(traces, query):
+OUTSIDE = [
+    "SELECT * FROM read_csv('/etc/passwd')",
+    "SELECT * FROM read_text('{folder}/../x')",
+    "SELECT * FROM '/etc/passwd'",
+    "ATTACH '{folder}/new.db'",
+    "COPY (SELECT 1) TO '{folder}/new.csv'",
+    "COPY (SELECT 1) TO '{folder}/one/trace.json'",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "SET memory_limit = '100GB'",
+    "RESET lock_configuration",
+    "PRAGMA database_list",
+    "CREATE TABLE x AS SELECT 1",
+    "SELECT 1; SET enable_external_access = true",
+]
+
+
+def test_a_query_only_reads_the_given_runs(traces):
     before = listing(traces)
-    ((value, is_error),) = answers(traces, ("sql", {"query": query.format(folder=traces)}))
-    assert is_error
-    assert "unsafe" not in value["error"]
+    for value, is_error in answers(traces, *(("sql", {"query": text.format(folder=traces)}) for text in OUTSIDE)):
+        assert is_error
+        assert "unsafe" not in value["error"]
     assert listing(traces) == before
 
 
@@ -156,13 +155,17 @@ def test_an_answer_that_is_too_long_says_what_was_cut(traces):
     assert rows["rows"] == [[n] for n in range(7)]
     assert rows["warnings"] == ["only the first 7 rows are returned; aggregate, add LIMIT, or allow max_rows=14"]
     assert 5000 < len(json.dumps(bytes_, separators=(",", ":"))) <= 8000
-    assert bytes_["cut"] == {"rows": f"{len(bytes_['rows'])} of 1000; raise max_bytes for more"}
+    assert bytes_["cut"] == {
+        "rows": f"{len(bytes_['rows'])} of 1000; raise max_bytes, or ask for less (steps, n, limit, columns)"
+    }
 
 
 def test_a_list_inside_a_row_is_cut_too():
     value = json.loads(fitted({"rows": [{"id": 1, "values": list(range(5000))}]}, 1000))
     assert 100 < len(value["rows"][0]["values"]) < 300
-    assert value["cut"] == {"rows[0].values": f"{len(value['rows'][0]['values'])} of 5000; raise max_bytes for more"}
+    assert value["cut"] == {
+        "rows[0].values": f"{len(value['rows'][0]['values'])} of 5000; raise max_bytes, or ask for less (steps, n, limit, columns)"
+    }
 
 
 def test_two_calls_at_once_and_calls_that_would_never_end(traces):
