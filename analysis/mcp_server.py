@@ -16,23 +16,27 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from .. import __version__
-from ..schemas.errors import (
-    InvalidOption,
-    InvalidQuery,
-    NotInstalled,
-    TimTraceError,
-    TimTraceWarning,
-    of_system,
-)
+from ..schemas.errors import InvalidOption, InvalidQuery, NotInstalled, TimTraceError, TimTraceWarning, of_system
 from ..schemas.layout import HYPERPARAMETER
 from ..schemas.steps import ALL_STEPS
+from .check.check import check
+from .check.text import checked_json
+from .comparison.compare import compare
+from .comparison.text import comparison_json
+from .diagnosis.diagnose import diagnose
+from .diagnosis.text import diagnosis_json
+from .info import info
+from .queries.catalogue import catalogue, named_query, query
+from .query import sql
 from .rows import Rows, jsonable
-
-if TYPE_CHECKING:
-    from .trace.database import Database
+from .token_samples.token_text import read_token_text
+from .trace.columns import parse_pair
+from .trace.macros import quoted
+from .trace.source import open_source, open_sources
+from .views import open_database
 
 _GUIDE = """\
 tim-trace measures training-inference mismatch in RL runs; d = logprob(trainer) - logprob(engine), in nats, per token.
@@ -44,13 +48,13 @@ _DIGITS, _DIGITS_OF_SQL = 4, 6
 _AT_ONCE = 2
 """Maximum number of processes, because each may use the whole memory limit."""
 
-_COLUMNS = """
-    SELECT table_name, list(column_name ORDER BY ordinal_position) FROM information_schema.columns
-    WHERE table_name IN ({names}) GROUP BY table_name ORDER BY table_name
-"""
 _VIEWS = (
     "sequences", "scores", "metrics", "passes", "steps", "tokens", "changes", "engine_weights", "operators", "patches",
 )  # fmt: skip
+_COLUMNS = f"""
+    SELECT table_name, list(column_name ORDER BY ordinal_position) FROM information_schema.columns
+    WHERE table_name IN ({", ".join(map(quoted, _VIEWS))}) GROUP BY table_name ORDER BY table_name
+"""
 _MACROS = """
     SELECT function_name, parameters FROM duckdb_functions()
     WHERE function_type = 'table_macro' AND regexp_matches(function_name, '^(pair|correction|objective|loss)_?|_(runs|steps)$')
@@ -64,23 +68,18 @@ _METRICS = """
 """
 _CHANGES = """
     SELECT step, low, high, series, kind, before, before_text, after, after_text, size_in_sd AS sd, shape, "order", follows
-    FROM changes WHERE {kinds} ORDER BY {order} LIMIT {limit}
+    FROM changes WHERE {kinds} ORDER BY {nearest}abs(size_in_sd) DESC NULLS FIRST, step, series LIMIT {limit}
 """
 _ROWS = """
-    SELECT s.seq_id, s.group_id, s.reward, s.advantage, s.finish_reason, s.prompt_ids, s.response_ids, a.logprobs AS {a},
-           b.logprobs AS {b}, p.max_abs_d
+    SELECT s.seq_id, s.group_id, s.reward, s.advantage, s.finish_reason, p.max_abs_d, s.prompt_ids AS prompt,
+           s.response_ids AS response, a.logprobs AS a, b.logprobs AS b
     FROM sequences s
-    LEFT JOIN scores a ON a.run = s.run AND a.step = s.step AND a.seq_id = s.seq_id AND a.iteration = 0 AND a."pass" = {a_text}
-    LEFT JOIN scores b ON b.run = s.run AND b.step = s.step AND b.seq_id = s.seq_id AND b.iteration = 0 AND b."pass" = {b_text}
-    LEFT JOIN (FROM pair_sequences({a_text}, {b_text}) WHERE iteration_a = 0 AND iteration_b = 0) p
-      ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
-    WHERE s.step = {step} ORDER BY {order} LIMIT {n}
+    LEFT JOIN (FROM scores WHERE "pass" = {a} AND iteration = 0) a USING (run, step, seq_id)
+    LEFT JOIN (FROM scores WHERE "pass" = {b} AND iteration = 0) b USING (run, step, seq_id)
+    LEFT JOIN (FROM pair_sequences({a}, {b}) WHERE iteration_a = 0 AND iteration_b = 0) p USING (run, step, seq_id)
+    WHERE step = {step} ORDER BY {order}length(s.seq_id), s.seq_id LIMIT {n}
 """
-_ORDERS = {
-    "first": "length(s.seq_id), s.seq_id",
-    "worst": "p.max_abs_d DESC NULLS LAST, s.seq_id",
-    "group": "length(s.group_id), s.group_id, length(s.seq_id), s.seq_id",
-}
+_ORDERS = {"first": "", "worst": "p.max_abs_d DESC NULLS LAST, ", "group": "length(s.group_id), s.group_id, "}
 
 
 def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") -> None:
@@ -90,8 +89,6 @@ def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") ->
     more than `memory` is stopped. Raises NotInstalled without the package `mcp`, TraceNotFound, NewerTrace or
     DamagedTrace.
     """
-    from .trace.source import open_sources
-
     if not timeout > 0:
         raise InvalidOption(f"got {timeout}; use a number of seconds above 0", option="timeout")
     try:
@@ -114,25 +111,26 @@ class RunTools:
         """Show what a run contains (part="run"), the schema for sql ("views", "macros"), the names for probe
         ("queries"), or each logged metric's first, last, min and max ("metrics"; like="hyperparameter/*" for settings).
         """
-        from .queries.catalogue import listed
-        from .trace.macros import quoted
-
+        if part == "run":
+            return (
+                {"runs": [*self.runs]}
+                | self._summary(run)
+                | {"views": _VIEWS, "more": "part=views|macros|queries|metrics"}
+            )
         if part == "queries":
-            return {"queries": [f"{name}: {result[:50]}" for name, result in listed().rows]}
+            return {"queries": [f"{each.name}: {each.summary[:50]}" for each in catalogue()]}
         if part == "metrics":
             found = self._ask(_METRICS.format(like=quoted(like), prefix=quoted(HYPERPARAMETER)), run)
-            return {
-                "columns": found.columns[:-1],
-                "metrics": [[*row[:-1], *filter(None, row[-1:])] for row in found.rows],
-            }
+            return {"columns": found.columns, "metrics": [row if row[-1] else row[:-1] for row in found.rows]}
         if part == "views":
-            names = ", ".join(map(quoted, _VIEWS))
             same = "eval_sequences, eval_scores: evaluation samples; all_NAME: NAME with superseded attempts"
-            return {"views": dict(self._ask(_COLUMNS.format(names=names), run).rows), "same_columns": same}
-        if part == "macros":
-            macros = [f"{name}({', '.join(given)})" for name, given in self._ask(_MACROS, run).rows]
-            return {"columns": {name: self._columns(name, run) for name in ("pair", "pair_steps")}, "macros": macros}
-        return self._summary(run)
+            return {"views": dict(self._ask(_COLUMNS, run).rows), "same_columns": same}
+        columns = {
+            name: [row[0] for row in self._ask(f"DESCRIBE FROM {name}('train', 'rollout')", run).rows]
+            for name in ("pair", "pair_steps")
+        }
+        macros = [f"{name}({', '.join(given)})" for name, given in self._ask(_MACROS, run).rows]
+        return {"columns": columns, "macros": macros}
 
     def diagnose(
         self, run: str | None = None, control: str | None = None, steps: str = ALL_STEPS,
@@ -142,45 +140,40 @@ class RunTools:
         control: a healthy baseline run. The probability p applies to the cause, not to its detail. detail adds the
         evidence for each suspect, the alerts that fired, or published reference values.
         """
-        from . import diagnose
-        from .diagnosis.text import diagnosis_json
-
         baseline = None if control is None else self._path(control)
         found = diagnosis_json(diagnose(self._path(run), control=baseline, steps=steps))
         cause, checked, raised = found["attribution"], found["checked"], [a for a in found["alarms"] if a["sounds"]]
-        suspects = [
-            {"code": each["code"], "detail": each["detail"], "p": each["probability"]} for each in cause["suspects"]
-        ]
-        if detail == "suspects":
-            for each, whole in zip(suspects[:4], cause["suspects"], strict=False):
+        suspects = [_some(each, "code", "detail", "probability") for each in cause["suspects"][:4]]
+        more: dict[str, Any] = {}
+        if detail == "none":
+            more = {"numerics": found["numerics"]["sentence"], "metrics": found["metrics"]}
+        elif detail == "suspects":
+            for each, whole in zip(suspects, cause["suspects"], strict=False):
                 each |= {"evidence": [one["sentence"] for one in whole["evidence"][:4]], "next": whole["next"]}
-        kept = ("metric", "low", "high", "dtypes", "setting")
-        more: dict[str, Any] = {
-            "none": {"numerics": found["numerics"]["sentence"], "metrics": found["metrics"]},
-            "suspects": {},
-            "alarms": {"alarms": [_alarm(each) for each in raised]},
-            "figures": {"figures": [_picked([f["figure"]], *kept)[0] | {"own": f["own"]} for f in found["figures"]]},
-        }[detail]
+        elif detail == "alarms":
+            alarm, reading = ("metric", "condition", "who", "says"), ("own", "first_step", "num_steps")
+            more = {"alarms": [_some(each["alarm"], *alarm) | _some(each, *reading) for each in raised]}
+        else:
+            figure = ("metric", "low", "high", "dtypes", "setting")
+            more = {"figures": [_some(each["figure"], *figure) | {"own": each["own"]} for each in found["figures"]]}
         return {
             "story": found["story"], "valid": checked["is_valid"],
-            "findings": _picked(checked["findings"], "code", "cause", "side", "share", "fails"),
-            "broken": found["broken"] and _picked([found["broken"]], "side", "since", "by")[0],
-            "drop": cause["fall"] and _picked([cause["fall"]], "outcome", "kind", "step", "interval", "before", "after")[0],
-            "suspects": suspects[:4], "normal": found["normal"], "alarms_fired": f"{len(raised)} of {len(found['alarms'])}", "notes": cause["notes"], "next": found["next"],
+            "findings": [_some(each, "code", "cause", "side", "share", "fails") for each in checked["findings"]],
+            "broken": found["broken"] and _some(found["broken"], "side", "since", "by"),
+            "drop": cause["fall"] and _some(cause["fall"], "outcome", "kind", "step", "interval", "before", "after"),
+            "suspects": suspects, "normal": found["normal"], "alarms_fired": f"{len(raised)} of {len(found['alarms'])}",
+            "notes": cause["notes"], "next": found["next"],
         } | more  # fmt: skip
 
     def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, Any]:
         """Report whether two passes may be compared, or which fault makes the comparison invalid, with evidence."""
-        from . import check
-        from .check.text import checked_json
-
         found = checked_json(check(self._path(run), pair=pair, steps=steps))
+        finding = ("code", "cause", "side", "effect", "share", "fails", "evidence", "next")
         return {
-            "valid": found["is_valid"], "broken": found["broken"], "num_tokens": found["num_tokens"], "rms_d": found["rms_d"],
-            "findings": _picked(found["findings"], "code", "cause", "side", "effect", "share", "fails", "evidence", "next"),
-            "owners": found["owners"], "data": _picked(found["data"], "code", "share", "since", "is_notice", "sentence"),
-            "notes": found["notes"],
-        }  # fmt: skip
+            **_some(found, "is_valid", "broken", "num_tokens", "rms_d", "owners", "notes"),
+            "findings": [_some(each, *finding) for each in found["findings"]],
+            "data": [_some(each, "code", "share", "since", "is_notice", "sentence") for each in found["data"]],
+        }
 
     def changes(
         self, run: str | None = None, around_step: int | None = None, kinds: Sequence[str] = (), limit: int = 20
@@ -188,26 +181,22 @@ class RunTools:
         """List what changed during a run (series, settings, contracts): nearest to around_step first, else largest.
         kinds: e.g. mismatch, reward, advantages, logged, setting, contract. order: before, with or after the drop.
         """
-        from .trace.macros import quoted
-
-        among = ", ".join(map(quoted, kinds))
-        nearest = "" if around_step is None else f"abs(step - {around_step}), "
-        query = _CHANGES.format(
-            kinds=f"kind IN ({among})" if kinds else "true", limit=_least_one(limit, "limit"),
-            order=f"{nearest}abs(size_in_sd) DESC NULLS FIRST, step, series",
+        found = self._ask(
+            _CHANGES.format(
+                kinds=f"kind IN ({', '.join(map(quoted, kinds))})" if kinds else "true", limit=_checked(limit, "limit"),
+                nearest="" if around_step is None else f"abs(step - {around_step}), ",
+            ),
+            run,
         )  # fmt: skip
-        return {"changes": [{k: v for k, v in row.items() if v is not None} for row in self._ask(query, run).dicts()]}
+        return {"changes": [_some(row, *row) for row in found.dicts()]}
 
     def probe(
         self, name: str, run: str | None = None, steps: str = ALL_STEPS, pair: str = "train:rollout"
     ) -> dict[str, Any]:
         """Run a named query (describe part="queries" lists them), e.g. concentration, shape, prefix-noise, course."""
-        from . import query
-        from .queries.catalogue import named_query
-
-        meaning = named_query(name).meaning
-        rows = query(name, self._open(run, steps), pair=pair, timeout=self.timeout, memory=self.memory)
-        return {"meaning": meaning} | _table(rows.without({"run"}))
+        meaning, database = named_query(name).meaning, open_database(self._path(run), steps)
+        rows = query(name, database, pair=pair, timeout=self.timeout, memory=self.memory).without({"run"})
+        return {"meaning": meaning, "columns": rows.columns, "rows": rows.rows}
 
     def rows(
         self, step: int, run: str | None = None, order: Literal["first", "worst", "group"] = "first", n: int = 10,
@@ -216,48 +205,32 @@ class RunTools:
         """Show sequences of a step: prompt, response, reward, advantage and both passes' logprobs.
         order: as recorded, largest |d| first, or group by group.
         """
-        from .token_samples.token_text import read_token_text
-        from .trace.columns import parse_pair
-        from .trace.macros import quoted
-        from .trace.source import open_source
-
         a, b = parse_pair(pair)
-        query = _ROWS.format(
-            step=step, n=_least_one(n, "n"), order=_ORDERS[order], a_text=quoted(a), b_text=quoted(b), a='"a"', b='"b"'
-        )
-        found = self._ask(query, run).dicts()
-        text = read_token_text(open_source(self._path(run)))
+        filled = _ROWS.format(step=step, n=_checked(n, "n"), order=_ORDERS[order], a=quoted(a), b=quoted(b))
+        found, text = self._ask(filled, run).dicts(), read_token_text(open_source(self._path(run)))
         for row in found:
-            row["prompt"], row["response"] = (
-                "".join(text.of(row.pop(name) or [])) for name in ("prompt_ids", "response_ids")
-            )
-            row[a], row[b] = ([_rounded(value, 3) for value in row.pop(name) or []] for name in ("a", "b"))
-        if not any(row[a] or row[b] for row in found):
-            has = self._summary(run)
-            return {"rows": found, "steps": has["steps"], "passes": [*has["passes"]]}
-        return {"rows": found, "text": text.told}
+            row |= {name: "".join(text.of(row[name] or [])) for name in ("prompt", "response")}
+            row |= {each: [_rounded(value, 3) for value in row.pop(name) or []] for each, name in ((a, "a"), (b, "b"))}
+        if any(row[a] or row[b] for row in found):
+            return {"rows": found, "text": text.told}
+        return {"rows": found} | _some(self._summary(run), "first_step", "last_step", "passes")
 
     def sql(self, query: str, runs: Sequence[str] = (), max_rows: int = 50) -> dict[str, Any]:
         """Run one read-only DuckDB query over the views and macros that describe lists (part="views", "macros").
         runs: default all given runs; every view has a column run. Aggregate: tokens has one row per token.
         """
-        from . import sql
-
-        paths = [self._path(name) for name in runs or self.runs]
-        most = _least_one(max_rows, "max_rows")
-        return _table(sql(paths, query, timeout=self.timeout, memory=self.memory, max_rows=most))
+        paths, most = [self._path(name) for name in runs or self.runs], _checked(max_rows, "max_rows")
+        found = sql(paths, query, timeout=self.timeout, memory=self.memory, max_rows=most)
+        return {"columns": found.columns, "rows": found.rows}
 
     def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, Any]:
         """List the differences between two runs, earliest first. a is run, b is other."""
-        from . import compare
-        from .comparison.text import comparison_json
-
         found = comparison_json(compare(self._path(run), self._path(other), steps=steps))
-        differences = _picked(found["differences"], "kind", "name", "step", "a", "b", "size_in_sd")
+        difference = ("kind", "name", "step", "a", "b", "size_in_sd")
         return {
-            "sentence": found["sentence"], "differences": differences, "same": found["same"],
-            "within_scatter": found["within_scatter"], "notes": found["notes"],
-        }  # fmt: skip
+            **_some(found, "sentence", "same", "within_scatter", "notes"),
+            "differences": [_some(each, *difference) for each in found["differences"]],
+        }
 
     def names(self, error: TimTraceError, run: str | None = None) -> list[str]:
         """Return names that the caller may have meant: those that DuckDB proposes, and known ones that are similar."""
@@ -265,19 +238,12 @@ class RunTools:
         proposed = [name.split(".")[-1] for line in others for name in re.findall(r'"([^"]+)"', line)]
         known, run = [*self.runs], run if run in self.runs else None
         if isinstance(error, InvalidQuery) and re.search(r"not found|does not exist", first):
-            views = ", ".join(f"'{name}'" for name in _VIEWS)
-            for view, columns in self._ask(_COLUMNS.format(names=views), run).rows:
-                known += [view, *columns]
-            known += [name for name, _ in self._ask(_MACROS, run).rows]
+            columns = [name for view, names in self._ask(_COLUMNS, run).rows for name in (view, *names)]
+            known += columns + [name for name, _ in self._ask(_MACROS, run).rows]
         elif error.option == "query":
-            from .queries.catalogue import catalogue
-
             known = [each.name for each in catalogue()]
-        near = [
-            other
-            for word in re.findall(r"[\w-]{3,}", first)
-            for other in difflib.get_close_matches(word, sorted({*known} - {word}), n=3, cutoff=0.7)
-        ]
+        words = re.findall(r"[\w-]{3,}", first)
+        near = [one for word in words for one in difflib.get_close_matches(word, {*known} - {word}, cutoff=0.7)]
         return [*dict.fromkeys(proposed + near)][:8] or (known[:8] if error.option == "run" else [])
 
     def _path(self, run: str | None) -> str:
@@ -286,53 +252,28 @@ class RunTools:
             raise InvalidOption(f"unknown run {name!r}; the server reads {', '.join(self.runs)}", option="run")
         return self.runs[name]
 
-    def _open(self, run: str | None, steps: str = ALL_STEPS) -> Database:
-        from .views import open_database
-
-        return open_database(self._path(run), steps)
-
     def _ask(self, query: str, run: str | None) -> Rows:
-        from . import sql
-
         return sql(self._path(run), query, timeout=self.timeout)
 
-    def _columns(self, macro: str, run: str | None) -> list[str]:
-        return [row[0] for row in self._ask(f"DESCRIBE FROM {macro}('train', 'rollout')", run).rows]
-
     def _summary(self, run: str | None) -> dict[str, Any]:
-        from . import info
-
         found = info(self._path(run))
-        return {
-            "runs": list(self.runs), "run": found.run, "state": found.state, "source": found.source, "model": found.model,
-            "dtypes": list(found.model_dtypes or {}), "steps": [found.first_step, found.last_step],
-            "num_sequences": found.num_sequences, "num_response_tokens": found.num_response_tokens,
-            "passes": {each.name: each.engine for each in found.passes}, "num_metrics": found.num_metrics,
-            "num_eval_sequences": found.num_eval_sequences, "versions": found.versions, "missing": found.missing,
-            "views": _VIEWS, "parts": ["views", "macros", "queries", "metrics"],
-        }  # fmt: skip
+        names = (
+            "run", "state", "source", "model", "model_dtypes", "first_step", "last_step", "num_sequences",
+            "num_response_tokens", "num_metrics", "num_eval_sequences", "versions", "missing",
+        )  # fmt: skip
+        return {name: getattr(found, name) for name in names} | {
+            "passes": {each.name: each.engine for each in found.passes}
+        }
 
 
 TOOLS = ("describe", "diagnose", "check", "changes", "probe", "rows", "sql", "compare")
 
 
-def _picked(items: Sequence[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
-    return [{name: item[name] for name in names if item.get(name) is not None} for item in items]
+def _some(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: item[name] for name in names if item.get(name) is not None}
 
 
-def _alarm(reading: Mapping[str, Any]) -> dict[str, Any]:
-    alarm = reading["alarm"]
-    return {
-        "metric": alarm["metric"], "condition": alarm["condition"], "who": alarm["who"], "says": alarm["says"],
-        "value": reading["own"], "first_step": reading["first_step"], "num_steps": reading["num_steps"],
-    }  # fmt: skip
-
-
-def _table(rows: Rows, name: str = "rows") -> dict[str, Any]:
-    return {"columns": rows.columns, name: rows.rows}
-
-
-def _least_one(value: int, name: str) -> int:
+def _checked(value: int, name: str) -> int:
     if not 1 <= value <= 10_000:
         raise InvalidOption(f"got {value}; use 1 to 10000", option=name)
     return value
