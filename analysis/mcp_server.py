@@ -1,6 +1,7 @@
 """Answer a coding agent's questions about runs through the Model Context Protocol.
 
-Each call runs in its own process, so that a time limit or a cancelled call ends it at any point.
+Each call runs in its own process, so that a time limit or a cancelled call ends it at any point. Heavy modules are
+imported within the tools, because every call imports this one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,6 @@ from .. import __version__
 from ..schemas.errors import InvalidOption, InvalidQuery, NotInstalled, TimTraceError, TimTraceWarning, of_system
 from ..schemas.layout import HYPERPARAMETER
 from ..schemas.steps import ALL_STEPS
-from .check.check import check
-from .check.text import checked_json
-from .comparison.compare import compare
-from .comparison.text import comparison_json
-from .diagnosis.diagnose import diagnose
-from .diagnosis.text import diagnosis_json
 from .info import info
 from .queries.catalogue import catalogue, named_query, query
 from .query import sql
@@ -137,9 +132,12 @@ class RunTools:
         detail: Literal["none", "suspects", "alarms", "figures"] = "none",
     ) -> dict[str, Any]:  # fmt: skip
         """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
-        control: a healthy baseline run. The probability p applies to the cause, not to its detail. detail adds the
+        control: a healthy baseline run. A probability applies to the cause, not to its detail. detail adds the
         evidence for each suspect, the alerts that fired, or published reference values.
         """
+        from .diagnosis.diagnose import diagnose
+        from .diagnosis.text import diagnosis_json
+
         baseline = None if control is None else self._path(control)
         found = diagnosis_json(diagnose(self._path(run), control=baseline, steps=steps))
         cause, checked, raised = found["attribution"], found["checked"], [a for a in found["alarms"] if a["sounds"]]
@@ -167,6 +165,9 @@ class RunTools:
 
     def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, Any]:
         """Report whether two passes may be compared, or which fault makes the comparison invalid, with evidence."""
+        from .check.check import check
+        from .check.text import checked_json
+
         found = checked_json(check(self._path(run), pair=pair, steps=steps))
         finding = ("code", "cause", "side", "effect", "share", "fails", "evidence", "next")
         return {
@@ -225,6 +226,9 @@ class RunTools:
 
     def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, Any]:
         """List the differences between two runs, earliest first. a is run, b is other."""
+        from .comparison.compare import compare
+        from .comparison.text import comparison_json
+
         found = comparison_json(compare(self._path(run), self._path(other), steps=steps))
         difference = ("kind", "name", "step", "a", "b", "size_in_sd")
         return {
