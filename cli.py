@@ -6,7 +6,9 @@ unreadable trace. Heavy modules are imported only when a command runs.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -16,7 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import wraps
-from importlib import import_module
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
@@ -31,12 +34,14 @@ from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
     InvalidQuery,
+    NotInstalled,
     TimTraceError,
     TimTraceWarning,
     of_system,
     speaking_options,
     tell_damage,
 )  # fmt: skip
+from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
@@ -82,10 +87,17 @@ SECTIONS = {
 
 
 class _Failure(click.ClickException):
-    def __init__(self, error: TimTraceError, options: Collection[str]):
+    def __init__(self, error: TimTraceError, options: Collection[str], *, as_json: bool):
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
+        self.code = type(error).__name__ if as_json else None
+        """The error's class, if it is also printed to stdout as JSON."""
+
+    def show(self, file: Any = None) -> None:
+        if self.code is not None:
+            _print(json.dumps({"error": {"code": self.code, "message": self.message}}))
+        super().show(file)
 
 
 _damage_told: list[str] = []
@@ -143,6 +155,18 @@ _SUMMED_TOKENS = 1_000_000
 _QUIET = f"{__name__}.quiet"
 
 
+def _speaking(error: Exception) -> TimTraceError | None:
+    """Return an error in terms that users know, or None for a bug."""
+    if isinstance(error, OSError | TimTraceError):
+        return error if isinstance(error, TimTraceError) else of_system(error)
+    name = str(getattr(error, "name", "")).partition(".")[0]
+    lacks = any(re.match(rf"{re.escape(name)}\b", each) for each in metadata.requires("tim-trace") or ())
+    return NotInstalled(f"{name} is not installed, so this installation can only record; {_WHOLE}") if lacks else None
+
+
+_WHOLE = "install tim-trace with its dependencies (pip install .), or open the trace on a machine that has them"
+
+
 class Commands(click.Group):
     """Groups commands in its help, and prints a TimTraceError as one line."""
 
@@ -159,19 +183,18 @@ class Commands(click.Group):
         super().add_command(cmd, name)
 
     def invoke(self, ctx: click.Context) -> Any:
+        arguments = list(ctx.args)
         if sys.stdout is None:  # closed by the parent process
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
-        except (TimTraceError, OSError) as error:
-            if isinstance(error, BrokenPipeError):
+        except (TimTraceError, OSError, ModuleNotFoundError) as error:
+            if isinstance(error, BrokenPipeError) or not (told := _speaking(error)):
                 raise
-            told = error if isinstance(error, TimTraceError) else of_system(error)
             command = self.commands.get(ctx.invoked_subcommand or "")
-            failure = _Failure(
-                told, [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
-            )
+            options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
+            failure = _Failure(told, options, as_json="--json" in options and "--json" in arguments)
             _let_go(error)
         raise failure from None
 
@@ -391,7 +414,7 @@ def _example(text: str) -> Callable[[click.Command], click.Command]:
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="tim-trace")
+@click.version_option(__version__, message=f"tim-trace {__version__} (trace format {FORMAT_VERSION})")
 def main() -> None:
     """Record, replay and query the training-inference mismatch of LLM RL runs.
 
@@ -449,7 +472,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            if recording.num_tokens >= _SUMMED_TOKENS:
+            # Without DuckDB, as in an installation that only records, the first query computes the sums.
+            if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
                 summarize(recording.folder, progress=_progress)
@@ -874,6 +898,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Reference precision.")
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
+@_model_factory
 @_weights_from
 @_allow_kernel
 @_ray

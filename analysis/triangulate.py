@@ -94,6 +94,7 @@ def triangulate(
     steps: str = "all",
     reference: str = "fp64",
     arm: Sequence[str] = (),
+    model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
     allow_kernel: Sequence[str] = (),
     ray: str | None = None,
@@ -104,7 +105,8 @@ def triangulate(
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
-    reference. `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
+    reference. `model_factory` names a function (`module:function`) that builds models missing from transformers.
+    `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
     recorded attention kernels that may be downloaded from the Hugging Face Hub and run. `ray` and `gpus_per_arm` spread
     the work over a Ray cluster, as in `replay`.
 
@@ -113,7 +115,7 @@ def triangulate(
     gpus_of_actor(ray, gpus_per_arm)
     if reference not in ("fp64", "fp32"):
         raise InvalidOption(f"got {reference!r}; use fp64 or fp32", option="reference")
-    run = RecordedRun(trace, weights_from=weights_from, allow_kernel=allow_kernel)
+    run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps; choose steps that have them")
@@ -137,8 +139,8 @@ def _replay_missing(
     if not lacking:
         return None
     return replay(
-        run.store.url, steps=_list(steps), arm=lacking, weights_from=run.weights_from, allow_kernel=run.allow_kernel, progress=progress,
-        **cluster,
+        run.store.url, steps=_list(steps), arm=lacking, model_factory=run.model_factory, weights_from=run.weights_from,
+        allow_kernel=run.allow_kernel, progress=progress, **cluster,
     )  # fmt: skip
 
 

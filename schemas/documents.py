@@ -14,6 +14,7 @@ import msgspec
 
 from .checksums import SealedFile, whole_hash
 from .errors import DamagedTrace, NewerTrace
+from .layout import FORMAT_VERSION
 
 CHECKSUM = "checksum"
 """Field that holds the XXH3-128 of all other fields, serialized with sorted keys and no spaces."""
@@ -101,8 +102,6 @@ def _first_line(error: Exception) -> str:
 
 
 FORMAT = "tim-trace"
-FORMAT_VERSION = 2
-"""Version 1, which had no checksums, was never released and cannot be read."""
 
 _WHAT = "a trace manifest"
 

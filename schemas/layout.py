@@ -3,6 +3,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+FORMAT_VERSION = 2
+"""Version 1, which had no checksums, was never released and cannot be read."""
+
 MANIFEST = "trace.json"
 SEQUENCES, SCORES, METRICS = "sequences", "scores", "metrics"
 EVAL_SEQUENCES, EVAL_SCORES = "eval_sequences", "eval_scores"

@@ -470,3 +470,15 @@ def test_nan_outside_of_the_mask_is_told_of_beside_a_framework_s_numbers(tmp_pat
 def test_sql_knows_the_frameworks_macros(trace):
     query = "SELECT count(*) AS kept FROM verl_rs_mask('train', 'rollout', 'token_k3', '1.0') WHERE keep"
     assert tim_trace("sql", trace, query, "--json").json()[0]["kept"] > 0
+
+
+def test_an_error_is_also_json_if_json_is_asked_for(tmp_path):
+    done = tim_trace("check", tmp_path / "none", "--json")
+    assert done.code == 2
+    assert done.json()["error"]["code"] == "TraceNotFound"
+    assert done.json()["error"]["message"] in done.stderr
+    assert tim_trace("check", tmp_path / "none").stdout == ""
+
+
+def test_the_version_names_the_format_of_traces():
+    assert tim_trace("--version").stdout.strip().endswith("(trace format 2)")

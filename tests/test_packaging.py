@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from builders import ROOT, run
+from builders import ROOT, run, tim_trace
 
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = CONFIGURATION["tool"]["setuptools"]
@@ -167,3 +167,52 @@ def test_no_name_of_a_class_stands_twice_in_the_analysis():
         for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert [name for name, count in Counter(found).items() if count > 1] == []
+
+
+RECORDING = (ROOT / "requirements-record.txt").read_text().splitlines()
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+"""Importing one of the other dependencies fails as where it is not installed."""
+
+
+def recording_alone(program):
+    of = {re.match(r"[\w-]+", each)[0] for each in CONFIGURATION["project"]["dependencies"]}
+    missing = of - {re.match(r"[\w-]+", line)[0] for line in RECORDING if not line.startswith("#")}
+    assert {"duckdb", "matplotlib", "scipy", "bokeh"} <= missing
+    return run(sys.executable, "-c", f"MISSING = {missing!r}{WITHOUT}{program}")
+
+
+def test_the_ranges_of_what_recording_needs_are_those_of_the_whole():
+    assert set(RECORDING[2:12]) <= set(CONFIGURATION["project"]["dependencies"])
+
+
+def test_recording_needs_no_other_dependency(tmp_path):
+    program = f"""
+import numpy as np
+from tim_trace import Recorder
+from tim_trace.tracer.dense import Logits
+
+with Recorder({str(tmp_path / "trace")!r}, capture="logits") as recorder:
+    for step in range(1, 4):
+        batch = recorder.add_sequences(step=step, prompt_ids=[[5, 6]], response_ids=[[7, 8, 9]], reward=[1.0])
+        recorder.add_scores("rollout", batch, logprobs=[[-0.5, -0.1, -2.0]])
+        logits = Logits(logits=np.zeros((3, 16), np.float32))
+        recorder.add_scores("train", batch, logprobs=[[-0.5, -0.1, -2.1]], distribution=logits, captured_rows=[0])
+        recorder.add_metrics(step, {{"loss": 0.25}})
+"""
+    assert recording_alone(program).code == 0
+    assert tim_trace("verify", tmp_path / "trace").code == 0
+
+
+def test_other_commands_say_what_is_missing(tmp_path):
+    done = recording_alone("from tim_trace.cli import main\nmain(['stats', 'nowhere'])")
+    assert done.code == 2
+    assert "duckdb is not installed, so this installation can only record" in done.stderr

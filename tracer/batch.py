@@ -19,12 +19,14 @@ class Batch:
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,
-        attempt: int | None = None, split: str = TRAIN_SPLIT,
+        attempt: int | None = None, split: str = TRAIN_SPLIT, is_named: bool = True,
     ):  # fmt: skip
         self.step = step
         self.attempt = attempt
         self.split = split
         self.seq_ids = seq_ids
+        self.is_named = is_named
+        """False if the ids were generated, so that a caller knows the sequences only by row number."""
         self.policy_version = policy_version
         self.folder = folder
         self.width_without_mask: int | None = None
@@ -37,6 +39,9 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.seq_ids)
+
+    def label(self, row: int) -> str:
+        return f"sequence {self.seq_ids[row]!r}" if self.is_named else f"row {row}"
 
     @property
     def is_resolved(self) -> bool:
@@ -99,7 +104,7 @@ class Batch:
         if pass_name != CURRENT and iteration.any():
             row = int(rows[np.flatnonzero(iteration)[0]])
             raise InvalidRecord(
-                f"step {self.step}, sequence {self.seq_ids[row]!r}: pass {pass_name!r} has already scored it. A pass "
+                f"step {self.step}, {self.label(row)}: pass {pass_name!r} has already scored it. A pass "
                 f"scores each sequence once, except {CURRENT!r} (once per inner iteration)"
             )
         counts[rows] += 1

@@ -73,6 +73,9 @@ class Recorder:
     are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, the next call raises
     the error. If the disk is full, or hangs for `max_wait` seconds, recording stops and training continues.
 
+    The standard passes are `rollout` (the inference engine), `train` (the trainer, before the update), `current` (the
+    trainer in the loss, once per inner iteration) and `reference`. Other passes need `add_contract` first.
+
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
     ...     batch = recorder.add_sequences(step=1, prompt_ids=[[5, 6]], response_ids=[[7, 8, 9]], reward=[1.0])
@@ -295,7 +298,10 @@ class Recorder:
             raise InvalidRecord(f"step {step}: got {len(own)} seq_ids for {rows} responses; pass one per response")
         seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
         known = named.add(step, seq_ids, ordered=self._ordered)
-        batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
+        batch = Batch(
+            step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split,
+            is_named=own is not None,
+        )  # fmt: skip
         reward_names = names(list(rewards or {}), f"step {step}, rewards")
 
         def refused(error: Exception) -> None:
@@ -414,6 +420,8 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit. `version` counts the optimizer updates in this state_dict.
 
+        Warns if `describe` or `add_contract` was not called before, because a replay needs both.
+
         Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
         tensors may change. Each version is saved only once.
 
@@ -424,6 +432,13 @@ class Recorder:
             raise InvalidRecord(f"version {version}: got {shown(tensors)}; pass a state_dict: tensors by name")
         for name, tensor in tensors.items():
             _check_has(f"version {version}, {name}", tensor, "detach", "torch tensor")
+        if self._checks_logprobs and not environment.rank():
+            calls = {
+                'describe(model={"class": ..., "config": ...})': self.writer.state.model,
+                'add_contract("train", {"engine": ..., "dtype": ...})': self._contracts,
+            }
+            if lacking := " and ".join(call for call, made in calls.items() if not made):
+                self._warn_once("weights", f"a replay of these weights also needs {lacking}")
         self.writer.keep_weights(version, tensors)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
@@ -516,7 +531,7 @@ class Recorder:
                 return None
             if column.alignment == PER_RESPONSE_TOKEN:
                 dtype = column.type.value_type.to_pandas_dtype()
-                return aligned(value, dtype, padding, lengths, batch.seq_ids, batch.step, name, remedy)
+                return aligned(value, dtype, padding, lengths, batch.label, batch.step, name, remedy)
             if column.type == REWARDS:
                 named = zip(reward_names, value, strict=True)
                 return {name: reward_array(value, rows, f"{what}[{name!r}]") for name, value in named} or None
@@ -533,7 +548,7 @@ class Recorder:
     def _score_columns(
         self, pass_name: str, batch: Batch, chosen: np.ndarray, values: dict[str, Any], tolerance: float
     ) -> dict[str, Any]:
-        step, seq_ids, lengths = batch.step, [batch.seq_ids[row] for row in chosen], batch.lengths(chosen)
+        step, lengths = batch.step, batch.lengths(chosen)
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
             raise InvalidRecord(
@@ -545,17 +560,20 @@ class Recorder:
             padding = Padding.of(own, f"step {step}, pass {pass_name!r}, attention_mask")
         remedy = ALIGN if batch.width_without_mask is None else _unmasked(batch)
 
+        def label(row: int) -> str:
+            return batch.label(chosen[row])
+
         def per_token(name: str, dtype: Any = np.float32) -> Ragged | None:
             if values[name] is None:
                 return None
             what = f"{name} of pass {pass_name!r}"
-            return aligned(values[name], dtype, padding, lengths, seq_ids, step, what, remedy)
+            return aligned(values[name], dtype, padding, lengths, label, step, what, remedy)
 
         scored = per_token("scored_mask", bool)
         scores = {name: with_holes(per_token(name), scored) for name in TOKEN_SCORES}
         if (logprobs := scores["logprobs"]) is not None:
             if self._checks_logprobs:
-                check_logprobs(logprobs, tolerance, seq_ids, step, pass_name)
+                check_logprobs(logprobs, tolerance, label, step, pass_name)
             self._warn_rounded(pass_name, values["logprobs"])
         what = f"step {step}, policy_version"
         version = per_row(values["policy_version"], len(chosen), _STAGED["policy_version"].type, what)

@@ -5,7 +5,7 @@ Shapes: B rows, T padded width, N tokens in all rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -122,11 +122,14 @@ def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
     return pa.MapArray.from_arrays(offsets, keys, values)
 
 
+Label = Callable[[int], str]
+"""Takes a row's number and returns its name for messages."""
+
 ALIGN = "align them, or pass this batch's own attention mask"
 
 
 def aligned(
-    data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, seq_ids: Sequence[str], step: int,
+    data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, label: Label, step: int,
     what: str, remedy: str = ALIGN,
 ) -> Ragged:  # fmt: skip
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
@@ -138,13 +141,13 @@ def aligned(
     if len(wrong):
         row, more = int(wrong[0]), "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"
         raise InvalidRecord(
-            f"step {step}, sequence {seq_ids[row]!r}: got {ragged.lengths[row]} values of {what} for {lengths[row]} "
+            f"step {step}, {label(row)}: got {ragged.lengths[row]} values of {what} for {lengths[row]} "
             f"response tokens{more}; {remedy}"
         )
     return ragged
 
 
-def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
+def check_logprobs(logprobs: Ragged, tolerance: float, label: Label, step: int, pass_name: str) -> None:
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -153,7 +156,7 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
     token = int(np.flatnonzero(too_high)[0])
     row = int(np.searchsorted(logprobs.offsets, token, side="right")) - 1
     raise InvalidRecord(
-        f"step {step}, sequence {seq_ids[row]!r}: logprob {logprobs.values[token]} of pass {pass_name!r} at response "
+        f"step {step}, {label(row)}: logprob {logprobs.values[token]} of pass {pass_name!r} at response "
         f"token {token - int(logprobs.offsets[row])}. A log-probability is at most 0. Pass log-probabilities (natural "
         "log), not probabilities or logits"
     )

@@ -42,7 +42,7 @@ class Objective(Result):
     num_updates: int
     """Updates, one per step and inner iteration. Each has a row in `steps`."""
     num_rows: int
-    """Sequences that went through the loss, counted once per inner iteration. Means are over these."""
+    """Sequences that entered the loss, counted once per inner iteration. Means are taken over these sequences."""
     num_sequences: int
     """Sequences with at least one unmasked token that has a finite logprob in every pass."""
     num_tokens: int

@@ -215,8 +215,8 @@ def check_dtype(name: str) -> None:
 
 
 def model_class(path: str) -> Any:
-    """Return transformers' language model class with this full name. Only names in transformers' own lists are
-    imported. Raises CannotReplay."""
+    """Return transformers' language model class with this name, with or without its module. Only names in
+    transformers' own lists are imported. Raises CannotReplay."""
     with collector_paused():
         import transformers
         from transformers.models.auto import modeling_auto
@@ -230,7 +230,7 @@ def model_class(path: str) -> Any:
     }
     with collector_paused():  # transformers imports the class on first access
         found = getattr(transformers, name, None) if name in listed else None
-    if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
+    if found is None or module not in ("", "transformers", found.__module__, found.__module__.rpartition(".")[0]):
         raise CannotReplay(
             f"the model cannot be rebuilt: the class {_named(path)} is not a language model in "
             "the installed transformers, so it is not imported; install the transformers version recorded in the "

@@ -712,13 +712,22 @@ def test_probabilities_stored_in_a_byte_are_named(tmp_path):
     assert "the logarithm of a multiple of 1/255" in evidence_text(first)
 
 
-def test_what_jumps_in_mid_run_and_stays_is_not_called_stale(tmp_path):
-    def rollout(step, number):
-        return in_float32(step, number) if number < 4 else step.scored(moved(step.logits, 77, 0.3))
+def from_step_4(change):
+    return lambda step, number: in_float32(step, number) if number < 4 else change(step, number)
 
-    run = Recording(rollout=rollout, steps=7, contracts=BOTH_FP32)
+
+def test_what_jumps_in_mid_run_and_stays_is_not_called_stale(tmp_path):
+    run = Recording(
+        rollout=from_step_4(lambda step, number: step.scored(moved(step.logits, 77, 0.3))), steps=7, contracts=BOTH_FP32
+    )
     first = first_of(run, tmp_path / "trace")
-    assert (first.code, first.numbers["cause"], first.numbers["since"]) == ("weights_differ", "sudden", 4)
+    assert (first.code, first.numbers["cause"], first.numbers["since_step"]) == ("computation_differs", "since", 4)
+
+
+def test_the_steps_after_a_jump_are_judged_as_a_run_of_their_own(tmp_path):
+    run = Recording(train=from_step_4(noisy), rollout=in_float32, steps=7, options={"in_group": 16})
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.numbers["since_step"], first.broken) == ("not_repeatable", 4, "trainer")
 
 
 def test_temperatures_that_only_one_side_applies_to_its_rows_are_named(tmp_path):

@@ -1,12 +1,15 @@
 """Conditions on a run: what they mean, their intervals, and the exit code."""
 
 import math
+import os
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from builders import make_trace, run, tim_trace
+import yaml
+from builders import ROOT, make_trace, run, tim_trace
 from tim_trace.analysis.alarms.reading import read_alarms
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.frameworks.framework import read_once
@@ -41,6 +44,29 @@ def noisy(tmp_path_factory):
     draw = np.random.default_rng(3)
     gaps = [draw.normal(0, draw.exponential(0.05), draw.integers(5, 41)).clip(-5, 0.9).tolist() for _ in range(300)]
     return record(tmp_path_factory.mktemp("gate") / "run", gaps, lambda place: -1 - place % 3)
+
+
+@pytest.mark.parametrize(("conditions", "code"), [("tim.max_abs_d>100\ntim.k3>10\n", 0), ("tim.k3>1e-9\n\ncheck", 1)])
+def test_the_action_runs_the_gate_with_one_condition_a_line(noisy, tmp_path, conditions, code):
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    (step,) = action["runs"]["steps"]
+    given = {"run": str(noisy), "fail-on": conditions, "junit": str(tmp_path / "gate.xml")}
+    assert given.keys() == action["inputs"].keys()
+    values = {f"${{{{ inputs.{name} }}}}": value for name, value in given.items()}
+    values["${{ github.action_path }}"] = str(ROOT)
+    env = {name: values[text] for name, text in step["env"].items()}
+    env |= {
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    (tmp_path / "step.sh").write_text(step["run"])
+    # As a runner calls `shell: bash`.
+    done = run("bash", "--noprofile", "--norc", "-eo", "pipefail", tmp_path / "step.sh", env=env)
+    assert done.code == code, done.stderr
+    cases = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite").findall("testcase")
+    assert [case.get("name") for case in cases] == conditions.split()
+    table = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(cases)
 
 
 @pytest.mark.slow

@@ -331,7 +331,16 @@ def table(tmp_path, monkeypatch):
         recorder.add_weights(0, {"table.weight": weight})
         batch = recorder.add_sequences(step=1, prompt_ids=prompts, response_ids=responses, policy_version=0)
         recorder.add_scores("train", batch, logprobs=taken)
+        recorder.add_scores("rollout", batch, logprobs=[[value - 1e-3 for value in row] for row in taken])
     return tmp_path / "run"
+
+
+def test_triangulate_takes_a_model_factory(table):
+    done = tim_trace("triangulate", table, "--model-factory", "factory:build", "--json", cwd=table.parent)
+    assert done.code == 0, done.stderr
+    errors = {side["name"]: side["rms"] for side in done.json()["sides"]}
+    assert errors["train"] < 1e-6
+    assert errors["rollout"] == pytest.approx(1e-3, rel=1e-3)
 
 
 @pytest.mark.slow

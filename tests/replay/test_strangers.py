@@ -88,7 +88,7 @@ def test_a_file_inside_of_the_trace_is_not_run(tmp_path, monkeypatch, verb):
     [
         "builtins.print", "os.abort", "os.system", "transformers.pipeline", "transformers.AutoModelForCausalLM",
         "transformers.utils.hub.cached_file", "transformers.utils.Qwen3ForCausalLM", "transformers.PreTrainedModel",
-        "transformers.models.auto.auto_factory._BaseAutoModelClass", "torch.load", "Qwen3ForCausalLM", "", ".", "..",
+        "transformers.models.auto.auto_factory._BaseAutoModelClass", "torch.load", "print", "", ".", "..",
         "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM.__init__", "transformers.__class__", "x\x1b[2J.y",
     ],
 )  # fmt: skip
@@ -98,7 +98,9 @@ def test_only_a_language_model_that_transformers_lists_is_built(name):
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("name", [CLASS, "transformers.Qwen3ForCausalLM", "transformers.models.qwen3.Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", [CLASS, "Qwen3ForCausalLM", "transformers.Qwen3ForCausalLM", "transformers.models.qwen3.Qwen3ForCausalLM"]
+)
 def test_a_language_model_of_transformers_is_known_by_its_names(name):
     assert trusted.model_class(name) is Qwen3ForCausalLM
 

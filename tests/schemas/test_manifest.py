@@ -2,8 +2,9 @@ import json
 
 import pytest
 from tim_trace.schemas.checksums import whole_hash
-from tim_trace.schemas.documents import FORMAT_VERSION, Manifest, canonical_json, parse_manifest, to_document
+from tim_trace.schemas.documents import Manifest, canonical_json, parse_manifest, to_document
 from tim_trace.schemas.errors import DamagedTrace, NewerTrace
+from tim_trace.schemas.layout import FORMAT_VERSION
 
 MANIFEST = Manifest(
     run_id="r", created_at="2026-01-01T00:00:00+00:00", created_by="0.1.0", source="record", command=("python", "x.py")

@@ -1,5 +1,6 @@
 import json
 import time
+import warnings
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -7,7 +8,7 @@ import pytest
 import torch
 from builders import add_step, make_batch
 from tim_trace.analysis.views import connect
-from tim_trace.schemas.errors import InvalidRecord, StorageError, TraceExists
+from tim_trace.schemas.errors import InvalidRecord, StorageError, TimTraceWarning, TraceExists
 from tim_trace.tracer.dense import Logits
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.routing import Routing
@@ -445,3 +446,26 @@ def test_scores_of_one_pass_lie_together_so_that_queries_can_leave_the_others_al
     column = [metadata.schema.column(i).name for i in range(metadata.num_columns)].index("pass")
     bounds = [metadata.row_group(i).column(column).statistics for i in range(metadata.num_row_groups)]
     assert [(b.min, b.max) for b in bounds] == [("rollout", "rollout"), ("train", "train")]
+
+
+def test_weights_that_cannot_be_replayed_are_said_at_the_first_call(tmp_path):
+    with Recorder(tmp_path / "bare") as recorder:
+        with pytest.warns(TimTraceWarning, match=r"also needs describe\(.*\) and add_contract\("):
+            recorder.add_weights(0, {"w": torch.ones(2)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            recorder.add_weights(1, {"w": torch.ones(2)})
+    with Recorder(tmp_path / "whole") as recorder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.describe(model={"class": "transformers.GPT2LMHeadModel", "config": {}})
+        recorder.add_contract("train", {"engine": "loop", "dtype": "float32"})
+        recorder.add_weights(0, {"w": torch.ones(2)})
+
+
+def test_sequences_without_ids_of_their_own_are_named_by_their_row(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        batch = recorder.add_sequences(step=1, response_ids=[[7], [8, 9]])
+        with pytest.raises(InvalidRecord, match="step 1, row 1: got 1 values of logprobs"):
+            recorder.add_scores("train", batch, logprobs=[[-1.0], [-1.0]])
+        with pytest.raises(InvalidRecord, match=r"step 1, row 1: logprob 0\.5"):
+            recorder.add_scores("train", batch, rows=[1], logprobs=[[-1.0, 0.5]])

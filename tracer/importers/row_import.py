@@ -195,9 +195,10 @@ class RowImport:
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
-        seq_ids = [batch.seq_ids[row] for row in rows]
         what, remedy = f"logprobs of pass {name!r}", "a pass needs one logprob, or NULL, for each response token"
-        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, what, remedy)
+        logprobs = aligned(
+            given, np.float32, None, lengths[rows], lambda row: batch.label(rows[row]), batch.step, what, remedy
+        )
         self.result.num_above_zero += int((logprobs.values > 0).sum())
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 

@@ -73,6 +73,7 @@ COMPUTATION = Fault(
         ),
     },
     words={"equal_weights": judged_words, "judged": judged_words},
+    causes={"since": "one side's model or numerics changed during the run"},
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
@@ -182,7 +183,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
-    known = among_faults(probabilities(data))
+    known = among_faults(probabilities(_after_jump(data)))
     first, second, *_ = known
     if known[second] < MIN_SECOND:
         return [_finding(data, first, KINDS[first][1], known[first], place)]
@@ -191,6 +192,13 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
         _finding(data, first, KINDS[first][1], known[first], place, rival),
         _finding(data, second, KINDS[second][1], known[second], place),
     ]
+
+
+def _after_jump(data: PairData) -> PairData:
+    """Leave out the steps before a jump from rounding to a constant level, which any kind of fault can cause."""
+    grown, steps = growth(data), data.sample.steps[data.seq]
+    is_jump = grown.since is not None and grown.is_sudden and grown.ratio > 2 and grown.first < allowed_noise(data)
+    return data.without(steps < grown.since) if is_jump else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
@@ -263,8 +271,12 @@ def _finding(
     if kind == "weights" and grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data):
         numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
         is_early = fades(data, data.sample.steps[data.seq] >= grown.since) > CLEAR_FADE
-        numbers |= {"cause": "early"} if is_early else {"cause": "sudden"} if grown.is_sudden else {}
-    for at, (name, value, is_above) in enumerate(reasons(data, kind)):
+        numbers |= {"cause": "early"} if is_early else {}
+    later = data if place is not None else _after_jump(data)
+    if later is not data:
+        numbers["cause"] = "since" if kind == "model" else cause
+    told = (each for each in reasons(later, kind) if later is data or each[0] != "first_step")
+    for at, (name, value, is_above) in enumerate(told):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
     if place is not None:
         numbers |= {
@@ -284,7 +296,7 @@ def _finding(
     if kind == "weights":
         along = float(numbers["along_movement"] or 0.0)
         behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
-        behind = "" if numbers["cause"] in ("early", "sudden") else behind
+        behind = "" if numbers["cause"] == "early" else behind
         broken = SIDES.get(data.names.get(behind, ""), "computation")
     return KINDS[kind][0].finding(
         data, "implied" if probability is None else "judged", inside,

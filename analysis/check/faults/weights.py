@@ -73,7 +73,6 @@ WEIGHTS = Fault(
         "after_update": "one side was scored after the update on the same batch",
         "never_synchronised": "the trainer's weights were never sent to the engine",
         "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
-        "sudden": "one side changed during the run: stale or quantised weights, a different precision or kernel, or dropout",
         "other_weights": "the engine's weights match no recorded version of the trainer",
     },
 )  # fmt: skip
