@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from builders import make_trace, run
-from tim_trace.analysis.mcp_server import TOOLS, fitted
+from tim_trace.analysis.mcp_server import TOOLS, _rounded, fitted
 
 pytest.importorskip("mcp")
 
@@ -160,6 +160,22 @@ def test_an_answer_that_is_too_long_says_what_was_cut(traces):
     }
 
 
+def test_text_that_is_not_unicode_is_escaped():
+    assert fitted(_rounded({"text": "a\udc80"}, 4), 100) == '{"text":"a\\\\udc80"}'
+
+
+def test_numbers_have_few_digits_and_whole_ones_no_point():
+    assert _rounded([0.1599999964, 25600.0, 57043, True, None, 1e-9, -0.0], 4) == [
+        0.16,
+        25600,
+        57043,
+        True,
+        None,
+        1e-9,
+        0,
+    ]
+
+
 def test_a_list_inside_a_row_is_cut_too():
     value = json.loads(fitted({"rows": [{"id": 1, "values": list(range(5000))}]}, 1000))
     assert 100 < len(value["rows"][0]["values"]) < 300
@@ -211,4 +227,4 @@ def test_the_server_ends_with_its_input_and_names_what_is_missing(traces):
     program = "import sys; sys.modules['mcp'] = None; from tim_trace.cli import main; main()"
     done = run(sys.executable, "-c", program, "mcp", "one", cwd=traces, stdin="")
     assert done.code == 2
-    assert done.stderr == "Error: the package mcp is missing; install it with: pip install 'tim-trace[mcp]'\n"
+    assert done.stderr == "Error: the package mcp 2 is missing; install it with: pip install 'tim-trace[mcp]'\n"
