@@ -35,11 +35,11 @@ import json, os, sys, time
 from tim_trace.analysis.query import sql
 from tim_trace.schemas.errors import InvalidQuery
 
-for query in json.load(sys.stdin):
+for query, timeout in json.load(sys.stdin):
     began, (reading, writing) = time.monotonic(), os.pipe()
     if not (child := os.fork()):  # its peak is this query's alone
         try:
-            sql(sys.argv[1], query, timeout=1.0, memory="200MB")
+            sql(sys.argv[1], query, timeout=timeout, memory="200MB")
         except InvalidQuery as error:
             os.write(writing, str(error).encode())
         os._exit(0)
@@ -58,13 +58,14 @@ def trace(tmp_path_factory):
 
 
 def test_a_hostile_query_ends_in_time_and_within_its_memory(trace, tmp_path):
-    done = run(sys.executable, "-c", MEASURED, trace, cwd=tmp_path, stdin=json.dumps(ENDLESS + LARGE))
+    asked = [(text, 1) for text in ENDLESS] + [(text, 100) for text in LARGE]
+    done = run(sys.executable, "-c", MEASURED, trace, cwd=tmp_path, stdin=json.dumps(asked))
     assert done.code == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    for text, (told, seconds, peak_kb) in zip(ENDLESS + LARGE, found, strict=True):
+    for (text, timeout), (told, seconds, peak_kb) in zip(asked, found, strict=True):
         assert told, text
         assert "\n" not in told
-        assert seconds < 10, text  # one expression cannot be interrupted
+        assert seconds < timeout + 20, text  # on a busy machine; one expression cannot be interrupted
         assert peak_kb < 500_000, text  # 200 MB, 64 MiB for stacks, and the program itself
     assert {told for told, *_ in found[: len(ENDLESS)]} == {
         "sql: the query took longer than 1 s; select fewer steps or rows, or allow timeout=2"
