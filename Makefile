@@ -1,5 +1,6 @@
 # make demo    record a real GRPO run and look at it
 # make demo-collapse  record the same training with an engine that goes wrong on the way, and ask why its reward falls
+# make example  record the run that `tim-trace example` writes, and pack it into analysis/example.zip
 # make demo-smollm2  record a GRPO run of a real pretrained model of 135 million parameters, and replay some of its steps (AVX-512 or a GPU)
 # make test    install everything, check style and types, build the site, run the tests on several workers; CI runs this
 # make test-slow SHARD=1/8  an eighth of the slow tests, which repeat a behaviour in more settings; CI runs another one at each commit
@@ -46,7 +47,7 @@ INSTALL_BROWSER = if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
 	else $(NO_BROWSER); fi
 endif
 
-.PHONY: demo demo-collapse demo-smollm2 test test-slow test-all lint stress bench bench-gpu matrix fuzz docs site outputs clean
+.PHONY: demo demo-collapse example demo-smollm2 test test-slow test-all lint stress bench bench-gpu matrix fuzz docs site outputs clean
 
 demo: $(VENV)/demo-installed
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/demo --force -- python examples/grpo_addition.py
@@ -62,6 +63,12 @@ demo-collapse: $(VENV)/demo-installed runs/demo/trace.json
 		python examples/grpo_addition.py --coarse-from 121
 	"$(BIN)/tim-trace" diagnose runs/demo-collapse --control runs/demo || [ $$? = 1 ]
 	"$(BIN)/tim-trace" report runs/demo-collapse runs/demo --control runs/demo -o runs/demo-collapse.html --force
+
+# At most 1 MB, which every wheel holds: without weights, and with fewer steps than the demo.
+example: $(VENV)/demo-installed
+	PATH="$(BIN):$$PATH" $(DEMO_THREADS) tim-trace record -o runs/example --force --weights none -- \
+		python examples/grpo_addition.py --steps 130 --coarse-from 91
+	cd runs/example && "$(BIN)/python" -m zipfile -c "$(CURDIR)/analysis/example.zip" *
 
 # Steps of twelve groups: from eight on there are intervals. Each takes as long again.
 SMOLLM2 := runs/smollm2-grpo

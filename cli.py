@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "getting started": {
+        "example": "Write an example trace: a recorded GRPO run whose reward drops.",
         "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
@@ -422,6 +423,24 @@ def main() -> None:
     """
 
 
+@_example("tim-trace example runs/example")
+@main.command("example")
+@click.argument("path", metavar="DIR")
+@click.option("--force", is_flag=True, help="Overwrite an existing trace.")
+def example_(path: str, force: bool) -> None:
+    """Write an example trace: a recorded GRPO run whose reward drops.
+
+    It comes with tim-trace and needs no GPU, torch or vLLM. It has no weights, so it cannot be replayed.
+    """
+    written = analysis.example(path, force=force)
+    page = shlex.quote(f"{path.rstrip('/')}.html")
+    _tell(
+        f"wrote {path}: a real GRPO run (TRL and vLLM, {written.num_steps} steps, {written.num_sequences:,} sequences) "
+        f"whose reward drops\nnext: tim-trace diagnose {shlex.quote(path)}\n"
+        f"      tim-trace report {shlex.quote(path)} -o {page}"
+    )
+
+
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
@@ -516,7 +535,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift. docs/reference/import-formats.md lists the files that each one reads. Importing a folder
+    torchtitan, ms-swift, or metrics for logged scalars alone (CSV, JSON, logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
     again is incremental. No code in the files is executed.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
@@ -732,7 +751,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
         _say(attribution_brief(found.attribution, story(found)))
     else:
         form.result(found, text={"verbose": verbose})
-    if not found.checked.is_valid:
+    if found.checked is not None and not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
 
@@ -1416,6 +1435,11 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
     if imported.num_known_files and not imported.num_files:
         return "\n".join(
             ["nothing new was found", *parts, f"next: tim-trace info {output}{_stats_command(output, pair)}"]
+        )
+    parts += imported.notes
+    if imported.format == "metrics":
+        return "\n".join(
+            [f"imported {imported.num_metrics:,} logged values", *parts, f"next: tim-trace diagnose {output}"]
         )
     lines = [
         f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "

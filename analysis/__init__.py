@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .corrections import corrections
     from .diagnosis.diagnose import diagnose
     from .dynamics.dynamics import dynamics
+    from .example import example
     from .export.export import export_run
     from .gate.gate import gate
     from .info import info
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
-    "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "gate",
+    "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -45,7 +46,7 @@ make_lazy(
     {
         "attach": "..tracer.weights.attach", "attribute": ".attribution.attribute", "check": ".check.check",
         "compact": ".compact", "compare": ".comparison.compare", "connect": ".views",
-        "corrections": ".corrections", "diagnose": ".diagnosis.diagnose", "dynamics": ".dynamics.dynamics",
+        "corrections": ".corrections", "diagnose": ".diagnosis.diagnose", "dynamics": ".dynamics.dynamics", "example": ".example",
         "export": ".weights", "export_run": ".export.export", "gate": ".gate.gate",
         "gradient": "..replay.gradients.engine", "import_dump": "..tracer.importers.import_dump",
         "import_parquet": "..tracer.importers.neutral", "info": ".info", "locate": ".locate",

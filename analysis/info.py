@@ -85,6 +85,7 @@ class TraceInfo(Result):
     first_step: int | None
     last_step: int | None
     num_steps: int
+    """Steps with sequences or, in a trace without sequences, steps with logged values."""
     num_sequences: int
     num_prompt_tokens: int
     num_response_tokens: int
@@ -145,7 +146,10 @@ _OF_MANIFEST = (
 
 
 _COUNTS = """
-    SELECT min(step) AS first_step, max(step) AS last_step, count(DISTINCT step) AS num_steps,
+    WITH logged AS (SELECT DISTINCT step FROM metrics WHERE NOT starts_with(name, 'hyperparameter/'))
+    SELECT coalesce(min(step), (SELECT min(step) FROM logged)) AS first_step,
+           coalesce(max(step), (SELECT max(step) FROM logged)) AS last_step,
+           CASE WHEN count(*) > 0 THEN count(DISTINCT step) ELSE (SELECT count(*) FROM logged) END AS num_steps,
            count(*) AS num_sequences,
            coalesce(sum(num_prompt_tokens), 0)::BIGINT AS num_prompt_tokens,
            coalesce(sum(num_response_tokens), 0)::BIGINT AS num_response_tokens,

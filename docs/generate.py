@@ -17,6 +17,7 @@ import click
 import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.text import DIFFERENCES, EVIDENCE
+from tim_trace.analysis.facts.read_series import AVERAGES, NAMES
 from tim_trace.replay.arm_option import ENGINES, GRADIENT
 from tim_trace.replay.arms import OPTIONS
 from tim_trace.schemas.sums import KINDS
@@ -199,6 +200,15 @@ def formats():
         yield "\n".join(lines)
 
 
+def logged_names():
+    """Return the framework names of each series as a Markdown table."""
+    lines = ["| series | logged as |", "|---|---|"]
+    for series in dict.fromkeys((*AVERAGES, *NAMES)):
+        names = (*NAMES.get(series, ()), *AVERAGES.get(series, ()))
+        lines.append(f"| `{series}` | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines)
+
+
 def pages():
     """Return the generated texts by page and marker."""
     return {
@@ -207,6 +217,7 @@ def pages():
             "evidence": evidence(),
             "thresholds": thresholds("facts/series.py", "facts/thresholds.py", "attribution/thresholds.py"),
         },
+        "start/import.md": {"names": logged_names()},
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},
         "reference/arms.md": {"options": arms()},

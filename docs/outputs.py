@@ -83,7 +83,8 @@ def filled(page: str, text: str, run: Callable[[str], str]) -> str:
 def needed_traces(page: str, text: str) -> set[str]:
     """Names of the traces that the commands of a page read, without what they write."""
     commands = [re.sub(r"-o \S+", "", shown.command) for shown in shown_outputs(page, text)]
-    return {name for command in commands for name in re.findall(r"\bruns/([\w-]+)", command)}
+    examples = {command.removeprefix("tim-trace example runs/") for command in commands}
+    return {name for command in commands for name in re.findall(r"\bruns/([\w-]+)", command)} - examples
 
 
 def _broken(line: str) -> str:

@@ -123,6 +123,10 @@ class RecordedRun:
                         f"{self.store.url}: the model's config is not a JSON object; the trace may be damaged"
                     )
                 return state.model, state.tokenizer
+        if self.manifest.is_import and not self.snapshot.files[SEQUENCES]:
+            raise CannotReplay(
+                f"{self.store.url}: has logged scalars and no tokens to score; record the run with tim-trace record"
+            )
         if self.manifest.is_import:
             raise CannotReplay(
                 f"{self.store.url}: was imported from a dump and has no model; attach the weights used to score it: "

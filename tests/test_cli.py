@@ -20,6 +20,7 @@ from tim_trace.analysis.comparison.compare import compare
 from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.dynamics.dynamics import dynamics
+from tim_trace.analysis.example import example
 from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
@@ -47,6 +48,7 @@ PRINTING = {"as_json", "as_csv", "is_wide", "is_brief", "as_sql", "quiet", "help
 """Options that say how to print, or that call another function (`analysis.weights.export`, `attach`), and have no twin."""
 
 TWINS = {
+    "example": example,
     "record": record,
     "import": import_dump,
     "info": info,
@@ -135,6 +137,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
 @pytest.mark.parametrize(
     "name",
     [
+        "example",
         "record",
         "info",
         "sql",
@@ -254,7 +257,18 @@ assert not [name for name in ("torch", "pandas") if name in sys.modules]
 def test_help_begins_with_the_verbs_to_begin_with_and_has_a_line_a_verb():
     shown = tim_trace("--help", env={"COLUMNS": "80"}).stdout.splitlines()
     verbs = [line.split()[0] for line in shown if line.startswith("  ") and line.split()[0] in TWINS]
-    assert verbs[:9] == ["record", "import", "diagnose", "report", "watch", "replay", "sql", "stats", "gate"]
+    assert verbs[:10] == [
+        "example",
+        "record",
+        "import",
+        "diagnose",
+        "report",
+        "watch",
+        "replay",
+        "sql",
+        "stats",
+        "gate",
+    ]
     assert sorted(verbs) == sorted(TWINS)
     assert shown.index("getting started:") < shown.index("analyzing a run:") < shown.index("replaying in depth:")
     assert len(shown) <= 45

@@ -6,7 +6,7 @@ import sys
 
 import click
 import pytest
-from builders import ROOT, run
+from builders import ROOT, in_process, run
 from tim_trace import cli
 from tim_trace.schemas.layout import FOLDERS
 from tim_trace.tracer.importers.formats import FORMATS
@@ -146,6 +146,16 @@ def test_the_readme_shows_outputs_each_with_its_command():
     assert all(one.output for one in shown)
 
 
+def test_what_the_readme_shows_of_the_example_is_what_its_commands_print(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(command):
+        done = in_process(shlex.split(command)[1:])
+        return done.stdout + done.stderr
+
+    assert OUTPUTS["filled"]("README.md", README, run) == README
+
+
 PAGE = """Before.
 
 <!-- begin output lines 2-3 -->
@@ -180,6 +190,8 @@ def test_a_page_needs_the_traces_that_its_commands_read():
         for command in ("diagnose runs/one-two --control runs/three", "report runs/one-two -o runs/four.html")
     )
     assert OUTPUTS["needed_traces"]("page", page) == {"one-two", "three"}
+    example = "<!-- begin output -->\n```\n$ tim-trace example runs/three\n```\n<!-- end output -->\n\n"
+    assert OUTPUTS["needed_traces"]("page", example + page) == {"one-two"}
     assert OUTPUTS["needed_traces"]("page", "none") == set()
 
 

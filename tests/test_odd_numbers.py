@@ -67,7 +67,7 @@ QUICK = {
         pytest.param(name, verb, marks=() if (name, verb) in QUICK else pytest.mark.slow)
         for name in STEPS
         for verb in WORDS
-        if verb not in HEAVY | {"record", "import"}
+        if verb not in HEAVY | {"example", "record", "import"}
     ],
 )
 def test_every_verb_answers(traces, tmp_path, name, verb):

@@ -29,6 +29,11 @@ def test_the_list_of_packages_is_the_tree():
     assert set(SETUPTOOLS["packages"]) == found
 
 
+def test_the_wheel_gets_the_example():
+    (pattern,) = SETUPTOOLS["package-data"]["tim_trace.analysis"]
+    assert [path.name for path in (ROOT / "analysis").glob(pattern)] == ["example.zip"]
+
+
 def test_no_module_but_the_package_s_own_lies_at_the_root():
     assert {str(path) for path in python_files() if len(path.parts) == 1} == {"__init__.py", "__main__.py", "cli.py"}
 
@@ -124,7 +129,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis").glob("*/*.sql")}
     page = {f"analysis/report/page/report.{kind}" for kind in ("html", "css", "js")}
     model = {"analysis/check/kinds.json", "analysis/attribution/model.json"}  # fitted by programs in benchmarks
-    assert inside == sources | queries | page | model | {"py.typed", "skills/tim-trace/SKILL.md"}
+    assert inside == sources | queries | page | model | {"py.typed", "analysis/example.zip", "skills/tim-trace/SKILL.md"}
 
 
 @pytest.mark.slow

@@ -131,6 +131,7 @@ def check_sentence(error, kind):
 
 GIVEN = {
     "attach": {"version": 1, "folder": "/proc/nowhere"},
+    "example": {"path": "/proc/nowhere"},
     "export": {"version": 1, "folder": "/proc/nowhere"},
     "export_run": {"to": "parquet", "output": "out", "force": True},
     "gate": {"fail_on": ["check"]},
@@ -144,6 +145,7 @@ GIVEN = {
 """What a verb needs beside a trace."""
 
 WRITES = {
+    ("example", "path"),
     ("record", "output"),
     ("import_dump", "output"),
     ("import_parquet", "output"),

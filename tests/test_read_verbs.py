@@ -7,7 +7,7 @@ from builders import in_process, make_trace
 from tim_trace import cli
 from verbs import HEAVY, WORDS, words_of
 
-MAKES_TRACES = {"record", "import"}
+MAKES_TRACES = {"example", "record", "import"}
 MORE = {"gate": ["--fail-on", "tim.k3>1"]}
 """What has a verb go all of its ways."""
 

@@ -6,6 +6,7 @@ import sys
 from builders import in_process
 
 WORDS = {
+    "example": "{new}",
     "record": "-o {new} -- {python} -c pass",
     "import": "parquet {dump} -o {new}",
     "diagnose": "{run}",

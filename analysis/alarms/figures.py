@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from ..facts.read_series import read_series
+from ..facts.read_series import ESTIMATED, read_averages, read_series
 from ..facts.series import KINDS, MISMATCH, Series
 from ..statistics.estimators import Array
 from ..trace.columns import sequence_columns
@@ -17,7 +17,7 @@ from ..trace.database import Database
 from ..trace.pair_sums import BATCH_ROWS, COUNTS, SUM_EXP_ABS_D, finite, pair_sums
 from ..trace.ragged import array_of
 from ..trace.source import Pair
-from ..trace.tokens import PassRows, token_query, tokens_of_rows
+from ..trace.tokens import PassRows, token_query, tokens_by_step, tokens_of_rows
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
@@ -32,6 +32,8 @@ NOT_FINITE = "num_not_finite"
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
     """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE per step, over the same tokens as `read_series`."""
+    if not tokens_by_step(database, run):
+        return read_averages(database, run)
     lists = ["mask"] if sequence_columns(database, run).mask else []
     query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
     batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
@@ -97,6 +99,8 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     names = {"k1": ("mean_d",), "ess_token": ("ess",), "chi2_token": ("mean_d", "k3", "ess")}.get(metric, (metric,))
     if any(name not in series for name in names):
         return None
+    if any(series[name].source.startswith(ESTIMATED) for name in names):
+        return None  # published levels apply to the exact metric
     columns = [series[name].values for name in names]
     if "k3" in names:  # the series omits an infinite k3: exp(d) overflows above 709 nats
         place, k3 = names.index("k3"), series["k3"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator
@@ -17,8 +18,10 @@ from ..facts import thresholds as ft
 from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
-from ..facts.series import COLLAPSE, Fall
-from ..statement import Statement
+from ..facts.series import COLLAPSE, Fall, Outcome
+from ..statement import Measured, Statement
+from ..statistics.intervals import student_quantile
+from ..statistics.noise import highest_long_run_variance
 from ..trace.columns import parse_pair
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -35,6 +38,8 @@ from .text import DIFFERENCES, evidence_sentence
 _NUMBERS = ("reward", "grad_norm", "loss")
 """The run cannot recover if any of these stays NaN or infinite."""
 _MOST_STEPS = 12
+_FEWEST_LAST = 8
+"""Minimum steps for comparing the end of a run with its baseline."""
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
 """Prefixes of configuration differences, which are considered even if the data differ at an earlier step."""
@@ -94,7 +99,8 @@ def _alone(facts: Facts) -> Attribution:
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
     shares = shares_prompts(facts, control)
-    if shares:
+    has_tokens = facts.has_tokens or control.has_tokens
+    if shares or not has_tokens:
         facts = facts.beside(control)
     known = table(facts)
     found, parted = table_beside(facts, control)
@@ -105,7 +111,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     else:
         suspects = judged((*known, *found), BESIDE)
     shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
-    notes = [] if shares else [Statement(code="other_prompts")]
+    notes = [] if shares else [Statement(code="other_prompts" if has_tokens else "no_prompts")]
     if facts.fall and not fell_too and not shown:
         notes.append(Statement(code="no_difference"))
     configured = [one for one in shown if one.feature.startswith(_SET)]
@@ -115,6 +121,8 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
         decide = configured  # a setting acts through the update or the sampling
     else:
         decide = [*shown[:1], *configured]
+    if facts.fall is None and (effect := _effect(facts.outcome, control.outcome)) is not None:
+        notes.append(effect)
     is_intervention = shares and (facts.fall is None or len({supported(one, BESIDE, suspects) for one in decide}) == 1)
     supposed, told = None, (*found, *known)
     if facts.new_reward is not None:  # the run alone shows that the reward changed
@@ -129,6 +137,24 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
         ),
         note_codes=(*result.note_codes, *notes),
     )  # fmt: skip
+
+
+def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
+    """Compare the end of two runs without a drop: the mean difference and its 95% interval."""
+    if run is None or baseline is None or run.name != baseline.name:
+        return None
+    steps, of_run, of_baseline = np.intersect1d(run.steps, baseline.steps, return_indices=True)
+    n = max(_FEWEST_LAST, len(steps) // 5)
+    if len(steps) < n:
+        return None
+    apart = (run.values[of_run] - baseline.values[of_baseline])[-n:]
+    mean = float(apart.mean())
+    reach = student_quantile(0.975, n - 1) * math.sqrt(highest_long_run_variance(apart - mean, 1) / n)
+    values: dict[str, Measured] = {
+        "outcome": run.name, "num_steps": n, "difference": mean, "low": mean - reach, "high": mean + reach,
+        "most": abs(mean) + reach,
+    }  # fmt: skip
+    return Statement(code="no_effect" if abs(mean) <= reach else "ends_apart", values=values)
 
 
 def _supposed(
@@ -255,7 +281,7 @@ def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
 
 def _next(facts: Facts, suspect: str) -> Advice:
     trace, step = shlex.quote(facts.trace), facts.fall.step if facts.fall else "all"
-    if suspect == "mismatch" and facts.mismatch is None:
+    if suspect in ("mismatch", "staleness", "length") and (facts.mismatch is None or not facts.has_tokens):
         return Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs")
     if suspect == "mismatch":
         found = facts.checked.findings[0].next if facts.checked else None

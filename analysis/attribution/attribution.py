@@ -157,7 +157,8 @@ class Attribution(Result):
 
     @property
     def clears_mismatch(self) -> bool:
-        return any(
+        is_known = all(note.code != "no_shared_token" for note in self.note_codes)
+        return is_known and any(
             suspect.code == "mismatch" and suspect.probability < MAX_PROBABILITY_CLEARED for suspect in self.suspects
         )
 

@@ -25,6 +25,7 @@ from ..statement import Measured, Statement
 from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
 from ..trace.source import Pair
+from ..trace.tokens import tokens_by_step
 from . import thresholds as t
 from .settings import is_setting, suspect_of
 
@@ -52,6 +53,10 @@ class Facts:
     @property
     def outcome(self) -> Outcome | None:
         return self.outcomes.judged
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(tokens_by_step(self.database))
 
     @property
     def changes(self) -> Mapping[str, tuple[timeline.ChangePoint, ...]]:
@@ -326,6 +331,8 @@ def read_facts(
         notes.append(Statement(code="no_evaluation"))
     if checked is None and not is_control:
         checked = _checked(database, pair, name, notes)
+    if (mean_abs_d := series.get("mean_abs_d")) is not None and not tokens_by_step(database) and not is_control:
+        notes[-1] = Statement(code="no_tokens", values={"source": mean_abs_d.source})
     return Facts(
         trace=name, series=series, outcomes=outcomes, fall=outcomes.fall, checked=checked, database=known, pair=pair,
         mismatch=of_engine.read_run_mismatch(series, outcomes.fall), settings=read_hyperparameters(known),

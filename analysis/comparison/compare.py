@@ -79,7 +79,7 @@ def compare(
         found += series_differences(series_a, series_b, same, within)
         advance(1)
     return Comparison(
-        a=of_a.given[0], b=of_b.given[0], pair=pair, steps=steps, num_steps=len(shared), same=tuple(same),
+        a=of_a.given[0], b=of_b.given[0], pair=pair, steps=steps, num_steps=len(shared or of_series[0] & of_series[1]), same=tuple(same),
         differences=tuple(sorted(found, key=_order)), within_scatter=tuple(within),
         note_codes=tuple(_notes(series_a.keys(), series_b.keys(), shared)),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
-from ..alarms.figures import token_figures
+from ..alarms.figures import figure, token_figures
 from ..alarms.reading import read_alarms
 from ..attribution.attribute import explain
 from ..attribution.attribution import Attribution
@@ -27,6 +27,7 @@ from ..check.data_checks import data_findings
 from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
+from ..facts.read_series import read_averages, read_series
 from ..facts.recorded import CONTRACT, RecordedChange, read_recorded
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, Array, addable
@@ -36,6 +37,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, SUM_EXP_ABS_D
 from ..trace.source import Pair
+from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
 from .figures import FIGURES
@@ -127,6 +129,9 @@ def diagnose(
     """
     names = parse_pair(pair)
     database = open_database(trace, steps)
+    opened_control = None if control is None else open_database(control, steps)
+    if not tokens_by_step(database) and read_series(database, pair=names):
+        return _of_scalars(database, names, opened_control, progress)
     with database.telling(progress):
         data = gather(database, names, trace=database.given[0], sums=_sums(database, names))
     checked = judge(data, pair, data_findings(database, data.sample))
@@ -137,7 +142,6 @@ def diagnose(
     replays = replay_effects(database, names, data.passes)
     sums = data.sums
     of_tokens = token_figures(sums.steps, sums.columns) if SUM_EXP_ABS_D in sums.columns else None
-    opened_control = None if control is None else open_database(control, steps)
     attribution = explain(database, names, control=opened_control, checked=checked, progress=progress)
     with database.telling(progress):
         jumps = _jumps(database, names)
@@ -152,6 +156,24 @@ def diagnose(
         ),
         size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
+    )  # fmt: skip
+
+
+def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
+    attribution = explain(database, pair, control=control, progress=progress)
+    known = {
+        name: figure(name, read_series(database, pair=pair), read_averages(database, database.sources[0].run))
+        for name in _LOGGED
+    }
+    metrics = {name: float(values[1].mean()) for name, values in known.items() if values is not None}
+    if "k3" in metrics:  # exact to second order in d
+        metrics["rms_d"] = math.sqrt(2 * max(metrics["k3"], 0.0))
+    figures = tuple(replace(each, fits=True) for each in _figures(metrics, None))
+    return Diagnosis(
+        checked=None, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
+        numerics=Numerics(passes=pair, declared=(None, None), logits=(None, None), values=(None, None)),
+        size=SizeComparison(code="unpublished", own=metrics.get("rms_d", math.nan), coarser=None),
+        alarms=read_alarms(database, pair), next=(),
     )  # fmt: skip
 
 
@@ -244,6 +266,8 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
     return ()
 
 
+_LOGGED = ("k1", "k3", "mean_abs_d", "prob_diff_mean", "chi2_token", "mean_exp_abs_d")
+"""Averages that frameworks log."""
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")
 
 

@@ -102,7 +102,8 @@ class Diagnosis(Result):
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
-    checked: CheckResult
+    checked: CheckResult | None
+    """None if the trace has logged averages and no tokens."""
     attribution: Attribution
     jumps: tuple[RecordedChange, ...]
     """Jumps in the mismatch by a factor of ABRUPT or more, largest first."""
@@ -122,17 +123,21 @@ class Diagnosis(Result):
     @property
     def unexplained_jump(self) -> RecordedChange | None:
         """Largest jump in the mismatch that no recorded setting explains. None if the comparison is invalid."""
-        return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
+        return next((jump for jump in self.jumps if not jump.follows), None) if self.is_valid else None
+
+    @property
+    def is_valid(self) -> bool:
+        return self.checked is not None and self.checked.is_valid
 
     @property
     def broken(self) -> BrokenSide | None:
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
-        seen, caused = checked.broken, suspect.broken if suspect else None
-        faults = data_faults(checked)
+        seen, caused = checked.broken if checked else None, suspect.broken if suspect else None
+        faults = data_faults(checked) if checked else ()
         of_data = min((each.since for each in faults if each.since is not None), default=None)
         if seen is None and caused is None:
             return BrokenSide(side="data", since=of_data, by=("check",)) if faults else None
-        since = None if seen is None else _first_step(checked, self.jumps)
+        since = None if checked is None or seen is None else _first_step(checked, self.jumps)
         if suspect is None or caused is None:
             return BrokenSide(side=str(seen), since=since, by=("check",))
         step = of_data if caused == "data" and of_data is not None else suspect.since
@@ -146,6 +151,7 @@ class Diagnosis(Result):
             return BrokenSide(side=caused if seen == "computation" else seen, since=both, by=("check", "attribute"))
         if not is_of_mismatch:
             return BrokenSide(side=caused, since=step, by=("attribute",), other=seen)
+        assert checked is not None
         if suspect.proof is not None and checked.findings[0].weight < 1.0:
             return BrokenSide(side=caused, since=step, by=("attribute",), other=seen, is_stronger=True)
         return BrokenSide(side=seen, since=both, by=("check",), other=caused, is_stronger=True)

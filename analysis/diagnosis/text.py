@@ -98,10 +98,13 @@ def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:
-    finding, attribution = found.checked.findings[0], found.attribution
+    attribution = found.attribution
+    validity = "unknown: the trace has no tokens to check"
+    if found.checked is not None:
+        validity = f"{'yes' if found.is_valid else 'NO'}: {found.checked.findings[0].title}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     rows = [
-        ("valid", f"{'yes' if found.checked.is_valid else 'NO'}: {finding.title}"),
+        ("valid", validity),
         ("normal", normal_text(found)),
         ("alerts", alerts_text(found, 3)),
     ]
@@ -134,7 +137,7 @@ def _labelled(name: str, text: str, width: int | None) -> str:
 
 def _tables(found: Diagnosis, width: int | None) -> list[str]:
     parts = [
-        _titled("IS IT VALID?", checked_text(found.checked, width)),
+        *([_titled("IS IT VALID?", checked_text(found.checked, width))] if found.checked else []),
         _titled("WHICH PRECISION?", wrapped(numerics_text(found.numerics), "", width)),
         _titled("IS IT NORMAL?", to_text(_figures(found), width)),
         _titled("WHICH ALERTS FIRED?", to_text(_alarms(found), width)),
@@ -160,7 +163,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     result["not_judged"] = list(found.alarms.not_judged)
     result["numerics"]["sentence"] = numerics_text(found.numerics)
     return result | {
-        "checked": checked_json(found.checked),
+        "checked": found.checked and checked_json(found.checked),
         "normal": normal_text(found),
         "broken": None if found.broken is None else asdict(found.broken) | {"sentence": broken_text(found)},
     }
@@ -183,15 +186,24 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
-    if checked.is_valid and of_mismatch and found.unexplained_jump is None:
+    if checked is None:
+        pass
+    elif checked.is_valid and of_mismatch and found.unexplained_jump is None:
         count += f", but the check explains the mismatch ({checked.findings[0].title})"
-    if not checked.is_valid and not of_mismatch:
+    elif not checked.is_valid and not of_mismatch:
         count += ", but the fault does not show in the mismatch"
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
     return f"{count}: {named}" if named else count
 
 
 def normal_text(found: Diagnosis) -> str:
+    if found.checked is None:
+        means = ", ".join(f"{name} {value:.3g}" for name, value in found.metrics.items() if name != "rms_d")
+        return (
+            f"Logged on average: {means}. {_NO_DTYPE[0].upper()}{_NO_DTYPE[1:]}."
+            if means
+            else "No mismatch was logged."
+        )
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)

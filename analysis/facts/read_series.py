@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..trace.columns import passes_with, read_hyperparameters, sequence_columns
 from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.source import Pair
+from ..trace.tokens import tokens_by_step
 from .mismatch import read_step_mismatch
 from .series import KINDS, Series, by_step, columns_of, is_evaluation, named
 
@@ -222,9 +223,46 @@ NAMES: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "train/entropy", "entropy/mean"),
     "update_to_weight": ("optimizer/update_to_weight",),
     "adam_second_moment": ("optimizer/second_moment",),
-    "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
-}
+    "reward": (
+        "reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward", "rollout/raw_reward",
+        "rollout/reward_mean",
+    ),
+}  # fmt: skip
 """Metric names used by frameworks and by the recorder, most preferred first."""
+
+AVERAGES: dict[str, tuple[str, ...]] = {
+    "k3": ("rollout_corr/k3_kl", "gen_kl_error", "mismatch_kl/all/mean", "train_rollout_kl", "mis_k3_kl"),
+    "mean_abs_d": (
+        "sampling/sampling_logp_difference/mean", "train_rollout_logprob_abs_diff",
+        "policy/rollout_train_logprobs_abs_diff_mean",
+    ),
+    "max_abs_d": ("sampling/sampling_logp_difference/max", "policy/rollout_train_logprobs_abs_diff_max"),
+    "mean_d": ("rollout_corr/kl", "mis_kl", "vllm_kl"),
+    "prob_diff_mean": ("training/rollout_probs_diff_mean",),
+    "mean_exp_abs_d": ("token_mult_prob_error",),
+    "chi2_token": ("rollout_corr/chi2_token", "mis_chi2_token"),
+    "length": (
+        "response_length/mean", "completions/mean_length", "rollout/response_len/mean", "rollout/response_length_mean",
+        "mean_gen_tokens_per_sample",
+    ),
+    "share_length_limited": (
+        "response_length/clip_ratio", "completions/clipped_ratio", "rollout/truncated_ratio", "rollout/truncated_rate",
+    ),
+    "share_groups_without_spread": ("frac_reward_zero_std",),
+    "clip_share": ("actor/pg_clipfrac", "clip_ratio/region_mean", "pg_clipfrac", "ppo_clip_ratio"),
+    "entropy": ("entropy_loss", "approx_entropy", "entropy/all/mean"),
+    "grad_norm": ("actor_grad_norm",), "loss": ("policy_loss",), "learning_rate": ("actor_lr", "lr-pg_0"),
+    "reference_k3": ("actor/kl_loss", "kl", "kl_loss"),
+}  # fmt: skip
+"""Names of averages that a trace with tokens computes itself, also with the prefix `train/`. Read if a run has no tokens.
+
+verl: trainer/ppo/rollout_corr_helper.py, utils/debug/metrics.py, trainer/ppo/metric_utils.py. TRL: trainer/grpo_trainer.py.
+slime: backends/megatron_utils/loss.py, observability/rollout_metrics.py, examples/train_infer_mismatch_helper/mis.py.
+miles: backends/training_utils/loss_hub/losses.py. NeMo-RL: algorithms/loss/loss_functions.py. OpenRLHF: models/loss.py,
+trainer/ppo_trainer.py. prime-rl: trainer/rl/loss.py. SkyRL: trainer.py."""
+_OF_ROLLOUT = AVERAGES["mean_d"]
+"""Frameworks log mean(rollout - train), the opposite sign of d."""
+ESTIMATED = "estimated from "
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -247,33 +285,66 @@ ORDER BY name
 """
 
 
-def read_logged(database: Database, run: str) -> list[Series]:
-    chosen = _chosen(database, run)
+def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
+    """Read the series that the training loop logged. Pass `has_tokens` if the database may leave out steps."""
+    chosen = _chosen(database, run, bool(tokens_by_step(database, run)) if has_tokens is None else has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
     by_name: dict[str, list[tuple[int, float, int]]] = {}
     for step, name, value, num_not_finite in rows:
         by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
-    return [_column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name]
+    found = {series: _column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name}
+    if "mean_abs_d" not in found and (estimate := _mean_abs_d(found)) is not None:
+        found["mean_abs_d"] = estimate
+    return [*found.values()]
+
+
+def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
+    """Estimate mean |d| (nats) from another average of d, for runs that logged only that."""
+    estimates: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+        "mean_exp_abs_d": (lambda values: values - 1, "mean exp(|d|) - 1, an upper bound"),
+        "prob_diff_mean": (lambda values: values, "a lower bound"),
+        "k3": (lambda values: np.sqrt(2 * np.maximum(values, 0)), "sqrt(2 k3), an upper bound"),
+    }
+    for name, (estimate, bound) in estimates.items():
+        if (series := found.get(name)) is not None:
+            source = f"{ESTIMATED}{series.logged}: {bound}"
+            return named("mean_abs_d", series.steps, estimate(series.values), source, series.not_finite)
+    return None
+
+
+def read_averages(database: Database, run: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Read logged averages that are not series, such as `prob_diff_mean`: (steps, values) by name."""
+    others = (one for one in read_logged(database, run) if one.name not in KINDS and one.name != "reference_k3")
+    return {one.name: (one.steps[one.known], one.values[one.known]) for one in others if one.known.any()}
 
 
 def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
     steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
     not_finite = steps[num_not_finite > 0]
+    if _bare(name) in _OF_ROLLOUT and series == "mean_d":
+        values = -values.astype(float)
     return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
 
 
-def _chosen(database: Database, run: str) -> dict[str, str]:
+def _chosen(database: Database, run: str, has_tokens: bool) -> dict[str, str]:
     rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
-    logged = [name for (name,) in rows if not is_evaluation(name)]
+    logged = {name: None for (name,) in rows if not is_evaluation(name)}
+    averages = {} if has_tokens else AVERAGES
+    bare = {_bare(name): name for name in reversed(logged)} if averages else {}
     found = {}
-    for series, names in NAMES.items():
+    for series in dict.fromkeys((*NAMES, *averages)):
         ends = LAST_WORDS.get(series, ())
         alike = [name for name in logged if re.split(r"[/.]", name)[-1] in ends]
-        name = next((name for name in (*names, *alike) if name in logged), None)
+        named_so = [*NAMES.get(series, ()), *(bare.get(name, name) for name in averages.get(series, ())), *alike]
+        name = next((name for name in named_so if name in logged), None)
         if name is not None:
             found[series] = name
     return found
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("train/")
 
 
 # The summation order is fixed to keep results bitwise reproducible with several threads.

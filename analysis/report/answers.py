@@ -65,6 +65,7 @@ def validity_answer(subject: Subject) -> Answer:
     if subject.diagnosis is None:
         return _unknown(subject.unanswered.get("diagnosis", ""), "nothing to compare")
     checked = subject.diagnosis.checked
+    assert checked is not None
     first = checked.findings[0]
     if checked.num_sampled_tokens >= checked.num_tokens:
         basis = f"all {checked.num_tokens:,} tokens inspected individually"
@@ -84,6 +85,7 @@ def factor_answer(subject: Subject) -> Answer:
     found = subject.diagnosis
     if found is None:
         return _unknown("a mismatch needs two passes")
+    assert found.checked is not None
     numerics = numerics_text(found.numerics)
     if (replay := found.settled_by) is not None:
         return Answer(
@@ -106,6 +108,7 @@ def size_answer(subject: Subject) -> Answer:
     found = subject.diagnosis
     if found is None:
         return _unknown("a mismatch needs two passes")
+    assert found.checked is not None
     code = "changed" if found.unexplained_jump else found.size.code if found.checked.is_valid else "not_valid"
     is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
     is_high = found.size.code == "above" or code == "changed" or is_alarming

@@ -123,7 +123,7 @@ def _headline(subject: Subject) -> str:
 def _next(subject: Subject) -> tuple[Advice, ...]:
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
-    if diagnosis and not diagnosis.checked.is_valid:
+    if diagnosis and not diagnosis.is_valid:
         found += diagnosis.next
     if attribution and attribution.fall:
         found += [
@@ -132,7 +132,7 @@ def _next(subject: Subject) -> tuple[Advice, ...]:
         if attribution.control is None:
             rerun = command(subject, "attribute", "--control", "RUN2")
             found.append(Advice(rerun, "RUN2: a rerun with the same seeds and one change"))
-    if diagnosis and diagnosis.checked.is_valid:
+    if diagnosis and diagnosis.is_valid:
         found += diagnosis.next
     if diagnosis is None:
         found.append(Advice(command(subject, "info")))

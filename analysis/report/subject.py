@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...schemas.errors import TimTraceError
+from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.passes import REPLAY_PREFIX
 from ...tracer.progress import Advance
 from ..attribution.attribute import attribute
@@ -27,7 +27,7 @@ from ..objective.objective import objective
 from ..objective.verdict import Objective
 from ..rows import Rows
 from ..token_samples.token_samples import TokenSamples, read_token_samples
-from ..trace.columns import read_hyperparameters, scored_passes
+from ..trace.columns import read_hyperparameters, scored_passes, why_nothing
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..trace.tokens import evenly_spaced, tokens_by_step
@@ -90,8 +90,14 @@ def read_subject(
         finally:
             advance(1)
 
+    def diagnosed_tokens() -> Diagnosis:
+        found = diagnose(database, pair=names, control=other, steps=steps)
+        if found.checked is None:
+            raise NothingToCompare(why_nothing(database, pair))
+        return found
+
     held = info(database)
-    diagnosed = ask("diagnosis", lambda: diagnose(database, pair=names, control=other, steps=steps))
+    diagnosed = ask("diagnosis", diagnosed_tokens)
     series = read_series(database, pair=pair)
     moved = ask("dynamics", lambda: dynamics(database, pair=names))
     part, of_part = without_most_steps(database)

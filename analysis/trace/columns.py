@@ -97,9 +97,19 @@ def num_scored(database: Database) -> dict[str, int]:
     return dict(database.connection.execute(query).fetchall())
 
 
+_SCALARS_ALONE = """
+SELECT NOT EXISTS (FROM sequences) AND EXISTS (FROM metrics WHERE NOT starts_with(name, 'hyperparameter/'))
+"""
+
+
 def why_nothing(database: Database, pair: Pair) -> str:
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
+    if not database.kept_steps and database.connection.execute(_SCALARS_ALONE).fetchall() == [(True,)]:
+        return (
+            f"{where}: has logged scalars and no tokens; record the run with tim-trace record, or import a dump with logprobs "
+            "(tim-trace import auto)"
+        )
     lacking = [name for name in pair if name not in counts]
     if lacking:
         problem = f"has no logprobs of pass {' and '.join(repr(name) for name in lacking)}{_note(database, lacking)}"

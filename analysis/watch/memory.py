@@ -24,6 +24,7 @@ from ..facts.mismatch import read_step_mismatch
 from ..facts.read_series import (
     Given,
     on_steps,
+    read_averages,
     read_clipping,
     read_entropy,
     read_given,
@@ -162,6 +163,7 @@ class Memory:
         self._basis: Any = None
         self._num_metrics = -1
         self._logged: list[Series] = []
+        self._averages: dict[str, Figure] = {}
         self._values: dict[str, dict[int, Any]] = {}
         """series -> step -> (value, True if NaN or infinity was recorded)"""
         self._sources: dict[str, str] = {}
@@ -188,8 +190,9 @@ class Memory:
         if not summed:
             database.keep_steps(wanted)
         run = source.run
-        self._logged = read_logged(database, run)
+        self._logged = read_logged(database, run, bool(extents.steps))
         self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
+        self._averages = {} if extents.steps else read_averages(database, run)
         self._num_metrics = extents.num_metrics
         self._given = self._given | read_given(database, run)
         loss = read_loss(read_hyperparameters(database, run))
@@ -211,7 +214,7 @@ class Memory:
         return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        return {
+        return self._averages | {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()
             if values

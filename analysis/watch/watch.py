@@ -90,6 +90,8 @@ class Watcher:
     def _seen(self, source: Source, extents: Extents) -> Watched:
         steps = [step for step, extent in extents.steps.items() if extent.num_sequences]
         series = self._memory.series(steps)
+        if not steps:  # logged values alone
+            steps = next((one.steps.tolist() for one in series.values()), [])
         unread = self._memory.pending(extents)
         state = state_of(source) if source.writers else WAITING
         exit_code = command_exit_code(source.writers)
@@ -154,9 +156,9 @@ class Watcher:
         info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
             notes.append("the trace exists, but no process is recording to it yet. Waiting")
-        elif not extents.steps:
+        elif not extents.steps and not (ended and self._memory.series(())):
             notes.append(f"no sequences were recorded; see {info}" if ended else "no sequence recorded yet")
-        elif lacking := [name for name in self.pair if name not in extents.passes]:
+        elif extents.steps and (lacking := [name for name in self.pair if name not in extents.passes]):
             there = ", ".join(sorted(extents.passes)) or "none"
             notes.append(
                 f"no mismatch to show: no scores of pass {' and '.join(map(repr, lacking))} yet; passes so far: {there}"

@@ -13,6 +13,7 @@ from .columns import ROWS_AT_ONCE, explained
 from .fields import Fields, Values
 from .format import DumpFolder, Format, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
+from .metrics import SCALARS
 from .miles import MILES
 from .responses import SGLANG, VLLM
 from .skyrl import SKYRL
@@ -217,12 +218,15 @@ FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
+        SCALARS,
     )
 }  # fmt: skip
 
 
 def recognised(folder: DumpFolder) -> str | None:
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
+    if len(found) > 1 and SCALARS.name in found:  # a run's folder often has its curves beside its dumps
+        found.remove(SCALARS.name)
     if len(found) > 1:
         raise ImportFailed(
             f"{folder.url}: contains files from {' and '.join(found)}. Name the format, e.g. tim-trace "

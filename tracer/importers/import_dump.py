@@ -14,6 +14,7 @@ from ..store import Store
 from .columns import Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
+from .metrics import SCALARS, import_metrics
 from .neutral import import_parquet
 from .row_import import Imported, RowImport, open_import
 
@@ -50,12 +51,16 @@ def import_dump(
     folder = _dump_folder(format, path)
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
-    if folder is None or format == PARQUET:
+    if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
-                "does not apply to the parquet format, which has no incomplete steps. Remove this option",
+                f"does not apply to the {format} format, which has no incomplete steps. Remove this option",
                 option="partial",
             )
+        if folder is not None and format == SCALARS.name:
+            if sample != 1.0:
+                raise ImportFailed("selects sequences, and scalars have none. Remove this option", option="sample")
+            return import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]

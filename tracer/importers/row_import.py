@@ -20,6 +20,7 @@ from ... import __version__
 from ...schemas.capture import Capture
 from ...schemas.documents import Manifest, now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
+from ...schemas.layout import METRICS
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
@@ -66,6 +67,8 @@ class Imported:
     """Incomplete parts left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
+    notes: tuple[str, ...] = ()
+    """What was changed or could not be read in files of scalars, one sentence each."""
 
 
 class RowImport:
@@ -144,6 +147,11 @@ class RowImport:
         for step, values in by_step.items():
             self._recorder.add_metrics(step, values)
             self.result.num_metrics += len(values)
+
+    def add_metric_columns(self, columns: Mapping[str, pa.Array]) -> None:
+        num = len(columns["step"])
+        self._writer.submit(lambda: self._writer.append(METRICS, columns, num), sum(a.nbytes for a in columns.values()))
+        self.result.num_metrics += num
 
     def _finish(self) -> None:
         for name in tuple(self._open):

@@ -37,7 +37,7 @@ def whole_content(path: Path, times: int = 2) -> bytes:
         ) from error
 
 
-def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
+def lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -71,7 +71,7 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
     line is skipped unless it is complete JSON."""
     try:
         with opened(path) as file:
-            for number, line in _lines_of(file, path):
+            for number, line in lines_of(file, path):
                 if number < first:
                     continue
                 where = f"{path}, line {number}"
@@ -107,7 +107,7 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
                 )
             return
         file.seek(0)
-        for number, line in _lines_of(file, name):
+        for number, line in lines_of(file, name):
             where = f"{name}, line {number}"
             record = as_object(parsed(line, where, _LINES), where, "each line is one sequence")
             yield number, record, "line", len(line)
