@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
@@ -66,6 +67,7 @@ SECTIONS = {
         "compact": "Merge a trace's many files into a few.",
         "query": "Run a named query, or list them all.",
         "export": "Write a run for pandas, TensorBoard or W&B.",
+        "mcp": "Serve runs to coding agents (Model Context Protocol).",
     },
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
@@ -358,6 +360,8 @@ _confidence = click.option(
     metavar="C",
     help="Confidence level for intervals over groups.",
 )
+_timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a query that takes longer.")
+_memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory, e.g. 500MB.")
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
     help="Download and run this recorded attention kernel from the Hugging Face hub. Can be repeated, e.g. "
@@ -614,8 +618,11 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
 @click.option("--unsafe", is_flag=True, help="Allow the query to write, and to read other files.")
+@_timeout
+@_memory
+@click.option("--max-rows", type=int, metavar="N", help="Print at most N rows.")
 @_prints()
-def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
+def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     """Run a DuckDB SQL query on one or more traces.
 
     Views: sequences, scores, passes, metrics, steps, tokens, changes (everything that changed during a run), and
@@ -626,11 +633,28 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     from .analysis.query import Session, prompt, split_arguments
 
     traces, query = split_arguments(arguments)
-    session = Session(traces, unsafe=unsafe)
+    session = Session(traces, **options)
     if query is None and sys.stdin.isatty():
         prompt(session, form.table)
-    else:
-        form.table(session.ask(sys.stdin.read() if query is None else query))
+        return
+    text = sys.stdin.read() if query is None else query
+    with _ended_after(options["timeout"]):
+        found = session.ask(text)
+    form.table(found)
+
+
+@_example("tim-trace mcp runs/demo --timeout 30")
+@main.command("mcp")
+@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time for a call.")
+@click.option("--memory", default="1GB", metavar="SIZE", help="Maximum memory for a query.")
+def mcp(traces: Sequence[str], **options: Any) -> None:
+    """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
+
+    Nothing is written, and only the given runs are read. Needs the package mcp: pip install 'tim-trace[mcp]'. To add
+    the server to a client, see docs/start/agents.md.
+    """
+    analysis.mcp(list(traces), **options)
 
 
 @_example("tim-trace query by-probability runs/demo")
@@ -638,9 +662,13 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair
+@_timeout
+@_memory
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
-def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
+def query_(
+    name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any
+) -> None:  # fmt: skip
     """List the named queries, or run a query on one or more traces.
 
     Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
@@ -656,7 +684,9 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     elif not traces:
         raise click.UsageError(f"query {name}: pass a trace, or print the query with --sql")
     else:
-        form.table(analysis.query(name, list(traces), pair=pair))
+        with _ended_after(options["timeout"]):
+            found = analysis.query(name, list(traces), pair=pair, **options)
+        form.table(found)
 
 
 @_example(
@@ -1203,6 +1233,25 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
             _tell(f"warning: {verdict.condition}: {verdict.how}")
     if found.fails:
         raise click.exceptions.Exit(1)
+
+
+@contextmanager
+def _ended_after(timeout: float | None) -> Iterator[None]:
+    """End the process if a query cannot be interrupted, because DuckDB does not interrupt a single expression."""
+    from .analysis.trace.limits import too_long
+
+    def end() -> None:
+        click.echo(f"Error: {too_long(timeout or 0)}", file=_stderr())
+        os._exit(2)
+
+    timer = Timer((timeout or 0) + 2, end)
+    timer.daemon = True
+    if timeout is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:

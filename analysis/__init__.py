@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .gate.gate import gate
     from .info import info
     from .locate import locate
+    from .mcp_server import mcp
     from .objective.objective import objective
     from .queries.catalogue import query
     from .query import sql
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "gate",
-    "gradient", "import_dump", "import_parquet", "info", "locate", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -49,7 +50,7 @@ make_lazy(
         "export": ".weights", "export_run": ".export.export", "gate": ".gate.gate",
         "gradient": "..replay.gradients.engine", "import_dump": "..tracer.importers.import_dump",
         "import_parquet": "..tracer.importers.neutral", "info": ".info", "locate": ".locate",
-        "objective": ".objective.objective", "query": ".queries.catalogue", "record": "..tracer.launch",
+        "mcp": ".mcp_server", "objective": ".objective.objective", "query": ".queries.catalogue", "record": "..tracer.launch",
         "replay": "..replay.engine", "report": ".report.report", "sql": ".query", "stats": ".stats",
         "triangulate": ".triangulate", "verify": ".verify", "watch": ".watch.watch", "weights": ".weights",
     },

@@ -6,15 +6,17 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import duckdb
 
-from ..schemas.errors import InvalidQuery, TimTraceError, option
+from ..schemas.errors import InvalidOption, InvalidQuery, TimTraceError, TimTraceWarning, option
 from ..tracer.parquet_file import PROTOCOL
 from .rows import Rows, printable_lines
 from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
+from .trace.limits import limited, set_memory
 from .trace.macros import words_of
 from .trace.source import Traces
 from .views import open_database
@@ -30,19 +32,32 @@ _OF_QUESTION = (
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
-def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
+def sql(
+    traces: Traces, query: str, *, unsafe: bool = False, timeout: float | None = None, memory: str | None = None,
+    max_rows: int | None = None,
+) -> Rows:  # fmt: skip
     """Run a DuckDB SQL query on one or more traces.
 
     The docstring of `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only from the
-    traces. Raises InvalidQuery with DuckDB's message if the query is wrong.
+    traces. `timeout` is in seconds, and `memory` a size such as 500MB: on Linux, this process cannot allocate more than
+    that while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if it exceeds one of
+    these limits. Warns if there are more than `max_rows` rows, which are not returned.
     """
-    return Session(traces, unsafe=unsafe).ask(query)
+    return Session(traces, unsafe=unsafe, timeout=timeout, memory=memory, max_rows=max_rows).ask(query)
 
 
 class Session:
-    def __init__(self, traces: Traces, *, unsafe: bool = False):
+    def __init__(
+        self, traces: Traces, *, unsafe: bool = False, timeout: float | None = None, memory: str | None = None,
+        max_rows: int | None = None,
+    ):  # fmt: skip
+        if max_rows is not None and max_rows < 1:
+            raise InvalidOption(f"got {max_rows}; use at least 1", option="max_rows")
         self._database = open_database(traces)
         self._unsafe, self._has_facts = unsafe, False
+        self._timeout, self._memory, self._max_rows = timeout, memory, max_rows
+        if memory is not None:
+            set_memory(self._database.connection.raw, memory)
         if not unsafe:
             # Confine the connection to the traces' files, without access to this process's variables.
             for setting in (
@@ -52,7 +67,16 @@ class Session:
                 self._database.connection.execute(f"SET {setting}")
 
     def ask(self, query: str) -> Rows:
-        return ended_by_ctrl_c(self._database.connection.raw, lambda: self._answer(query))
+        raw, most = self._database.connection.raw, self._max_rows
+        with limited(raw, self._timeout, self._memory):
+            found = ended_by_ctrl_c(raw, lambda: self._answer(query))
+        if most is None or len(found) <= most:
+            return found
+        told = (
+            f"only the first {most:,} rows are returned; aggregate, add LIMIT, or allow {option('max_rows', 2 * most)}"
+        )
+        warnings.warn(told, TimTraceWarning, stacklevel=2)
+        return Rows(found.columns, found.rows[:most])
 
     def _answer(self, query: str) -> Rows:
         connection = self._database.connection.raw
@@ -76,6 +100,8 @@ class Session:
                 self._database.views.choose_files(statement.query, None)
                 result = connection.execute(statement)
             columns = tuple(column[0] for column in result.description or ())
+            if self._max_rows is not None and columns:
+                return Rows(columns, result.fetchmany(self._max_rows + 1))
             return Rows(columns, result.fetchall() if columns else [])
         except TimTraceError:
             raise

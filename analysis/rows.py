@@ -69,7 +69,7 @@ def table(values: Sequence[Any]) -> Rows:
 def to_json(value: Any) -> str:
     """Serialize a value as JSON, with terminal control characters escaped. NaN and infinities, which JSON lacks, become
     the strings `NaN`, `Infinity` and `-Infinity`. null means "not recorded"."""
-    text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(char if char == "\n" or char.isprintable() else json.dumps(char)[1:-1] for char in text)
@@ -282,11 +282,11 @@ def shown(value: Any) -> Any:
 
 def _csv_cell(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
-        return json.dumps(_jsonable(value), ensure_ascii=False)
+        return json.dumps(jsonable(value), ensure_ascii=False)
     return repr(value) if isinstance(value, float) else value
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -294,11 +294,11 @@ def _jsonable(value: Any) -> Any:
             return "NaN"
         return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Rows):
-        return [_jsonable(row) for row in value.dicts()]
+        return [jsonable(row) for row in value.dicts()]
     if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if isinstance(value, (date, datetime)):
         return value.isoformat()
     return str(value)

@@ -26,6 +26,7 @@ from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.locate import locate
+from tim_trace.analysis.mcp_server import mcp
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.query import sql
@@ -53,6 +54,7 @@ TWINS = {
     "info": info,
     "sql": sql,
     "query": query,
+    "mcp": mcp,
     "stats": stats,
     "diagnose": diagnose,
     "check": check,
@@ -140,6 +142,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "info",
         "sql",
         "query",
+        "mcp",
         "stats",
         "diagnose",
         "check",

@@ -20,6 +20,7 @@ WORDS = {
     "verify": "{run}",
     "compact": "{run} -o {new}",
     "query": "by-probability {run}",
+    "mcp": "{run}",
     "export": "{run} --to parquet -o {new}",
     "check": "{run}",
     "compare": "{run} {run}",

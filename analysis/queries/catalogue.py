@@ -9,6 +9,7 @@ from ...schemas.errors import InvalidOption, NothingToCompare
 from ..rows import Rows
 from ..trace.columns import num_scored, parse_pair, why_nothing
 from ..trace.database import Database
+from ..trace.limits import limited, set_memory
 from ..trace.macros import quoted_pair
 from ..trace.source import Pair, Traces
 from ..views import open_database
@@ -51,14 +52,21 @@ def named_query(name: str) -> NamedQuery:
     return known[name]
 
 
-def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
+def query(
+    name: str, traces: Traces | Database, *, pair: str = "train:rollout", timeout: float | None = None,
+    memory: str | None = None,
+) -> Rows:  # fmt: skip
     """List the named queries, or run a query on one or more traces.
 
-    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for an unknown name, NothingToCompare
-    if no token has the data that the query needs, TraceNotFound, NewerTrace or DamagedTrace.
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. `timeout` and `memory` are limits as in `sql`. Raises
+    InvalidOption for an unknown name, NothingToCompare if no token has the data that the query needs, InvalidQuery if
+    the query exceeds a limit, TraceNotFound, NewerTrace or DamagedTrace.
     """
     chosen, names, database = named_query(name), parse_pair(pair), open_database(traces)
-    rows = database.ask(chosen.over(*names))
+    if memory is not None:
+        set_memory(database.connection.raw, memory)
+    with limited(database.connection.raw, timeout, memory):
+        rows = database.ask(chosen.over(*names))
     if not len(rows):
         raise NothingToCompare(_why_none(database, chosen, names))
     return rows

@@ -186,7 +186,8 @@ class Database:
     def damage(self, error: Exception) -> TimTraceError | None:
         if self.files.error is not None:
             return self.files.error
-        return None if _is_of_function(error) else _unreadable(self.sources, error)
+        is_of_query = _is_of_function(error) or isinstance(error, duckdb.OutOfMemoryException)
+        return None if is_of_query else _unreadable(self.sources, error)
 
     def _explained(self, error: Exception) -> TimTraceError:
         if self.files.error is None:
