@@ -464,11 +464,11 @@ def _unequal(
     cell = np.unique(np.stack([group, r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
     first, size = np.searchsorted(cell[order], cell), count_of(cell)
-    usual = a[order][first + (size - 1) // 2]
+    usual = a[order][first + (size - 1) // 2]  # of two rows, either one may be off
     scale = np.sqrt(mean_of(group, (a - mean_of(group, a)) ** 2))
-    off = (size > 2) & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
-    asked = size > 2
-    if 3 <= off.sum() < 0.34 * asked.sum() and off.any():
+    asked = size > 1
+    off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
+    if 3 <= off.sum() < 0.34 * asked.sum():
         rank = rank_of(group)
         parts = {"with finish reason 'length'": is_cut}
         parts |= {f"from the group's row {place} on": rank >= place for place in range(2, int(rank.max()))}
@@ -486,7 +486,7 @@ def _unequal(
     usual_mean = np.zeros(len(a))  # not 0 if advantages are whitened over tokens
     for _, part in _parts(at):
         usual_mean[part] = np.median(of_group[part][~is_equal[part]]) if not is_equal[part].all() else 0.0
-    loose = is_equal & (count_of(group) > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size) & (scale < 1e-3 * np.abs(a))
+    loose = is_equal & (count_of(group) > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and all(
         rule.name == "own" or rule.own > 0.99 for rule in rules.values()
     ):
@@ -981,9 +981,9 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
         return
     least = 1e-4 * np.abs(reward[there]).max()
 
-    def weights_of(rewards: np.ndarray) -> np.ndarray | None:
+    def weights_of(rewards: np.ndarray, rows: np.ndarray = there) -> np.ndarray | None:
         """Return the weights and constant that reproduce every reward from its parts, or None if no such weights exist."""
-        known = there & np.isfinite(rewards)
+        known = rows & np.isfinite(rewards)
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
             found, *_ = np.linalg.lstsq(columns, rewards[known], rcond=None)
@@ -1013,6 +1013,16 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
             numbers: Numbers = {"explanation": explanation, "contrast": contrast}
             yield run.finding("rewards_weighted", everywhere, at, _BY_STEP, numbers, notice=not any(off))
         return
+    since = _first_change([weights_of(reward, there & (at == step)) for step in range(at.max() + 1)])
+    before, after = (weights_of(reward, there & part) for part in (at < since, at >= since))
+    if before is not None and after is not None:
+        texts = [
+            " + ".join(f"{weight:.3g} {name}" for weight, name in zip(each, names, strict=False))
+            for each in (after, before)
+        ]
+        numbers = {"explanation": texts[0], "contrast": f"but {texts[1]} at earlier steps"}
+        yield run.finding("rewards_weighted", at >= since, at, _BY_STEP, numbers, notice=not declared)
+        return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
     tried = {
         f"those of the row {abs(by)} {'later' if by > 0 else 'earlier'}": reward[firsts + (place - firsts - by) % sizes]
@@ -1026,6 +1036,14 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
         explanation = "their sum truncated to an integer"
     if explanation:
         yield run.finding("rewards_differ", everywhere, at, _BY_ROW, {"explanation": explanation})
+
+
+def _first_change(weights: list[np.ndarray | None]) -> int:
+    """Return the first step whose weights differ from the first step's, or 0 if all agree or the first has none."""
+    first = weights[0] if weights else None
+    if first is None:
+        return 0
+    return next((step for step, each in enumerate(weights) if each is None or np.abs(each - first).max() > 0.01), 0)
 
 
 def _prompts(run: _Run) -> Iterator[DataFinding]:

@@ -293,6 +293,9 @@ FAULTS = {
     "decaying advantages": ("advantages_vary", None, {"advantage": lambda r, n: [value * 0.9 ** np.arange(length)[::-1] for value, length in zip(grpo(r), lengths_of(n), strict=True)], "hyperparameters": {"adv_estimator": "grpo"}}),
     "mean and deviation of another group": ("baseline", None, {"advantage": lambda r, n: of_other_group(r), "reward": graded}),
     "tiny deviation": ("advantages_extreme", None, {"advantage": lambda r, n: np.where(GROUP == 3, 40.0 * (-1) ** np.arange(len(r)), grpo(r))}),
+    "noise where rewards are equal": ("advantages_of_equal", None, {"advantage": lambda r, n: np.where(spread(r) > 0, grpo(r), grpo(np.random.default_rng(n).normal(size=len(r)))), "reward": lambda step, n, draw: (draw.random(len(GROUP)) < np.array([0, 0, 1, 1, 0.3, 0.4, 0.5, 0.6])[GROUP]).astype(float)}),
+    "pairs of equal rewards": ("advantages_unequal", None, {"advantage": lambda r, n: grpo(r) + (np.arange(len(r)) == 9), "reward": lambda step, n, draw: np.arange(len(GROUP)) % IN_GROUP // 2 + draw.random(GROUPS)[GROUP]}),
+    "a weight that doubles from 5": ("rewards_weighted", 5, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + (2 if n >= 5 else 1) * parts_of(step)["format"], "columns": lambda step, n: {"rewards": parts_of(step)}, "hyperparameters": {"reward_weights": "[1.0, 1.0]"}}),
     "a weight and a constant": ("rewards_weighted", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + 0.5 * parts_of(step)["format"] + 0.3, "columns": lambda step, n: {"rewards": parts_of(step)}}),
     "logged reward": ("metric_contradicts", 6, {"metrics": lambda step, r, n: {"reward": r.mean() + (n > 5) * 0.2}}),
     "logged length": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"completion_length": 40.0 + n}}),
@@ -496,3 +499,13 @@ def test_titles_and_sentences_have_all_their_numbers(tmp_path):
         assert found.code in KINDS
         assert found.title
         assert data_text(found).endswith("affected)" if found.since is None else f"starting at step {found.since})")
+
+
+def test_sampled_tokens_whose_logprobs_are_lost_are_no_tool_tokens(tmp_path):
+    def passes(recorder, batch, step, number):
+        lost = [np.where((row % 3 == 0) & (np.arange(len(own)) >= 4), 0, own) for row, own in enumerate(step.scored())]
+        recorder.add_scores("rollout", batch, logprobs=lost)
+        recorder.add_scores("train", batch, logprobs=step.scored())
+
+    found = findings(write(tmp_path / "trace", passes=passes, longest=24))
+    assert "unsampled_count" not in [each.code for each in found]
