@@ -894,7 +894,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     Without options, steps are replayed with the recorded settings. Every replay first checks that it reproduces the
-    recorded bits, and otherwise reports what differs on this machine. Steps that an arm already has are skipped.
+    recorded bits. If it does not, it reports what differs on this machine. Steps that an arm already has are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair

@@ -418,7 +418,7 @@ class Recorder:
         )
 
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Save a policy version's weights bit for bit. `version` counts the optimizer updates in this state_dict.
+        """Save a policy version's weights bit for bit. `version` is the number of optimizer updates applied to them.
 
         Warns if `describe` or `add_contract` was not called before, because a replay needs both.
 

@@ -42,7 +42,7 @@ EVIDENCE: Mapping[str, str] = {
     "declared_lag": "sequences were sampled with weights {lag:g} updates older than the scoring weights (mean |d| {mean_abs_d:.2g} nats)",
     "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the scoring weights, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
-    "earlier_weights_at_distance": "where engine and trainer differ, the engine's logprobs match the trainer's {version} steps earlier for {share:.0%} of {num_agreeing:,} prefixes",
+    "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
     "engine_moves_on": "the engine's logprobs for {num_openings:,} repeated prefixes change at each step, so the engine does get new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the weights may lag a few updates behind",

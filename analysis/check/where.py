@@ -1,4 +1,4 @@
-"""Describe where a mismatch occurs, as briefly as the affected tokens allow.
+"""Find the shortest description of which tokens a mismatch affects.
 
 A description splits tokens by one feature, such as a sequence setting, a position or a token id. Evidence for it is the
 log likelihood gained by fitting a separate mismatch level to each part (nats), minus the description's cost.

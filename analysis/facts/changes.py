@@ -211,8 +211,8 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the whole run unless its drop begins after the last selected step. In that case, return the run up to that
-    step, and the drop."""
+    """Return the whole run and None. If its drop begins after the last selected step, return the run up to that step,
+    and the drop."""
     if not database.kept_steps:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]

@@ -96,8 +96,8 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
         else ""
     )
     how_much = (
-        "The net bias is {relative_bias_signed} of the terms' total size{interval}; absolute biases add up to "
-        "{relative_abs_bias_percent}."
+        "Relative to the sum of the terms' absolute values, the net bias is {relative_bias_signed}{interval}, and the "
+        "absolute biases add up to {relative_abs_bias_percent}."
     )
     words["how_much"] = how_much.format(**words) if "relative_abs_bias" in values else ""
     words["how_far"] = _how_far(values)

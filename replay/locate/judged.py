@@ -31,7 +31,7 @@ class Judged:
     ratio: float
     """Largest introduced error divided by its bound, or inf if only one value is finite or a choice differs."""
     token: int
-    """Token with the largest ratio (index in prompt and response)."""
+    """Token with the largest ratio, as an index into the prompt and response."""
     dtype: str
     point: Point | None = None
     """Where the operator's error enters the forward pass, or None for expert choices and the head."""
