@@ -88,7 +88,7 @@ def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
 def test_the_size_of_a_bias_in_words():
     part = direction(estimate(-0.0123, -0.02, -0.01), estimate(0.2))
     assert sentence(part).endswith(
-        "The net bias is -1.23% of the terms' total size (95% interval over groups -2% to -1%); absolute biases add up to 20%."
+        "Relative to the sum of the terms' absolute values, the net bias is -1.23% (95% interval over groups -2% to -1%), and the absolute biases add up to 20%."
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
