@@ -93,7 +93,7 @@ class _Failure(click.ClickException):
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
         self.code = type(error).__name__ if as_json else None
-        """The error's class, if it is also printed to stdout as JSON."""
+        """Name of the error's class if the error is also printed to stdout as JSON, else None."""
 
     def show(self, file: Any = None) -> None:
         if self.code is not None:
@@ -157,7 +157,7 @@ _QUIET = f"{__name__}.quiet"
 
 
 def _speaking(error: Exception) -> TimTraceError | None:
-    """Return an error in terms that users know, or None for a bug."""
+    """Return the error as a TimTraceError, which users see as a message, or None if it is a bug."""
     if isinstance(error, OSError | TimTraceError):
         return error if isinstance(error, TimTraceError) else of_system(error)
     name = str(getattr(error, "name", "")).partition(".")[0]
@@ -361,7 +361,7 @@ _confidence = click.option(
     help="Confidence level for intervals over groups.",
 )
 _timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a query that takes longer.")
-_memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory, e.g. 500MB.")
+_memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory than this, e.g. 500MB.")
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
     help="Download and run this recorded attention kernel from the Hugging Face hub. Can be repeated, e.g. "
@@ -491,7 +491,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            # Without DuckDB, as in an installation that only records, the first query computes the sums.
+            # In an installation that can only record (no DuckDB), the first query computes the sums.
             if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
@@ -535,7 +535,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan, ms-swift, or metrics for logged scalars alone (CSV, JSON, logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
+    torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
     again is incremental. No code in the files is executed.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
@@ -1237,7 +1237,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 @contextmanager
 def _ended_after(timeout: float | None) -> Iterator[None]:
-    """End the process if a query cannot be interrupted, because DuckDB does not interrupt a single expression."""
+    """End the process if the query does not stop when interrupted: DuckDB cannot interrupt a single expression."""
     from .analysis.trace.limits import too_long
 
     def end() -> None:

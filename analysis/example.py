@@ -14,8 +14,8 @@ from .report.targets import explained
 def example(path: str | os.PathLike[str], *, force: bool = False) -> TraceInfo:
     """Write an example trace: a recorded GRPO run whose reward drops.
 
-    The trace comes with tim-trace (1 MB, made by `make example`), without weights, so it cannot be replayed. `path` is a
-    new folder. An existing trace is replaced only with `force`.
+    The trace is bundled with tim-trace (1 MB, made by `make example`). It has no weights, so it cannot be replayed.
+    `path` is a new folder. An existing trace is replaced only with `force`.
 
     Raises TraceExists or StorageError.
     """

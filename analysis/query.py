@@ -39,9 +39,9 @@ def sql(
     """Run a DuckDB SQL query on one or more traces.
 
     The docstring of `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only from the
-    traces. `timeout` is in seconds, and `memory` a size such as 500MB: on Linux, this process cannot allocate more than
-    that while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if it exceeds one of
-    these limits. Warns if there are more than `max_rows` rows, which are not returned.
+    traces. `timeout` is in seconds. `memory` is a size such as 500MB; on Linux, the whole process cannot allocate more
+    than that while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if it exceeds a
+    limit. Returns at most `max_rows` rows, and warns if there are more.
     """
     return Session(traces, unsafe=unsafe, timeout=timeout, memory=memory, max_rows=max_rows).ask(query)
 

@@ -125,7 +125,7 @@ class RecordedRun:
                 return state.model, state.tokenizer
         if self.manifest.is_import and not self.snapshot.files[SEQUENCES]:
             raise CannotReplay(
-                f"{self.store.url}: has logged scalars and no tokens to score; record the run with tim-trace record"
+                f"{self.store.url}: has logged scalars but no tokens to score; record the run with tim-trace record"
             )
         if self.manifest.is_import:
             raise CannotReplay(

@@ -177,8 +177,8 @@ class WriterState:
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers in an attempt. In the state of `tim-trace record` itself, the prefix that the keys of its
-    attempts share."""
+    """Key shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its
+    attempts' keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     """Source files that this writer has merged into its own and that are not deleted yet. Readers ignore them."""

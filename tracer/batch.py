@@ -26,7 +26,7 @@ class Batch:
         self.split = split
         self.seq_ids = seq_ids
         self.is_named = is_named
-        """False if the ids were generated, so that a caller knows the sequences only by row number."""
+        """False if the ids were generated, so the caller knows the sequences only by row number."""
         self.policy_version = policy_version
         self.folder = folder
         self.width_without_mask: int | None = None

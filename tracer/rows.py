@@ -123,7 +123,7 @@ def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
 
 
 Label = Callable[[int], str]
-"""Takes a row's number and returns its name for messages."""
+"""Returns the name of a row for messages, given its number."""
 
 ALIGN = "align them, or pass this batch's own attention mask"
 

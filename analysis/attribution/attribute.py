@@ -39,7 +39,7 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 """The run cannot recover if any of these stays NaN or infinite."""
 _MOST_STEPS = 12
 _FEWEST_LAST = 8
-"""Minimum steps for comparing the end of a run with its baseline."""
+"""Minimum number of steps for comparing the end of a run with its baseline."""
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
 """Prefixes of configuration differences, which are considered even if the data differ at an earlier step."""
@@ -140,7 +140,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
-    """Compare the end of two runs without a drop: the mean difference and its 95% interval."""
+    """Return the mean difference, with its 95% interval, between the outcomes at the end of two runs without a drop."""
     if run is None or baseline is None or run.name != baseline.name:
         return None
     steps, of_run, of_baseline = np.intersect1d(run.steps, baseline.steps, return_indices=True)

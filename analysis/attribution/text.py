@@ -101,14 +101,14 @@ NOTES: Mapping[str, str] = {
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses "
     "consistently get a different reward after it than before. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
-    "no_tokens": "the trace has logged averages and no tokens (mean |d| is {source}), so check, replays and the evidence from "
-    "single tokens are missing",
+    "no_tokens": "the trace has logged averages but no tokens (mean |d| is {source}), so there is no check, no replay and no "
+    "evidence from single tokens",
     "check_failed": "check failed: {error}",
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "
     "rerun with the same seeds and data",
     "no_prompts": "without tokens it is unknown whether both runs saw the same prompts, so this is only an observation",
-    "no_effect": "no effect seen: over the last {num_steps} shared steps, {outcome} differs from the baseline's by "
-    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so by {most:.3g} at most",
+    "no_effect": "no effect detected: over the last {num_steps} shared steps, {outcome} differs from the baseline's by "
+    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so by at most {most:.3g}",
     "ends_apart": "over the last {num_steps} shared steps, {outcome} differs from the baseline's by {difference:+.3g} (95% CI "
     "{low:+.3g} to {high:+.3g}), although no lasting drop was found",
     "no_difference": "the traces show no difference between the run and its baseline, yet the run does worse",

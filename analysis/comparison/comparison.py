@@ -47,7 +47,7 @@ class Comparison(Result):
     """The two passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Steps with sequences in both runs or, if there are none, with values of a series in both."""
+    """Steps with sequences in both runs. If there are none, steps with series values in both."""
     differences: tuple[RunDifference, ...]
     """Sorted by first step, then by kind, with the largest differences between series first."""
     same: tuple[str, ...]

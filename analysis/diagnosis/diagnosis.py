@@ -103,7 +103,7 @@ class Diagnosis(Result):
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
     checked: CheckResult | None
-    """None if the trace has logged averages and no tokens."""
+    """None if the trace has logged averages but no tokens."""
     attribution: Attribution
     jumps: tuple[RecordedChange, ...]
     """Jumps in the mismatch by a factor of ABRUPT or more, largest first."""

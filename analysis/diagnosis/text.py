@@ -200,9 +200,7 @@ def normal_text(found: Diagnosis) -> str:
     if found.checked is None:
         means = ", ".join(f"{name} {value:.3g}" for name, value in found.metrics.items() if name != "rms_d")
         return (
-            f"Logged on average: {means}. {_NO_DTYPE[0].upper()}{_NO_DTYPE[1:]}."
-            if means
-            else "No mismatch was logged."
+            f"Logged averages: {means}. {_NO_DTYPE[0].upper()}{_NO_DTYPE[1:]}." if means else "No mismatch was logged."
         )
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:

@@ -56,7 +56,7 @@ def dynamics(
         series = read_series(database, pair=names)
     if not series and database.kept_steps:
         raise NothingToCompare(
-            f"{source.run}: {option('steps', steps)} matches no step that has a series; choose different steps"
+            f"{source.run}: {option('steps', steps)} matches no step with series values; choose different steps"
         )
     if not series:
         raise NothingToCompare(f"{source.run}: has neither sequences nor metrics; record a run with tim-trace record")

@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
 
 MOST = 1000
-"""Longer series are downsampled to this many values, by averaging neighbouring steps, before changes are searched for."""
+"""Before the search for changes, neighbouring steps of longer series are averaged down to this many values."""
 
 FEWEST = 12
 

@@ -254,7 +254,7 @@ AVERAGES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("actor_grad_norm",), "loss": ("policy_loss",), "learning_rate": ("actor_lr", "lr-pg_0"),
     "reference_k3": ("actor/kl_loss", "kl", "kl_loss"),
 }  # fmt: skip
-"""Names of averages that a trace with tokens computes itself, also with the prefix `train/`. Read if a run has no tokens.
+"""Logged names, with or without `train/`, of averages that tokens would give. Read only if a run has no tokens.
 
 verl: trainer/ppo/rollout_corr_helper.py, utils/debug/metrics.py, trainer/ppo/metric_utils.py. TRL: trainer/grpo_trainer.py.
 slime: backends/megatron_utils/loss.py, observability/rollout_metrics.py, examples/train_infer_mismatch_helper/mis.py.
@@ -286,7 +286,7 @@ ORDER BY name
 
 
 def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
-    """Read the series that the training loop logged. Pass `has_tokens` if the database may leave out steps."""
+    """Read the series that the training loop logged. Pass `has_tokens` if the database may omit steps."""
     chosen = _chosen(database, run, bool(tokens_by_step(database, run)) if has_tokens is None else has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()

@@ -58,7 +58,7 @@ def query(
 ) -> Rows:  # fmt: skip
     """List the named queries, or run a query on one or more traces.
 
-    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. `timeout` and `memory` are limits as in `sql`. Raises
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. `timeout` and `memory` work as in `sql`. Raises
     InvalidOption for an unknown name, NothingToCompare if no token has the data that the query needs, InvalidQuery if
     the query exceeds a limit, TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -107,7 +107,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
     where = ", ".join(source.run for source in database.sources)
     if not database.kept_steps and database.connection.execute(_SCALARS_ALONE).fetchall() == [(True,)]:
         return (
-            f"{where}: has logged scalars and no tokens; record the run with tim-trace record, or import a dump with logprobs "
+            f"{where}: has logged scalars but no tokens; record the run with tim-trace record, or import a dump with logprobs "
             "(tim-trace import auto)"
         )
     lacking = [name for name in pair if name not in counts]

@@ -13,7 +13,7 @@ from ...schemas.errors import InvalidOption, InvalidQuery, option
 from ...schemas.size import parse_size
 
 _STACKS = 64 << 20
-"""Room for thread stacks, beside what the query allocates."""
+"""Extra room for thread stacks, in bytes."""
 _INTERRUPT_EVERY_S = 0.1
 
 
@@ -31,7 +31,7 @@ def limited(
 ) -> Iterator[None]:
     """Raise InvalidQuery if the block takes longer than `timeout` seconds or more memory than `memory`.
 
-    DuckDB counts only its buffers, not strings and lists under construction. On Linux, the whole process's memory is
+    DuckDB's own limit covers its buffers, but not strings and lists under construction. On Linux, the whole process is
     therefore limited too, until the block ends.
     """
     if timeout is not None and not timeout > 0:
@@ -82,7 +82,7 @@ def _process_limit(num_bytes: int | None) -> Iterator[None]:
 
 
 def _data_bytes() -> int | None:
-    """Return the size that RLIMIT_DATA limits, or None if this system does not limit it."""
+    """Return the current size of the memory that RLIMIT_DATA limits, or None if the system does not report it."""
     try:
         with open("/proc/self/status", encoding="ascii") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))

@@ -90,7 +90,7 @@ class Watcher:
     def _seen(self, source: Source, extents: Extents) -> Watched:
         steps = [step for step, extent in extents.steps.items() if extent.num_sequences]
         series = self._memory.series(steps)
-        if not steps:  # logged values alone
+        if not steps:  # only logged values
             steps = next((one.steps.tolist() for one in series.values()), [])
         unread = self._memory.pending(extents)
         state = state_of(source) if source.writers else WAITING

@@ -183,7 +183,7 @@ def test_the_last_value_of_a_step_wins_and_it_is_told(tmp_path):
     done = tim_trace("import", "metrics", path, "-o", tmp_path / "run")
     assert done.code == 0
     assert (
-        "3 values were logged again for the same step, as by a resumed run; the last one was kept (first: a at step 2)"
+        "3 values were logged again for the same step, e.g. by a resumed run; the last one was kept (first: a at step 2)"
         in done.stderr
     )
     found = {key: struct.unpack("<d", value)[0] for key, value in values_of(tmp_path / "run").items()}
@@ -218,7 +218,7 @@ def test_scalars_are_added_beside_a_trace(tmp_path):
     import_dump("metrics", path, output=tmp_path / "run")
     assert values_of(tmp_path / "run")["mine", 2] == struct.pack("<d", 2.0)
     assert info(str(tmp_path / "run")).num_sequences == before
-    with pytest.raises(ImportFailed, match="already has values of mine"):
+    with pytest.raises(ImportFailed, match="already has values for mine"):
         import_dump("metrics", path, output=tmp_path / "run")
     import_dump("metrics", path, output=tmp_path / "alone")
     with pytest.raises(TraceExists):
@@ -228,13 +228,13 @@ def test_scalars_are_added_beside_a_trace(tmp_path):
 
 HOSTILE = {
     "empty.csv": ("", "contains no scalars"), "empty.json": ("", "not JSON"), "list.json": ("[]", "contains no scalars"),
-    "text.json": ('"x"', "is neither a list"), "numbers.json": ("[1]", "is not an object"), "deep.json": ("[" * 99999, "not JSON"),
+    "text.json": ('"x"', "is not a list of objects"), "numbers.json": ("[1]", "is not an object"), "deep.json": ("[" * 99999, "not JSON"),
     "junk.csv": (b"\xff\xfe\x00", "cannot be read as CSV"), "junk.jsonl": (b"\xff\n", "not JSON"),
     "junk.log": (b"\xff\x00\n", "no line with scalars"), "trl.log": ("{'loss': 1.0}\n", "import its trainer_state.json"),
     "junk.tfevents.1": (b"\xff" * 99, "record 1 is damaged"), "junk.wandb": (b"\xff" * 99, "is not a W&B run file"),
     "short.csv": ("step,a\n1,2\n2\n", "line 3: has 1 cells for 2 columns"), "no.csv": ("a,b\n1,2\n", "has no step"),
     "twice.csv": ("step,a,a\n1,2,3\n", "two columns named a"), "half.csv": ("step,a\n1.5,2\n", "a step is a whole number"),
-    "negative.csv": ("step,a\n-1,2\n", "not negative"), "huge.jsonl": ('{"step": 1e300, "a": 1}', "a step is a whole number"),
+    "negative.csv": ("step,a\n-1,2\n", "cannot be negative"), "huge.jsonl": ('{"step": 1e300, "a": 1}', "a step is a whole number"),
     "flag.jsonl": ('{"step": true, "a": 1}', "a step is a whole number"), "lines.jsonl": ('{"step": 1}\nx\n', "line 2: not JSON"),
     "quote.csv": ('step,a\n1,"' + "x" * 200_000, "cannot be read as CSV"), "cut.csv.gz": (b"\x1f\x8b\x08\x00", "cannot be read"),
     "wide.csv": ("step," + ",".join(map(str, range(200_000))) + "\n1" + ",1" * 200_000 + "\n", "more than 100,000 columns"),
@@ -303,14 +303,14 @@ def test_runs_that_end_alike_end_in_no_effect_and_its_bound(tmp_path):
     trace, exact = curves(tmp_path / "run", 1), curves(tmp_path / "exact", 2, engine=0.0)
     done = tim_trace("attribute", trace, "--control", exact)
     assert done.code == 0
-    assert "no effect seen: over the last 24 shared steps, critic/rewards/mean" not in done.stdout
+    assert "no effect detected: over the last 24 shared steps, critic/rewards/mean" not in done.stdout
     note = next(note for note in attribute(trace, control=exact).note_codes if note.code == "no_effect")
     assert note.values["low"] <= 0 <= note.values["high"]
     assert note.values["most"] < 0.05
     assert (
         done.stdout.strip()
         .splitlines()[-1]
-        .startswith("Note: no effect seen: over the last 24 shared steps, reward differs")
+        .startswith("Note: no effect detected: over the last 24 shared steps, reward differs")
     )
 
 
@@ -327,7 +327,7 @@ def test_a_verb_that_needs_tokens_says_so(tmp_path, words):
     arguments = [verb, *more, str(trace)] if verb == "query" else [verb, str(trace), *" ".join(more).split()]
     done = in_process(arguments)
     assert done.code == 2
-    assert "has logged scalars and no tokens" in done.stderr
+    assert "has logged scalars but no tokens" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -36,13 +36,13 @@ _CLOCKS = ("_timestamp", "_runtime", "_wandb", "Wall time")
 SCALARS = Format(
     name="metrics",
     writes="any logger of scalars (TRL, transformers, verl, slime, miles, TensorBoard, W&B)",
-    files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, or a log with the lines that verl or slime print",
+    files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, or a console log of verl or slime",
     columns={"step": (*_STEPS, _COUNTER)},
-    alignment="scalars per step, no tokens. Every other column becomes a metric under its own name. "
-    "[These names](../start/import.md#curves-alone) are recognised as mismatch, reward and so on",
+    alignment="scalars per step, no tokens. Each other column becomes a metric under its own name. "
+    "[These names](../start/import.md#curves-only) are recognised as mismatch, reward and so on",
     recognises=is_of_scalars,
 )
-_MAP = "Map the step's column, e.g. theirs=step"
+_MAP = "Map the step column, e.g. theirs=step"
 _MOST_NAMES, _MOST_DEPTH, _AT_ONCE = 100_000, 20, 1 << 16
 
 
@@ -50,9 +50,9 @@ def import_metrics(
     folder: DumpFolder, *, output: str | os.PathLike[str], map: Mapping[str, str] | None, steps: str, force: bool,
     progress: Progress,
 ) -> Imported:  # fmt: skip
-    """Import a file or folder of scalars. Values are kept in memory (20 bytes each) to keep the last one of each step.
+    """Import a file or folder of scalars. All values are held in memory (20 bytes each), because a step's last value replaces earlier ones.
 
-    A trace at `output` that was not imported from scalars is extended. Raises ImportFailed or TraceExists.
+    If `output` is a trace that was not imported from scalars, they are added to it. Raises ImportFailed or TraceExists.
     """
     names, left_out = files_of(folder)
     found, notes = _Scalars(dict(map or {})), list[str]()
@@ -81,7 +81,7 @@ def _holds_other(output: str | os.PathLike[str], names: Any) -> bool:
     files = (pa.PythonFile(FileCursor(entry.file), mode="r") for entry in take_snapshot(store).files[METRICS])
     known = {name for file in files for name in pc.unique(pq.read_table(file, columns=["name"])["name"]).to_pylist()}
     if both := sorted(known & set(names)):
-        raise ImportFailed(f"{output}: already has values of {listed_names(both)}. Rename or skip them", option="map")
+        raise ImportFailed(f"{output}: already has values for {listed_names(both)}. Rename or skip them", option="map")
     return True
 
 
@@ -90,7 +90,7 @@ class _Scalars:
 
     def __init__(self, mapped: dict[str, str]):
         self.codes: dict[str, int] = {}
-        """The place of each name."""
+        """Index of each name."""
         self.ignored: dict[str, None] = {}
         self._steps, self._names, self._values = array("q"), array("i"), array("d")
         self._texts: dict[int, str] = {}
@@ -104,7 +104,7 @@ class _Scalars:
         flat.pop("", None)  # skipped
         at = self._step(where, flat) if step is None else step
         if at < 0:
-            raise ImportFailed(f"{where}: the step is {at}, but steps are not negative. {_MAP}")
+            raise ImportFailed(f"{where}: the step is {at}, but a step cannot be negative. {_MAP}")
         for name, value in flat.items():
             is_setting = name.startswith(HYPERPARAMETER)
             if name in (*_STEPS, _COUNTER) or (value is None and not is_setting):
@@ -155,7 +155,7 @@ class _Scalars:
             order_N = order_N[np.isin(step_N[order_N], parse_steps(steps, np.unique(step_N).tolist(), of=url))]
         is_text = np.isin(order_N, list(self._texts))
         kinds = {
-            "were logged again for the same step, as by a resumed run; the last one was kept": again_N,
+            "were logged again for the same step, e.g. by a resumed run; the last one was kept": again_N,
             "are NaN or infinite, and were kept": order_N[~np.isfinite(value_N[order_N]) & ~is_text],
             "are text, and were kept as text": order_N[is_text & (step_N[order_N] > 0)],
         }
@@ -173,7 +173,7 @@ class _Scalars:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested objects as `outer/inner`, but W&B's own (histograms, images, tables), which have a `_type`, whole."""
+    """Yield nested values as `outer/inner`. W&B's objects with a `_type` (histograms, images, tables) stay whole."""
     for name, value in values.items():
         if isinstance(value, Mapping) and "_type" not in value and path.count("/") < _MOST_DEPTH:
             yield from _flat(value, f"{path}{name}/")

@@ -68,7 +68,7 @@ class Imported:
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
     notes: tuple[str, ...] = ()
-    """What was changed or could not be read in files of scalars, one sentence each."""
+    """What was changed or not read when scalars were imported, one sentence each."""
 
 
 class RowImport:

@@ -1,4 +1,4 @@
-"""Read files of logged scalars, one row per record. No file is held in memory whole, except .json files."""
+"""Read files of logged scalars, one row per record. Only .json files are held in memory whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = tuple[str, int | None, Mapping[str, Any]]
 _LINES = "each line must be one object with a step"
 _SUFFIXES = (".csv", ".tsv", ".log", ".out", ".txt", ".json", ".jsonl", ".ndjson")
 _KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents\..*", "[^/]*$"), (r".*\.wandb", ".*/"))
-"""Files that only scalars have, and the part of their path that differs within a run."""
+"""Patterns of files that hold only scalars, and of the part of their path that varies within a run."""
 
 
 def is_of_scalars(folder: DumpFolder) -> bool:
@@ -36,7 +36,7 @@ def is_of_scalars(folder: DumpFolder) -> bool:
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
         return folder.is_file and name.endswith(_SUFFIXES)
-    try:  # JSON with nothing but numbers in its first record
+    try:  # JSON whose first record holds only numbers
         _, _, values = next(rows_of(folder.path(folder.files[0]), [], {}), ("", None, {}))
     except ImportFailed:
         return False
@@ -44,7 +44,7 @@ def is_of_scalars(folder: DumpFolder) -> bool:
 
 
 def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
-    """Return the files to read, in order, and a sentence about files of scalars that are left out."""
+    """Return the files to read, in order, and a note on scalar files that are left out."""
     tables = [name for name in folder.files if folder.is_file or name.removesuffix(".gz").endswith(_SUFFIXES)]
     kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
     found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
@@ -90,7 +90,7 @@ def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     records = value.get("log_history", [value]) if isinstance(value, dict) else value
     if not isinstance(records, list):
         raise ImportFailed(
-            f"{path}: is neither a list of objects nor has a log_history. Pass the file that the trainer saved"
+            f"{path}: is not a list of objects and has no log_history. Pass the file that the trainer saved"
         )
     for number, record in enumerate(records, start=1):
         yield f"{path}, record {number}", None, as_object(record, f"{path}, record {number}", "each is one step")
@@ -138,7 +138,7 @@ def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
 
 
 def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str]:
-    """Return each column's name, "" to skip it. W&B's charts export `RUN - NAME`, and a __MIN and a __MAX of each."""
+    """Return each column's name, or "" to skip it. W&B exports charts as `RUN - NAME`, with its __MIN and __MAX."""
     runs = dict.fromkeys(name.rpartition(" - ")[0] for name in names[1:])
     if names[0] == "Step" and len(runs) > 1 and "" not in runs:
         raise ImportFailed(f"{path}: contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
@@ -186,10 +186,10 @@ def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             is_any |= bool(values)
             yield where, int(found[1]), values
     if broken:
-        notes.append(f"{num_broken:,} items of log lines have no number (first: {broken})")
+        notes.append(f"{num_broken:,} items in log lines have no number (first: {broken})")
     if not is_any:
         raise ImportFailed(
-            f"{path}: contains no line with scalars as verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}) print it. TRL's "
+            f"{path}: contains no scalars in the format of verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}). TRL's "
             "console output has no steps: import its trainer_state.json. Give a table of scalars the suffix .csv or .jsonl"
         )
 

@@ -195,7 +195,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _after_jump(data: PairData) -> PairData:
-    """Leave out the steps before a jump from rounding to a constant level, which any kind of fault can cause."""
+    """Leave out the steps before a jump from rounding to a constant level. Any kind of fault can cause such a jump."""
     grown, steps = growth(data), data.sample.steps[data.seq]
     is_jump = grown.since is not None and grown.is_sudden and grown.ratio > 2 and grown.first < allowed_noise(data)
     return data.without(steps < grown.since) if is_jump else data

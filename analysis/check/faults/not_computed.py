@@ -336,7 +336,7 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
         at_end = np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99
         if where.sum() >= 2 * num_runs:
             reason = "after_end" if at_end else "improbable"
-        # Tokens that sampling chose at 1 of k positions have a probability of about 1/k.
+        # A token sampled at 1 of k positions has a probability of about 1/k.
         elif at_end and np.median(others[where]) < np.log(where.sum() / data.num_kept) - 2:
             reason = "appended"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
