@@ -92,9 +92,9 @@ def test_the_size_of_a_bias_in_words():
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
-        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. The net bias is -1.23%"
+        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. Relative to the sum"
     )
-    assert "interval" not in undecided
+    assert "the net bias is -1.23%, and" in undecided
 
 
 def figures(**given):
