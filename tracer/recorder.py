@@ -420,7 +420,7 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit. `version` is the number of optimizer updates applied to them.
 
-        Warns if `describe` or `add_contract` was not called before, because a replay needs both.
+        Warns if `describe` or `add_contract` has not been called, because a replay needs both.
 
         Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
         tensors may change. Each version is saved only once.

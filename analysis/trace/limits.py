@@ -94,7 +94,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (MemoryError, duckdb.OutOfMemoryException)):
             return True
-        if any(words in str(error) for words in ("MemoryError", "can't start new thread")):  # within Python functions
+        if any(words in str(error) for words in ("MemoryError", "can't start new thread")):  # from Python functions
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -230,7 +230,7 @@ HOSTILE = {
     "empty.csv": ("", "contains no scalars"), "empty.json": ("", "not JSON"), "list.json": ("[]", "contains no scalars"),
     "text.json": ('"x"', "is not a list of objects"), "numbers.json": ("[1]", "is not an object"), "deep.json": ("[" * 99999, "not JSON"),
     "junk.csv": (b"\xff\xfe\x00", "cannot be read as CSV"), "junk.jsonl": (b"\xff\n", "not JSON"),
-    "junk.log": (b"\xff\x00\n", "no line with scalars"), "trl.log": ("{'loss': 1.0}\n", "import its trainer_state.json"),
+    "junk.log": (b"\xff\x00\n", "no scalars in the format"), "trl.log": ("{'loss': 1.0}\n", "import its trainer_state.json"),
     "junk.tfevents.1": (b"\xff" * 99, "record 1 is damaged"), "junk.wandb": (b"\xff" * 99, "is not a W&B run file"),
     "short.csv": ("step,a\n1,2\n2\n", "line 3: has 1 cells for 2 columns"), "no.csv": ("a,b\n1,2\n", "has no step"),
     "twice.csv": ("step,a,a\n1,2,3\n", "two columns named a"), "half.csv": ("step,a\n1.5,2\n", "a step is a whole number"),

@@ -59,7 +59,7 @@ def import_dump(
             )
         if folder is not None and format == SCALARS.name:
             if sample != 1.0:
-                raise ImportFailed("selects sequences, and scalars have none. Remove this option", option="sample")
+                raise ImportFailed("selects sequences, but scalars have none. Remove this option", option="sample")
             return import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
