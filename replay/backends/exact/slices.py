@@ -97,7 +97,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Add up slice products by order, smallest first. Each order's sum is exact, so only these additions round."""
+    """Sum the slice products of each order exactly, then add these sums, smallest first. Only the final additions round."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
