@@ -141,11 +141,12 @@ class RunTools:
 
         baseline = None if control is None else self._path(control)
         found = diagnosis_json(diagnose(self._path(run), control=baseline, steps=steps))
-        cause, checked, raised = found["attribution"], found["checked"], [a for a in found["alarms"] if a["sounds"]]
+        cause, raised = found["attribution"], [each for each in found["alarms"] if each["sounds"]]
+        checked = found["checked"] or {"is_valid": None, "findings": []}  # a trace of curves has nothing to check
         suspects = [_some(each, "code", "detail", "probability") for each in cause["suspects"][:4]]
         more: dict[str, Any] = {}
         if detail == "none":
-            more = {"numerics": found["numerics"]["sentence"], "metrics": found["metrics"]}
+            more = {"numerics": (found["numerics"] or {}).get("sentence"), "metrics": found["metrics"]}
         elif detail == "suspects":
             for each, whole in zip(suspects, cause["suspects"], strict=False):
                 each |= {"evidence": [one["sentence"] for one in whole["evidence"][:4]], "next": whole["next"]}

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 from builders import make_trace, run
-from tim_trace.analysis.mcp_server import TOOLS, _rounded, fitted
+from tim_trace.analysis.mcp_server import TOOLS, RunTools, _rounded, fitted
+from tim_trace.tracer.importers.import_dump import import_dump
 
 pytest.importorskip("mcp")
 
@@ -144,6 +145,16 @@ def test_an_error_names_what_may_have_been_meant(traces):
     assert one == {"columns": ["one"], "rows": [[1]]}
     assert beyond == {"rows": [], "first_step": 1, "last_step": 3, "passes": {"rollout": "vllm", "train": "trl"}}
     assert {*strange["passes"]} == {"rollout", "train"}
+
+
+def test_a_run_of_curves_is_diagnosed(tmp_path):
+    rows = "".join(f"{step},{0.5 + step % 3 / 10},{0.01 + step % 2 / 1000}\n" for step in range(1, 40))
+    (tmp_path / "curves.csv").write_text("step,reward,tim/mean_abs_d\n" + rows)
+    import_dump("metrics", tmp_path / "curves.csv", output=tmp_path / "run")
+    tools = RunTools({"run": str(tmp_path / "run")}, 60.0, "1GB")
+    for detail in ("none", "suspects", "alarms", "figures"):
+        assert tools.diagnose(detail=detail)["valid"] is None
+    assert tools.describe()["num_metrics"] == 2 * 39
 
 
 def test_an_answer_that_is_too_long_says_what_was_cut(traces):
