@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -207,7 +207,7 @@ class Fuzzer:
             self.damage(draw, case, trace)
         before = fingerprint(trace)
         limit_s = PIPE_LIMIT_S if any(mutation.startswith("pipe") for mutation, _ in case.damages) else LIMIT_S
-        case.ended = self.runner.run(case.arguments, trace.parent, limit_s, leaves=number % 8 == 0)
+        case.ended = without_error(self.runner.run(case.arguments, trace.parent, limit_s, leaves=number % 8 == 0))
         try:
             self.judge(case, trace, before)
         except Failed as failure:
@@ -515,6 +515,17 @@ def parse(arguments, ended):
         ]
         answer = {name: answer[name] for name in wanted} | {"passes": passes}
     return answer, damaged
+
+
+def without_error(ended):
+    """With --json an error is also JSON on stdout, in the words of stderr. Everything else is judged without it."""
+    if (
+        ended.code == 2
+        and ended.stdout.startswith('{"error": ')
+        and json.loads(ended.stdout)["error"]["message"] in ended.stderr
+    ):
+        return replace(ended, stdout="")
+    return ended
 
 
 def judge_error(ended):

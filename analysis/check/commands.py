@@ -7,6 +7,7 @@ import re
 import shlex
 
 from ...schemas.steps import ALL_STEPS
+from ...schemas.tables import TABLES
 from ..advice import Advice
 from .pair_data import PairData
 
@@ -84,10 +85,12 @@ _COLUMNS = {
 
 def by_column(data: PairData, column: str) -> Advice:
     table, name, passed = "sequences", column, ""
-    if column.startswith(("writer_", "contract_", "version_")):
-        table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
+    if column.endswith(("_a", "_b")):
+        table, name = "scores", {"version_a": "policy_version", "version_b": "policy_version"}.get(column, column[:-2])
         side = data.sample.a if column.endswith("_a") else data.sample.b
         passed = f" WHERE \"pass\" = '{side.name}'"
+    if name not in _COLUMNS and name not in TABLES[table].schema.names:
+        return stats(data, "sequence")  # such as a row's place in its group
     asked = _COLUMNS.get(name, name)
     asked = asked if " " in asked else f"{table}.{asked}"
     return sql(

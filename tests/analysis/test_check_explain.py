@@ -21,12 +21,15 @@ from bigrams import (
     table,
     top_p,
 )
-from builders import ROOT, tim_trace
+from builders import ROOT, in_process, tim_trace
+from rich_trace import make_rich_trace
 from tim_trace.analysis.check.check import check, gather
+from tim_trace.analysis.check.commands import by_column
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING
 from tim_trace.analysis.check.features import REASONS, features, model
 from tim_trace.analysis.check.text import checked_text
+from tim_trace.analysis.check.where import sequence_columns
 from tim_trace.analysis.queries.catalogue import catalogue
 from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
@@ -458,6 +461,16 @@ def test_every_query_that_a_finding_proposes_is_in_the_catalogue():
     proposed = {name for call in calls for name in re.findall(r'"([a-z]+-[a-z-]+)"', call)}
     assert proposed
     assert proposed <= {each.name for each in catalogue()}
+
+
+def test_the_command_for_every_column_of_sequences_runs(tmp_path):
+    make_rich_trace(tmp_path / "trace")
+    data = gather(open_database(tmp_path / "trace"), ("train", "rollout"), trace=str(tmp_path / "trace"))
+    asked = {name: str(by_column(data, name)) for name in sequence_columns(data.sample)}
+    assert {"group_rank", "forward_row_a", "version_b", "not_first_of_4"} <= asked.keys()
+    for name, command in asked.items():
+        done = in_process(shlex.split(command)[1:])
+        assert done.code == 0, f"{name}: {done.stderr}"
 
 
 # --- The fitted model -------------------------------------------------------------------------------------------------------

@@ -146,10 +146,10 @@ def without_baseline(advantage, reward):
 PLANTED = {
     "longer prompts": ("data", "prompt_length", Plan(prompt_length=from_at(4, 12))),
     "other prompts": ("data", "prompt_form_shift", Plan(first_prompt=from_at(100, 200))),
-    "cut responses": ("truncation", "longest_response", Plan(most_tokens=from_at(99, 12))),
+    "cut responses": ("unknown", "longest_response", Plan(most_tokens=from_at(99, 12))),
     "max_tokens": ("truncation", "max_tokens", Plan(most_tokens=from_at(30, 12), settings={"max_tokens": 30}, settings_at={"max_tokens": 12})),
     "kl coefficient": ("reference", "kl_coef", Plan(settings={"kl_coef": 0.01}, settings_at={"kl_coef": 5.0})),
-    "another reference": ("reference", "reference_k3", Plan(reference=from_at(0.1, 1.0), right=sliding)),
+    "another reference": ("unknown", "reference_k3", Plan(reference=from_at(0.1, 1.0), right=sliding)),
     "sign of advantages": ("advantages", "advantage_correlation", Plan(advantages=from_at(same, flipped))),
     "scale of advantages": ("advantages", "advantage_scale", Plan(advantages=from_at(same, tenfold))),
     "baseline": ("advantages", "advantage_mean", Plan(advantages=from_at(same, without_baseline))),
@@ -158,7 +158,7 @@ PLANTED = {
     "text": ("reward", "verifier", Plan(settings={"verifier": "exact"}, settings_at={"verifier": "model"})),
     "unknown": ("unknown", "frobnication", Plan(settings={"frobnication": 1.0}, settings_at={"frobnication": 2.0})),
 }  # fmt: skip
-"""Name -> the suspect, the series that changes, and the plan."""
+"""Name -> the suspect, or `unknown` if the cause is only listed among the changes; the series that changes; the plan."""
 
 
 @pytest.fixture(scope="module")
@@ -448,12 +448,8 @@ def test_a_control_lists_prompts_and_what_was_changed_near_the_fall(tmp_path):
     )
     control = record(tmp_path / "control", Plan(right=SOUND, settings={"kl_coef": 0.01}))
     found = attribute(run, control=control)
-    assert found.kind == "observation"
-    assert differing(found) == {"data", "reference"}
-    assert (
-        f"starting at step {AT}, the prompts differ from the baseline's (at {STEPS - AT + 1} steps)"
-        in difference_sentences(found)
-    )
+    assert {suspect.code for suspect in found.suspects[:2]} == {"data", "reference"}
+    assert difference_sentences(found) == (f"first difference at step {AT}: the prompts",)
 
 
 # --- a brief ----------------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_a_writer_s_files_of_another_run_do_not_count(trace, tmp_path):
         shutil.copy(file, trace / file.parent.name)
     foreign, lost = info(str(trace)).damaged
     assert "belongs to run" in foreign
-    assert "are excluded from results" in lost
+    assert "is missing" in lost
     check_readable(trace, 40, damaged=True)
 
 
@@ -377,7 +377,7 @@ def test_damage_that_no_checksum_tells_is_named_by_every_command(tmp_path, monke
     flip_page(file, column)
     reseal(tmp_path / "run")
     monkeypatch.setattr(VerifiedFile, "_compare", lambda *_: None)  # as if the blocks' checksums matched
-    for name in set(main.commands) - {"example", "record", "import", "compact"}:
+    for name in set(main.commands) - {"example", "record", "import", "compact", "mcp"}:
         arguments = [tmp_path / "run", *OPTIONS.get(name, [])]
         if name == "query":
             arguments.reverse()
