@@ -487,6 +487,8 @@ def _unequal(
     for _, part in _parts(at):
         usual_mean[part] = np.median(of_group[part][~is_equal[part]]) if not is_equal[part].all() else 0.0
     loose = is_equal & (count_of(group) > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
+    if off[~is_equal].any():  # advantages depend on more than the reward, which also spreads them in these groups
+        loose &= scale < 1e-3 * np.abs(a)
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and all(
         rule.name == "own" or rule.own > 0.99 for rule in rules.values()
     ):
@@ -984,6 +986,8 @@ def _reward_parts(run: _Run) -> Iterator[DataFinding]:
     def weights_of(rewards: np.ndarray, rows: np.ndarray = there) -> np.ndarray | None:
         """Return the weights and constant that reproduce every reward from its parts, or None if no such weights exist."""
         known = rows & np.isfinite(rewards)
+        if not known.any():
+            return None
         for constant in (0.0, 1.0):
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
             found, *_ = np.linalg.lstsq(columns, rewards[known], rcond=None)
