@@ -535,8 +535,9 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
-    again is incremental. No code in the files is executed.
+    torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B).
+    docs/reference/import-formats.md lists the files that each one reads. Importing a folder again is incremental. No
+    code in the files is executed.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is

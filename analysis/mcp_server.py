@@ -23,12 +23,14 @@ from .. import __version__
 from ..schemas.errors import InvalidOption, InvalidQuery, NotInstalled, TimTraceError, TimTraceWarning, of_system
 from ..schemas.layout import HYPERPARAMETER
 from ..schemas.steps import ALL_STEPS
+from ..tracer.scalars import as_text
 from .info import info
 from .queries.catalogue import catalogue, named_query, query
 from .query import sql
 from .rows import Rows, jsonable
 from .token_samples.token_text import read_token_text
 from .trace.columns import parse_pair
+from .trace.limits import check_timeout
 from .trace.macros import quoted
 from .trace.source import open_source, open_sources
 from .views import open_database
@@ -85,8 +87,7 @@ def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") ->
     more than `memory` is stopped. Raises NotInstalled without the package `mcp`, TraceNotFound, NewerTrace or
     DamagedTrace.
     """
-    if not timeout > 0:
-        raise InvalidOption(f"got {timeout}; use a number of seconds above 0", option="timeout")
+    check_timeout(timeout)
     try:
         base = import_module("mcp.server").MCPServer
     except (ImportError, AttributeError) as error:
@@ -294,7 +295,7 @@ def _rounded(value: Any, digits: int) -> Any:
             return int(value)
         return float(f"{value:.{digits}g}") if abs(value) < float("inf") else value
     if isinstance(value, str):
-        text = value.encode(errors="backslashreplace").decode()  # surrogates cannot be sent
+        text = as_text(value)
         return text if len(text) <= 2000 else f"{text[:2000]}..."
     if isinstance(value, Mapping):
         return {str(key): _rounded(item, digits) for key, item in value.items()}
@@ -308,13 +309,14 @@ def _written(value: Any) -> str:
 def fitted(value: dict[str, Any], max_bytes: int) -> str:
     """Write an answer as JSON. If it is too long, shorten its longest lists until it fits, and report the cuts in "cut"."""
     cut: dict[str, str] = {}
+    totals: dict[str, int] = {}
     while len((text := _written(value | ({"cut": cut} if cut else {}))).encode()) > max_bytes:
         lists = [each for each in _lists(value) if len(each[1]) > 1]
         place, items = max(lists, key=lambda each: len(_written(each[1])), default=("", []))
         if len(items) < 2:
             text = _written({"error": f"the answer has {len(text):,} characters; ask for less, or raise max_bytes"})
             break
-        total = int(cut[place].split(" of ")[1].split(";")[0]) if place in cut else len(items)
+        total = totals.setdefault(place, len(items))
         del items[min(max(len(items) * max_bytes // (len(text) + 1), len(items) // 2), len(items) - 1) :]
         cut[place] = f"{len(items)} of {total}; raise max_bytes, or ask for less (steps, n, limit, columns)"
     return text

@@ -17,7 +17,7 @@ from ..schemas.errors import InvalidRecord
 from ..schemas.tables import TABLES
 from .arrow_arrays import column_array, float_values, number_array, text_array
 from .ragged import Padding, Ragged, flatten
-from .scalars import as_float, per_row
+from .scalars import as_float, as_text, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
@@ -92,8 +92,8 @@ def metric_columns(step: int, values: Mapping[str, Any], logged_at: datetime) ->
         if isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1:
             value = value.item()
         numbers.append(_number(value))
-        texts.append(None if numbers[-1] is not None or value is None else _text(value))
-    return {"step": step, "name": list(map(_text, values)), "value": numbers, "text": texts, "logged_at": logged_at}
+        texts.append(None if numbers[-1] is not None or value is None else as_text(value))
+    return {"step": step, "name": list(map(as_text, values)), "value": numbers, "text": texts, "logged_at": logged_at}
 
 
 def _number(value: Any) -> float | None:
@@ -101,10 +101,6 @@ def _number(value: Any) -> float | None:
         array = to_numpy(value)
         return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
     return as_float(value) if isinstance(value, (bool, int, float)) else None
-
-
-def _text(value: Any) -> str:
-    return str(value).encode(errors="backslashreplace").decode()
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:

@@ -28,6 +28,11 @@ def step_number(value: Any, what: str = "step") -> int:
     return int(whole)
 
 
+def as_text(value: Any) -> str:
+    """Return text that can be written as UTF-8. Surrogates are escaped."""
+    return str(value).encode(errors="backslashreplace").decode()
+
+
 def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
     """Return a column's values: one Python value for all rows, an Arrow array [B], or None if not recorded."""
     if value is None:

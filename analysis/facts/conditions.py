@@ -99,13 +99,15 @@ _QUANTITIES = {
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
     """Read the open run's inputs, and the metrics that no other series uses. Hyperparameters apply until changed."""
-    columns = {**_of_sequences(database), **_of_averages(database), **_of_reference(database)}
+    logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run)
+    averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
+    columns = {**_of_sequences(database), **averages, **_of_reference(database)}
     found = {}
     for name, (kind, scale, source) in _QUANTITIES.items():
         steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         if np.isfinite(values).any():
             found[name] = Series(name, steps, values, scale, kind, source)
-    return found | {series.name: series for series in _of_metrics(database)}
+    return found | {series.name: series for series in _of_metrics(database, logged)}
 
 
 Column = tuple[np.ndarray, np.ndarray]
@@ -155,18 +157,13 @@ def _of_reference(database: Database) -> dict[str, Column]:
     return {"reference_k3": (rows["step"], rows["k3"])}
 
 
-def _of_averages(database: Database) -> dict[str, Column]:
-    logged = read_logged(database, database.sources[0].run)
-    return {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
-
-
-def _of_metrics(database: Database) -> Iterator[Series]:
+def _of_metrics(database: Database, known: list[Series]) -> Iterator[Series]:
+    """Yield the logged numbers that are not among the `known` series."""
     rows = database.connection.execute(_METRICS).fetchnumpy()
     names = np.asarray(rows["name"]).astype(str)
     steps, values = np.asarray(rows["step"], np.int64), np.asarray(rows["value"], float)
     taken = {name for aliases in NAMES.values() for name in aliases} - set(NAMES["learning_rate"])
-    if not tokens_by_step(database):
-        taken |= {one.logged for one in read_logged(database, database.sources[0].run) if one.name != "learning_rate"}
+    taken |= {one.logged for one in known if one.name != "learning_rate"}
     every = np.union1d(steps, np.array(list(tokens_by_step(database)), np.int64))
     every = every[(every >= 1) & (every <= steps.max(initial=0))]
     for name in np.unique(names):

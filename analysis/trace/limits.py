@@ -25,6 +25,11 @@ def set_memory(connection: duckdb.DuckDBPyConnection, memory: str) -> None:
     connection.execute(f"SET memory_limit = '{num_bytes}B'; SET temp_directory = ''")
 
 
+def check_timeout(timeout: float) -> None:
+    if not timeout > 0:
+        raise InvalidOption(f"got {timeout}; use a number of seconds above 0", option="timeout")
+
+
 @contextmanager
 def limited(
     connection: duckdb.DuckDBPyConnection, timeout: float | None = None, memory: str | None = None
@@ -34,8 +39,8 @@ def limited(
     DuckDB's own limit covers its buffers, but not strings and lists under construction. On Linux, the whole process is
     therefore limited too, until the block ends.
     """
-    if timeout is not None and not timeout > 0:
-        raise InvalidOption(f"got {timeout}; use a number of seconds above 0", option="timeout")
+    if timeout is not None:
+        check_timeout(timeout)
     ended, expired = Event(), Event()
 
     def interrupt() -> None:

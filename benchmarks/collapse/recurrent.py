@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -445,6 +445,22 @@ def advantages_of(rewards: np.ndarray, lengths: np.ndarray, settings: Settings) 
 # The trainer
 
 
+@dataclass
+class Batch:
+    """Sequences to train on. Each field has a row per sequence."""
+
+    prompts: np.ndarray
+    responses: np.ndarray
+    counts: np.ndarray
+    advantages: np.ndarray
+    old: np.ndarray
+    reference: np.ndarray | None
+
+    def take(self, rows: np.ndarray) -> Batch:
+        values = (getattr(self, each.name) for each in fields(self))
+        return Batch(*(None if value is None else value[rows] for value in values))
+
+
 class Trainer:
     """The learning side: the policy's weights, the optimizer and the reference."""
 
@@ -487,26 +503,17 @@ class Trainer:
             for name, other in self.base_of(settings, seed_offset=1000).items():
                 self.weights[name] += np.float32(settings.averaged_with_other) * (other - self.weights[name])
 
-    def update(
-        self,
-        settings: Settings,
-        prompts: np.ndarray,
-        responses: np.ndarray,
-        counts: np.ndarray,
-        advantages: np.ndarray,
-        old: np.ndarray,
-        reference: np.ndarray | None,
-    ) -> dict[str, float]:
+    def update(self, settings: Settings, batch: Batch) -> dict[str, float]:
         """Perform one optimizer step on a minibatch and return its logged values."""
-        done = forward(self.weights, prompts, responses)
-        targets = np.roll(responses, 1, axis=1) if settings.update_targets == "shifted" else responses
+        done = forward(self.weights, batch.prompts, batch.responses)
+        targets = np.roll(batch.responses, 1, axis=1) if settings.update_targets == "shifted" else batch.responses
         logprobs = taken(done.distribution, targets)
         probabilities = np.exp(done.distribution)
         entropy = -(probabilities * done.distribution).sum(-1)
-        scale = counts / counts.sum()
-        advantage = advantages[:, None]
+        scale = batch.counts / batch.counts.sum()
+        advantage = batch.advantages[:, None]
 
-        ratio = np.exp(np.clip(logprobs - old, -20, 20))
+        ratio = np.exp(np.clip(logprobs - batch.old, -20, 20))
         low = (advantage < 0) & (ratio < 1 - settings.epsilon)
         high = (advantage > 0) & (ratio > 1 + settings.epsilon)
         clipped = np.clip(ratio, 1 - settings.epsilon, 1 + settings.epsilon)
@@ -516,8 +523,8 @@ class Trainer:
             "clip_ratio/low_mean": float((low * scale).sum()),
             "clip_ratio/high_mean": float((high * scale).sum()),
         }
-        if reference is not None:
-            gap = np.clip(reference - logprobs, -20, 20)
+        if batch.reference is not None:
+            gap = np.clip(batch.reference - logprobs, -20, 20)
             divergence = np.exp(gap) - gap - 1
             loss = loss + settings.beta * divergence
             slope = slope + settings.beta * (1 - np.exp(gap))
@@ -534,25 +541,13 @@ class Trainer:
         norm = self.adam.update(self.weights, gradient, settings)
         return {"loss": float((loss * scale).sum()), "grad_norm": norm, **logged}
 
-    def train(
-        self,
-        settings: Settings,
-        step: int,
-        prompts: np.ndarray,
-        responses: np.ndarray,
-        counts: np.ndarray,
-        advantages: np.ndarray,
-        old: np.ndarray,
-        reference: np.ndarray | None,
-    ) -> dict[str, float]:
+    def train(self, settings: Settings, step: int, batch: Batch) -> dict[str, float]:
         """Perform all optimizer steps of one step and return the means of their logged values."""
         order = generator(settings, ORDER, step)
         updates = []
         for _ in range(settings.num_iterations):
-            for rows in np.array_split(order.permutation(len(prompts)), settings.num_minibatches):
-                part = None if reference is None else reference[rows]
-                batch = (prompts[rows], responses[rows], counts[rows], advantages[rows], old[rows])
-                updates.append(self.update(settings, *batch, part))
+            for rows in np.array_split(order.permutation(len(batch.prompts)), settings.num_minibatches):
+                updates.append(self.update(settings, batch.take(rows)))
         self.damage(settings, generator(settings, MEMORY, step))
         return {name: float(np.mean([one[name] for one in updates])) for name in updates[0]}
 
@@ -652,7 +647,8 @@ def train_run(run: Run, family: Family, folder: Path) -> list[float]:
                 recorder.add_scores("reference", batch, logprobs=reference, policy_version=0)
 
             old = rollout if settings.denominator == "rollout" else train
-            metrics = trainer.train(settings, step, prompts, responses, counts, advantages, old, reference)
+            trained = Batch(prompts, responses, counts, advantages, old, reference)
+            metrics = trainer.train(settings, step, trained)
             spread = rewards.reshape(-1, settings.num_generations).std(1, ddof=1)
             gap = np.abs(rollout - train)[counts]
             metrics |= {

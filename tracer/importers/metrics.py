@@ -17,7 +17,7 @@ from ...schemas.errors import DamagedTrace, ImportFailed, TraceNotFound
 from ...schemas.layout import HYPERPARAMETER, METRICS
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress
-from ..scalars import as_float
+from ..scalars import as_float, as_text
 from ..snapshot import take_snapshot
 from ..store import Store
 from ..verified_file import FileCursor
@@ -50,9 +50,10 @@ def import_metrics(
     folder: DumpFolder, *, output: str | os.PathLike[str], map: Mapping[str, str] | None, steps: str, force: bool,
     progress: Progress,
 ) -> Imported:  # fmt: skip
-    """Import a file or folder of scalars. All values are held in memory (20 bytes each), because a step's last value replaces earlier ones.
+    """Import a file or folder of scalars.
 
-    If `output` is a trace that was not imported from scalars, they are added to it. Raises ImportFailed or TraceExists.
+    All values are held in memory (20 bytes each), because a step's last value replaces earlier ones. If `output` is a
+    trace that was not imported from scalars, they are added to it. Raises ImportFailed or TraceExists.
     """
     names, left_out = files_of(folder)
     found, notes = _Scalars(dict(map or {})), list[str]()
@@ -116,9 +117,9 @@ class _Scalars:
             if len(self.codes) >= _MOST_NAMES:
                 raise ImportFailed(f"{where}: has more than {_MOST_NAMES:,} columns. Remove those that are not scalars")
             if number is None:
-                self._texts[len(self._values)] = _utf8(str(value))
+                self._texts[len(self._values)] = as_text(value)
             self._steps.append(at)
-            self._names.append(self.codes.setdefault(_utf8(name), len(self.codes)))
+            self._names.append(self.codes.setdefault(as_text(name), len(self.codes)))
             self._values.append(math.nan if number is None else number)
 
     def _step(self, where: str, flat: Mapping[str, Any]) -> int:
@@ -185,7 +186,3 @@ def _number(value: Any) -> float | None:
     if isinstance(value, str) and is_number(value):
         return float(value)
     return as_float(value) if isinstance(value, (bool, int, float)) else None
-
-
-def _utf8(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()

@@ -36,6 +36,7 @@ from ..pair_data import (
     is_mixture,
     level,
     logit_error,
+    once,
     precisions,
 )
 from ..where import Where, later_turn, places, where_text
@@ -194,11 +195,17 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     ]
 
 
+def _grew(data: PairData) -> bool:
+    """Return True if the mismatch was within rounding at the first step and clearly exceeds it later."""
+    grown = growth(data)
+    return grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data)
+
+
+@once
 def _after_jump(data: PairData) -> PairData:
     """Leave out the steps before a jump from rounding to a constant level. Any kind of fault can cause such a jump."""
-    grown, steps = growth(data), data.sample.steps[data.seq]
-    is_jump = grown.since is not None and grown.is_sudden and grown.ratio > 2 and grown.first < allowed_noise(data)
-    return data.without(steps < grown.since) if is_jump else data
+    grown = growth(data)
+    return data.without(data.sample.steps[data.seq] < grown.since) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
@@ -268,13 +275,13 @@ def _finding(
 ) -> Finding:  # fmt: skip
     grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
-    if kind == "weights" and grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data):
+    if kind == "weights" and _grew(data):
         numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
         is_early = fades(data, data.sample.steps[data.seq] >= grown.since) > CLEAR_FADE
         numbers |= {"cause": "early"} if is_early else {}
     later = data if place is not None else _after_jump(data)
-    if later is not data:
-        numbers["cause"] = "since" if kind == "model" else cause
+    if later is not data and kind == "model":
+        numbers["cause"] = "since"
     told = (each for each in reasons(later, kind) if later is data or each[0] != "first_step")
     for at, (name, value, is_above) in enumerate(told):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
