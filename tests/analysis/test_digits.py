@@ -15,6 +15,7 @@ from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.stats import stats
+from tim_trace.analysis.trace.pair_sums import COUNTS, OF_DIFFERENCES
 from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.tracer.recorder import Recorder
@@ -305,7 +306,8 @@ def ess_series(trace):
 
 
 def own(trace):
-    return own_metrics(gather(open_database(trace), ("train", "rollout"), trace=str(trace)))
+    sums = (*COUNTS, *OF_DIFFERENCES)
+    return own_metrics(gather(open_database(trace), ("train", "rollout"), trace=str(trace), sums=sums))
 
 
 def ess_by_step(trace):
