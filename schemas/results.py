@@ -22,6 +22,10 @@ class Result:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the text, not every field, in IPython."""
+        printer.text(str(self))
+
 
 def rendered(result: Result, renderer: str) -> str:
     module, _, function = renderer.partition(":")

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -262,6 +263,9 @@ def test_a_result_prints_as_what_the_command_prints(trace, verb):
     assert str(found).strip() == CliRunner().invoke(cli.main, [verb, trace]).stdout.strip()
     assert found._repr_html_().startswith(("<pre>", "<table>"))
     assert type(found).__name__ in repr(found)
+    shown = []
+    found._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)
+    assert shown == [str(found)]
 
 
 @pytest.mark.slow
