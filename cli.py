@@ -571,15 +571,17 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
+@click.option("--format", is_flag=True, help="Also check files, fields, columns and rows against the format.")
 @_prints()
-def verify(trace: str, form: _Form) -> None:
+def verify(trace: str, form: _Form, *, format: bool) -> None:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
 
-    The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
+    The exit code is 2 if something is damaged or missing, and 1 if it only deviates from the format. Other commands
+    verify only what they read.
     """
     from .analysis.verify import verification_text
 
-    found = analysis.verify(trace, progress=_progress)
+    found = analysis.verify(trace, format=format, progress=_progress)
     form.answer(
         json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
         text=lambda width: verification_text(found, width),
@@ -588,6 +590,9 @@ def verify(trace: str, form: _Form) -> None:
     if not found.is_whole:
         _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
         raise click.exceptions.Exit(2)
+    if found.deviations:
+        _tell(f"{trace}: {len(found.deviations)} deviations from the format, listed above")
+        raise click.exceptions.Exit(1)
 
 
 @_example("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")

@@ -16,6 +16,11 @@ _STATES = {
 }
 
 
+def created_by(info: TraceInfo) -> str:
+    is_own = info.source in ("record", "recorder") or info.source.startswith("import ")
+    return f"tim-trace {info.created_by} ({info.source})" if is_own else info.created_by
+
+
 def info_text(info: TraceInfo, width: int | None = None) -> str:
     info = shown(info)
     facts = _facts(info)
@@ -44,7 +49,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
     return {
         "trace": info.path,
         "state": _STATES[info.state] + exited,
-        "recorded": f"{info.created_at[:19]}Z with tim-trace {info.created_by} ({info.source})",
+        "recorded": f"{info.created_at[:19]}Z with {created_by(info)}",
         "command": shlex.join(info.command),
         "model": ", ".join(filter(None, [info.model, size, *info.model_dtypes])) if info.model else "",
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items() if name in _SHOWN),

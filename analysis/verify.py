@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from pyarrow.parquet import ParquetFile
 
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, TimTraceError
-from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
+from ..schemas.layout import DENSE, FORMAT_VERSION, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
 from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
@@ -21,10 +21,11 @@ from ..tracer.liveness import journaled_segments
 from ..tracer.located import read_result, result_ids, result_path
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
-from ..tracer.store import first_line
+from ..tracer.store import Store, first_line
 from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.checkpoints import open_weights
 from ..tracer.weights.reader import WeightReader
+from .conformance import conformance
 from .rows import Rows, printable, to_text
 from .trace.source import Source, open_source
 from .views import open_database
@@ -43,19 +44,32 @@ class Verification(Result):
     """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]
     """One sentence per file that does not belong to the trace."""
+    num_unchecked: int = 0
+    """Files without a checksum, written by another program. Damage in them cannot be detected."""
+    deviations: Rows | None = None
+    """Deviations from the format (COLUMNS of analysis.conformance), or None if not asked for."""
 
     @property
     def is_whole(self) -> bool:
         return not self.damaged
 
 
-def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
+def verify(trace: str | os.PathLike[str], *, format: bool = False, progress: Progress = no_progress) -> Verification:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
 
-    Other functions check only what they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be
-    opened.
+    `format` also checks files, fields, columns and rows against the format, for traces written by other programs. Other
+    functions check only what they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened
+    (with `format` this is a deviation).
     """
-    source = open_source(os.fspath(trace))
+    try:
+        source = open_source(os.fspath(trace))
+    except DamagedTrace as error:
+        if not format:
+            raise
+        deviations = conformance(Store(os.fspath(trace)), None)
+        return Verification(
+            trace=os.fspath(trace), folders=Rows(COLUMNS, []), damaged=(str(error),), ignored=(), deviations=deviations
+        )
     found = _Verifier(source)
     with progress("verifying", found.num_bytes) as advance:
         for num_bytes in found.run():
@@ -65,6 +79,8 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
         folders=Rows(COLUMNS, [(name, *counts) for name, counts in found.counts.items() if counts[0]]),
         damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
         ignored=(*source.ignored, *found.ignored),
+        num_unchecked=sum(not record.hash for record in source.accounted.values()),
+        deviations=conformance(source.store, open_database(source)) if format else None,
     )
 
 
@@ -72,7 +88,20 @@ def verification_text(found: Verification, width: int | None = None) -> str:
     lines = [to_text(found.folders, width)]
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
+    if found.num_unchecked:
+        lines.append(f"{found.num_unchecked} files have no checksums, so damage in them cannot be detected")
+    if found.deviations is not None:
+        lines += [_deviation_text(row) for row in found.deviations.dicts()]
+        lines += [] if found.deviations else [f"conforms to trace format {FORMAT_VERSION}"]
     return "\n".join(lines)
+
+
+def _deviation_text(row: Mapping[str, Any]) -> str:
+    where = ": ".join(filter(None, (row["where"], row["field"])))
+    expected = f", expected {row['expected']}" if row["expected"] else ""
+    found = f", found {row['found']}" if row["found"] else ""
+    rows = "" if row["num_rows"] is None else f" ({row['num_rows']:,} rows; the example is {row['found']})"
+    return printable(f"format: {where}: {row['code'].replace('_', ' ')}{expected}{rows or found}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +177,7 @@ class _Verifier:
 
         def read() -> None:
             whole = file.verify()
-            if record is not None and whole != record.hash:
+            if record is not None and record.hash and whole != record.hash:
                 raise ValueError("the content does not match the recorded checksum")
             if record is not None and record.steps not in (None, found := _steps(file)):
                 raise ValueError(f"the rows cover steps {found}, but the writer recorded {record.steps}")

@@ -7,6 +7,7 @@ python docs/generate.py --check    # fail when they are stale
 import ast
 import inspect
 import itertools
+import json
 import re
 import string
 import sys
@@ -14,12 +15,17 @@ import textwrap
 from pathlib import Path
 
 import click
+import msgspec
+import pyarrow as pa
 import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.text import DIFFERENCES, EVIDENCE
 from tim_trace.analysis.facts.read_series import AVERAGES, NAMES
 from tim_trace.replay.arm_option import ENGINES, GRADIENT
 from tim_trace.replay.arms import OPTIONS
+from tim_trace.schemas.checksums import SealedFile
+from tim_trace.schemas.documents import CHECKSUM, FORMAT, Manifest, WriterState
+from tim_trace.schemas.layout import FORMAT_VERSION
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.importers.formats import FORMATS
@@ -218,6 +224,7 @@ def pages():
             "thresholds": thresholds("facts/series.py", "facts/thresholds.py", "attribution/thresholds.py"),
         },
         "start/import.md": {"names": logged_names()},
+        "start/write-traces.md": {"required": required(), "fields": json_fields()},
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},
         "reference/arms.md": {"options": arms()},
@@ -266,6 +273,48 @@ def clash_text(clash):
     return own + other + (f" (engine {clash.engine})" if clash.engine else "")
 
 
+def required():
+    """Return the columns that each table's files must have as a Markdown table."""
+    lines = ["| table | required columns | optional columns |", "|---|---|---|"]
+    for spec in TABLES.values():
+        cells = (
+            ", ".join(f"`{column.name}`" for column in spec.columns if bool(column.null) is is_optional)
+            for is_optional in (False, True)
+        )
+        lines.append(f"| `{spec.name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def json_fields():
+    """Return the fields of trace.json and of a writer's state as Markdown tables."""
+    kinds = (("trace.json", Manifest), ("writers/WRITER.json", WriterState), ("Each entry of files", SealedFile))
+    return "\n\n".join(f"### {title}\n\n{fields_of(kind, 'type')}" for title, kind in kinds)
+
+
+def format_files():
+    """Return the schemas of a trace's files by name: JSON Schemas as text, Arrow schemas as IPC messages."""
+    found = {f"{name}.arrow": spec.schema.serialize().to_pybytes() for name, spec in TABLES.items()}
+    for name, kind, constants in (
+        ("trace.json", Manifest, {"format": FORMAT, "format_version": FORMAT_VERSION}), ("writer.json", WriterState, {}),
+    ):  # fmt: skip
+        (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+        definitions = {key: value for key, value in components.items() if key != kind.__name__}
+        schema = components[kind.__name__] | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+        schema["properties"] |= {key: {"const": value} for key, value in constants.items()}
+        schema["properties"][CHECKSUM] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+        schema["required"] = [*schema.get("required", ()), *constants]
+        found[name] = json.dumps(schema | ({"$defs": definitions} if definitions else {}), indent=1) + "\n"
+    return found
+
+
+def is_stale(path, new):
+    if not path.exists():
+        return True
+    if isinstance(new, bytes):  # each pyarrow may serialize the same schema to other bytes
+        return not pa.ipc.read_schema(pa.py_buffer(path.read_bytes())).equals(pa.ipc.read_schema(pa.py_buffer(new)))
+    return path.read_text(encoding="utf-8") != new
+
+
 def llms():
     """Return llms.txt (llmstxt.org): the pages in the site's navigation, each with its first sentence."""
     site = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
@@ -307,11 +356,14 @@ def main():
     written = {DOCS / name: parts for name, parts in pages().items()}
     fresh = {path: filled(path.read_text(encoding="utf-8"), parts) for path, parts in written.items()}
     fresh[DOCS / "llms.txt"] = llms()
-    stale = [path for path, new in fresh.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
+    fresh |= {DOCS / "reference" / "format" / name: content for name, content in format_files().items()}
+    stale = [path for path, new in fresh.items() if is_stale(path, new)]
     if stale and "--check" in sys.argv:
         sys.exit(f"stale: {', '.join(path.name for path in stale)}; update them with: make docs")
     for path in stale:
-        path.write_text(fresh[path], encoding="utf-8")
+        path.parent.mkdir(exist_ok=True)
+        new = fresh[path]
+        path.write_bytes(new if isinstance(new, bytes) else new.encode())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class SealedFile:
 
     num_bytes: int
     hash: str
-    """XXH3-128 in 32 hex digits, as printed by `xxhsum -H2`."""
+    """XXH3-128 in 32 hex digits, as printed by `xxhsum -H2`. Empty if a foreign writer recorded none."""
     num_rows: int | None = None
     steps: tuple[int, int] | None = None
     """First and last step. Only for non-empty table files."""

@@ -70,10 +70,12 @@ def _integer(text: str) -> int:
     return value
 
 
-def read_document(content: bytes, where: str, what: str) -> dict[str, Any]:
+def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool = True) -> dict[str, Any]:
     """Verify a document's checksum and return the other fields. Raises DamagedTrace."""
     values = read_object(content, where, what)
     checksum = values.pop(CHECKSUM, None)
+    if checksum is None and not needs_checksum:
+        return values
     if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
         raise DamagedTrace(
@@ -111,16 +113,24 @@ class Manifest:
     """trace.json, the file that makes a folder a trace. Never modified after creation."""
 
     run_id: str
+    """Any unique text, such as a UUID."""
     created_at: str
+    """Time in ISO 8601, UTC."""
     created_by: str
+    """tim-trace's version, or the name and version of the program that wrote the trace."""
     source: str
-    """`record`, `recorder` (the Python API) or `import <format>`."""
+    """`record`, `recorder` (the Python API), `import <format>`, or any other text in a foreign writer's trace."""
     command: tuple[str, ...] = ()
+    """The recorded command, one word per element."""
     capture: str = "logprobs"
+    """`logprobs`, `topk:K` or `logits`."""
     capture_fraction: float = 1.0
+    """Share of the sequences whose distributions were captured."""
     weights_from: str | None = None
     """Hugging Face checkpoint folder to read weights from, if any."""
     format_version: int = FORMAT_VERSION
+    checksums: bool = True
+    """False if the trace may lack checksums, so that damage in it cannot be detected."""
 
     @property
     def is_import(self) -> bool:
@@ -143,7 +153,8 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
             f"{where}: trace format {version} is newer than this tim-trace, which reads up to {FORMAT_VERSION}. "
             "Upgrade it with: pip install --upgrade tim-trace"
         )
-    return as_record(read_document(content, where, _WHAT), Manifest, where, _WHAT)
+    values = read_document(content, where, _WHAT, needs_checksum=found.get("checksums") is not False)
+    return as_record(values, Manifest, where, _WHAT)
 
 
 # --- writers/<id>.json: one process's files, environment and exit state
@@ -160,12 +171,16 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
+    """The file's own name without `.json`, and the beginning of the names of its files."""
     run_id: str = ""
+    """As in trace.json."""
     state: str = OPEN
     """`open` while the writer may still write, `closed` after its last record, `failed` if it stopped early."""
     error: str | None = None
+    """Why recording stopped early."""
     host: str = ""
     boot_id: str | None = None
+    """The machine's boot, to recognize processes that ended with a reboot."""
     pid_namespace: str | None = None
     pid: int = 0
     process_start: int | None = None
@@ -180,9 +195,11 @@ class WriterState:
     """Key shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its
     attempts' keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
+    """Finished files by path in the trace."""
     replaced: tuple[str, ...] = ()
     """Source files that this writer has merged into its own and that are not deleted yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
+    """Journals with rows that are not in Parquet files yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
     """Size of the incomplete last record in a journal that was sealed after its process died (bytes)."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
@@ -196,6 +213,7 @@ class WriterState:
     exit_code: int | None = None
     """Exit code of the recorded command. Set only for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
+    """Version of each recorded framework."""
     not_recorded: tuple[str, ...] = ()
     """What could not be recorded and why, one sentence each."""
     num_sequences: int = 0
@@ -206,9 +224,12 @@ class WriterState:
     cpu_s: float | None = None
     """CPU seconds used by hooks and writer threads. None until the process ends."""
     waited_s: float = 0.0
+    """Time that the recorded program waited for the file system (seconds)."""
     model: dict[str, Any] = field(default_factory=dict)
+    """What `Recorder.describe` was given: `class`, `config` and others."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    """Installed packages by name."""
 
     @property
     def is_launcher(self) -> bool:
@@ -232,9 +253,9 @@ def command_exit_code(states: Iterable[WriterState]) -> int | None:
     return next((code for code in codes if code), None if None in codes or not codes else 0)
 
 
-def parse_writer_state(content: bytes, where: str) -> WriterState:
+def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = True) -> WriterState:
     what = "a writer's state"
-    return as_record(read_document(content, where, what), WriterState, where, what)
+    return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)
 
 
 # --- Contracts: the settings that determine a pass's numbers

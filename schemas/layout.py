@@ -65,7 +65,7 @@ class Segment:
 _HEX16, _HEX32 = "[0-9a-f]{16}", "[0-9a-f]{32}"
 _WRITER = r"[A-Za-z0-9_.-]+"
 _SEGMENT_NAME = rf"{_WRITER}-\d{{6}}"
-_PASS = r"[A-Za-z0-9][A-Za-z0-9_.+=-]*(?:/[A-Za-z0-9][A-Za-z0-9_.+=-]*)*"
+PASS_NAME = r"[A-Za-z0-9][A-Za-z0-9_.+=-]*(?:/[A-Za-z0-9][A-Za-z0-9_.+=-]*)*"
 _ZARR = r"(?:[A-Za-z0-9_.+=-]+/)*(?:zarr\.json|c(?:/\d+)+)"
 _TOKENIZER_NAMES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -77,7 +77,7 @@ _OWN = re.compile(
     "|".join((
         re.escape(MANIFEST),
         rf"(?:{'|'.join(TABLES)})/{_SEGMENT_NAME}\.parquet",
-        rf"{PASSES}/{_PASS}/[0-9a-f]{{64}}\.json",
+        rf"{PASSES}/{PASS_NAME}/[0-9a-f]{{64}}\.json",
         rf"{DENSE}/{_SEGMENT_NAME}/{_ZARR}",
         rf"{WEIGHTS}/{_SEGMENT_NAME}/{_ZARR}",
         rf"{WEIGHTS}/{_SEGMENT_NAME}\.\d+\.json",

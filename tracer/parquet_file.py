@@ -125,8 +125,12 @@ class ParquetFooter:
             raise ValueError(f"unsupported block size: {size:,} bytes")
         return size
 
-    def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
-        checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
+    def verified(
+        self, store: Store, relative: str, *, keeps_tail: bool = False, is_checked: bool = True
+    ) -> VerifiedFile:
+        checksums = FileChecksums(blocks=None)
+        if is_checked:
+            checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..schemas.checksums import SealedFile
-from ..schemas.documents import FAILED, Manifest, WriterState, contract_hash, read_object
+from ..schemas.documents import CLOSED, FAILED, Manifest, WriterState, contract_hash, read_object
 from ..schemas.errors import DamagedTrace, QueryFailed
 from ..schemas.layout import (
     DENSE,
@@ -43,6 +43,7 @@ from .verified_file import FileChecksums, FileCursor, VerifiedFile
 _MAX_TRIES = 100
 _MAX_LISTED = 8
 _RESTORE = "Restore the file from a backup"
+_RESTORE_OR_FIX = "Restore the file from a backup, or fix the program that wrote it (see `tim-trace verify --format`)"
 
 
 @dataclass(slots=True)
@@ -138,9 +139,11 @@ def _read_all(snapshot: Snapshot) -> None:
             )
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
-    snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
     # List journals first. Anything sealed afterwards is found below.
     journals = _journals_of_one_moment(store)
+    if not snapshot.manifest.checksums:
+        _adopt_files(snapshot, journals)
+    snapshot.liveness = {state.writer: liveness(state, store) for state in snapshot.writers}
     lost: dict[str, list[str]] = {}
     for table in TABLES:
         _read_table(snapshot, table, journals, lost)
@@ -187,6 +190,30 @@ def _journals_of_one_moment(store: Store) -> Journals:
         segment: before.get(segment, {}) | {table: size for table, size in tables.items() if table in of_sequences}
         for segment, tables in now.items()
     }
+
+
+def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
+    """Add the tables' files that no writer lists to their writers' states. Only traces without checksums have such
+    files, and nothing is known about them but their footers."""
+    states = {state.writer: state for state in snapshot.writers}
+    for table in TABLES:
+        for name, num_bytes in snapshot.store.files(table).items():
+            relative, segment = f"{table}/{name}", Segment.parse(name.removesuffix(".parquet"))
+            if segment is None or not name.endswith(".parquet") or table in journals.get(segment, ()):
+                continue
+            if segment.writer not in states:
+                states[segment.writer] = WriterState(
+                    writer=segment.writer, run_id=snapshot.manifest.run_id, state=CLOSED
+                )
+                snapshot.writers.append(states[segment.writer])
+            files = states[segment.writer].files
+            if relative not in files:
+                try:
+                    footer = read_footer(snapshot.store, relative, num_bytes)
+                    rows, digest = footer.num_rows, footer.hash
+                except DamagedTrace:  # reported when the file is opened
+                    rows, digest = None, None
+                files[relative] = SealedFile(num_bytes=num_bytes, hash="", num_rows=rows, footer=digest)
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
@@ -263,7 +290,8 @@ def _open_now(snapshot: Snapshot, relative: str, record: SealedFile, spec: Table
         lacking = _cached_lacking(snapshot, footer.schema, spec, relative)
     else:
         lacking = _lacking_columns(footer.schema, spec, where)
-    verified = footer.verified(store, relative, keeps_tail=indexed is not None or not store.is_local)
+    keeps_tail = indexed is not None or not store.is_local
+    verified = footer.verified(store, relative, keeps_tail=keeps_tail, is_checked=bool(record.hash))
     return TableFile(relative, verified, lacking, footer.num_rows, record.steps)
 
 
@@ -307,21 +335,21 @@ def _check_footer(footer: ParquetFooter, relative: str, where: str, record: Seal
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
     if len(set(found.names)) != len(found.names):
-        raise DamagedTrace(f"{where}: has a duplicate column. {_RESTORE}")
+        raise DamagedTrace(f"{where}: has a duplicate column. {_RESTORE_OR_FIX}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:
-        raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}. {_RESTORE}")
-    wrong = [f.name for f in spec.schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
+        raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}. {_RESTORE_OR_FIX}")
+    wrong = [f.name for f in spec.schema if f.name not in lacking and not same_type(found.field(f.name).type, f.type)]
     if wrong:
-        raise DamagedTrace(f"{where}: unexpected column types: {', '.join(wrong)}. {_RESTORE}")
+        raise DamagedTrace(f"{where}: unexpected column types: {', '.join(wrong)}. {_RESTORE_OR_FIX}")
     return lacking
 
 
-def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
+def same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     """Compare types, but ignore list element names."""
     if pa.types.is_list(wanted):
-        return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
+        return bool(pa.types.is_list(found)) and same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
         return bool(pa.types.is_map(found) and (found.key_type, found.item_type) == (wanted.key_type, wanted.item_type))
     return bool(found.equals(wanted))
@@ -382,7 +410,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.damaged.append(str(error))
             continue
         # A live writer may already use a contract that its state does not list yet.
-        if f"{PASSES}/{name}" in accounted or snapshot.is_live:
+        if f"{PASSES}/{name}" in accounted or snapshot.is_live or not snapshot.manifest.checksums:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(

@@ -440,7 +440,7 @@ class Store:
         where = self.shown(relative)
         try:
             content = self.read_json(relative) if content is None else content
-            state = parse_writer_state(content, where)
+            state = parse_writer_state(content, where, needs_checksum=manifest.checksums)
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -27,7 +27,8 @@ _MAX_SPAN_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksums:
-    blocks: bytes
+    blocks: bytes | None
+    """8-byte checksums, or None if the file has none."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
     """Bytes at the file's end that do not belong to any block."""
@@ -63,7 +64,7 @@ class VerifiedFile:
         self._tail_hash, self._tail = checksums.tail_hash, checksums.tail
         self._end = self.num_bytes - checksums.tail_bytes
         count = -(-self._end // size)
-        if len(blocks) != count * DIGEST_BYTES:
+        if blocks is not None and len(blocks) != count * DIGEST_BYTES:
             reason = f"{len(blocks) // DIGEST_BYTES} checksums for {count} blocks"
             raise unreadable_checksums(self.store.shown(self.relative), reason)
         self._seen = bytearray(count)
@@ -208,7 +209,8 @@ class VerifiedFile:
         return content
 
     def _compare(self, index: int, parts: tuple[Bytes, ...]) -> None:
-        if block_digest(*parts) != self._blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+        blocks = self._blocks
+        if blocks is not None and block_digest(*parts) != blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             begin = index * self._block_bytes
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "

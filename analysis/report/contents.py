@@ -19,6 +19,7 @@ from ..attribution.text import note_sentences
 from ..diagnosis.text import story, story_of_run
 from ..dynamics.text import unanswered_sentences
 from ..info import TraceInfo
+from ..info_text import created_by
 from ..trace.columns import field_text, flat_contract
 from .answers import QUESTIONS, Answer, answers
 from .chart import Chart, LineChart
@@ -216,7 +217,7 @@ def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
         "trace": held.path,
         "steps": "" if subject.asked_steps == ALL_STEPS else f"selected with {option('steps', subject.asked_steps)}",
         "run id": held.run_id,
-        "recorded": f"{held.created_at[:19]}Z with tim-trace {held.created_by} ({held.source})",
+        "recorded": f"{held.created_at[:19]}Z with {created_by(held)}",
         "state": held.state if held.exit_code is None else f"{held.state}, the command exited with {held.exit_code}",
         "command": " ".join(held.command),
         "model": ", ".join(
