@@ -39,10 +39,11 @@ def conformance(store: Store, database: Database | None) -> Rows:
 
 
 def _documents(store: Store) -> Iterator[Deviation]:
-    kinds = [(MANIFEST, Manifest, {"format": FORMAT, "format_version": FORMAT_VERSION})]
-    kinds += [
-        (f"{WRITERS}/{name}", WriterState, {"writer": name.removesuffix(".json")}) for name in store.files(WRITERS)
+    kinds: list[tuple[str, type[Manifest] | type[WriterState], dict[str, object]]] = [
+        (MANIFEST, Manifest, {"format": FORMAT, "format_version": FORMAT_VERSION})
     ]
+    for name in store.files(WRITERS):
+        kinds.append((f"{WRITERS}/{name}", WriterState, {"writer": name.removesuffix(".json")}))
     for where, kind, fixed in kinds:
         try:
             values = json.loads(store.read_json(where))
@@ -145,9 +146,9 @@ def _queries() -> Iterator[tuple[str, str, str, str, str]]:
                 f"SELECT count(*), any_value(concat_ws(' ', {key})) FROM (SELECT {key} FROM all_{table} "
                 f"GROUP BY {key}, attempt HAVING count(*) > 1)",
             )  # fmt: skip
-        for column in ("prompt_ids", "response_ids"):
-            bad = f"len(list_filter({column}, lambda token: token IS NULL OR token < 0)) > 0"
-            yield sequences, column, "bad_token_id", "ids from 0", _count(f"all_{sequences}", bad)
+        for ids in ("prompt_ids", "response_ids"):
+            bad = f"len(list_filter({ids}, lambda token: token IS NULL OR token < 0)) > 0"
+            yield sequences, ids, "bad_token_id", "ids from 0", _count(f"all_{sequences}", bad)
         for count in ("num_prompt_tokens", "num_response_tokens"):
             ids = count.removeprefix("num_").removesuffix("_tokens") + "_ids"
             yield (
