@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -27,7 +27,19 @@ import click
 
 from . import __version__, analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
-from .analysis.rows import MAIN_COLUMNS, Rows, printable, printable_lines, table, to_csv, to_json, to_text
+from .analysis.rows import (
+    JSON_VERSION,
+    MAIN_COLUMNS,
+    Form,
+    Rows,
+    printable,
+    printable_lines,
+    result_json,
+    table,
+    to_csv,
+    to_json,
+    to_text,
+)
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
 from .schemas.errors import (
@@ -97,7 +109,7 @@ class _Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         if self.code is not None:
-            _print(json.dumps({"error": {"code": self.code, "message": self.message}}))
+            _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": self.code, "message": self.message}}))
         super().show(file)
 
 
@@ -269,7 +281,7 @@ class _Form:
         if self.as_json:
             value = json()
             found = value if isinstance(value, dict) else {"rows": value}
-            _print(to_json({"damaged": list(_damage_told)} | found))
+            _print(to_json({"json_version": JSON_VERSION, "damaged": list(_damage_told)} | found))
         elif self.as_csv:
             assert rows is not None
             for line in to_csv(rows()):
@@ -278,23 +290,16 @@ class _Form:
             _say(text(self.width))
 
     def result(
-        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
-    ) -> None:
-        """Print a result with the functions NAME_text, NAME_rows and NAME_json, where its `_text` is MODULE:NAME_text.
-
-        Without NAME_json, the JSON output contains the result's fields and its NAME_sentence.
-        """
+        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None,
+        json: Form | None = None,
+    ) -> None:  # fmt: skip
+        """Print a result with the functions NAME_text and NAME_rows, where its `_text` is MODULE:NAME_text, or as JSON in
+        the form `json` (default: NAME_FORM)."""
         module, _, function = found._text.partition(":")
-        name, renderers = function.removesuffix("_text"), vars(import_module(module))
-
-        def json() -> Any:
-            if render := renderers.get(f"{name}_json"):
-                return render(found)
-            return asdict(found) | {"sentence": renderers[f"{name}_sentence"](found)}
-
+        renderers = vars(import_module(module))
         self.answer(
-            json=json, text=lambda width: renderers[function](found, width, **text or {}),
-            rows=lambda: renderers[f"{name}_rows"](found, **rows or {}),
+            json=lambda: result_json(found, json), text=lambda width: renderers[function](found, width, **text or {}),
+            rows=lambda: renderers[f"{function.removesuffix('_text')}_rows"](found, **rows or {}),
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:
@@ -563,7 +568,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
     found = [analysis.info(trace) for trace in traces]
     tell_damage(sentence for trace in found for sentence in trace.damaged)
     form.answer(
-        json=lambda: [asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]),
+        json=lambda: found if len(found) > 1 else result_json(found[0]),
         text=lambda width: "\n\n".join(info_text(trace, width) for trace in found),
     )
 
@@ -581,7 +586,7 @@ def verify(trace: str, form: _Form) -> None:
 
     found = analysis.verify(trace, progress=_progress)
     form.answer(
-        json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
+        json=lambda: result_json(found),
         text=lambda width: verification_text(found, width),
         rows=lambda: found.folders,
     )
@@ -609,7 +614,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 
     found = analysis.compact(trace, progress=_progress, **options)
     form.answer(
-        json=lambda: {"trace": found.trace, "tables": found.tables},
+        json=lambda: result_json(found),
         text=lambda width: compaction_text(found, width),
         rows=lambda: found.tables,
     )
@@ -734,7 +739,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_steps
 @click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
 @click.option(
-    "-v", "--verbose", is_flag=True, help="Also print evidence, published figures, alerts and replays as tables."
+    "-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays."
 )
 @_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
@@ -751,7 +756,9 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
 
         _say(attribution_brief(found.attribution, story(found)))
     else:
-        form.result(found, text={"verbose": verbose})
+        from .analysis.diagnosis.text import SHORT_FORM
+
+        form.result(found, text={"verbose": verbose}, json=None if verbose else SHORT_FORM)
     if found.checked is not None and not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -838,7 +845,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_confidence
 @_by("run", "step", help="What each row describes (run also lists the worst steps).")
 @_ray
-@_prints(json="Print JSON at full precision, including every step.")
+@_prints(json="Print JSON at full precision; with --by step, of every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
@@ -846,8 +853,10 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     rollout. Splits the result by the advantage's sign, and into clip decisions, corrections and policy drift. --loss
     overrides the recorded loss.
     """
+    from .analysis.objective.text import RUN_FORM
+
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
-    form.result(found, text={"by": by}, rows={"by": by})
+    form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -1102,11 +1111,11 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     evidence. A baseline run makes it a controlled experiment, and shows when a run stopped learning.
     """
     from .analysis.attribution.brief import attribution_brief
-    from .analysis.attribution.text import attribution_json, attribution_text
+    from .analysis.attribution.text import attribution_text
 
     found = _asked(analysis.attribute, trace, **options)
     render = attribution_brief if form.is_brief else attribution_text
-    form.answer(json=lambda: attribution_json(found), text=lambda width: render(found))
+    form.answer(json=lambda: result_json(found), text=lambda width: render(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")
@@ -1166,13 +1175,13 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
-    from .analysis.watch.watched import latest_rows, watched_json
+    from .analysis.watch.watched import latest_rows
 
     is_one = once or form.as_json or form.as_csv or not can_redraw()
     views = _asked(analysis.watch, trace, once=is_one, **options)
     if form.as_json or form.as_csv:
         view = next(views)
-        form.answer(json=lambda: watched_json(view), text=str, rows=lambda: latest_rows(view))
+        form.answer(json=lambda: result_json(view), text=str, rows=lambda: latest_rows(view))
     else:
         show(views, again=not is_one)
 

@@ -25,7 +25,7 @@ from ..tracer.store import first_line
 from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.checkpoints import open_weights
 from ..tracer.weights.reader import WeightReader
-from .rows import Rows, printable, to_text
+from .rows import Form, Rows, printable, to_text
 from .trace.source import Source, open_source
 from .views import open_database
 
@@ -73,6 +73,9 @@ def verification_text(found: Verification, width: int | None = None) -> str:
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
     return "\n".join(lines)
+
+
+VERIFICATION_FORM: Form = {Verification: {"is_whole": Verification.is_whole}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

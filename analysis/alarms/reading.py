@@ -37,6 +37,7 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
+    code: str
     who: str
     """Framework or paper that published the level, or `tim-trace`."""
     metric: str
@@ -69,59 +70,59 @@ class Alarm:
 
 ALARMS = (
     Alarm(
-        who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
+        code="verl_prob_diff", who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
         level=0.01, summary="a problem (below 0.005 is normal)", source="verl FAQ",
     ),
     Alarm(
-        who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
+        code="verl_kl", who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
         summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
+        code="verl_chi2", who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
         summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
+        code="verl_ess", who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
         summary="a few tokens carry most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
+        code="nemo_rl_prob_error", who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
         summary="NeMo-RL logs a diagnostic plot (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
+        code="nemo_rl_kl", who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
         summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d), called KL in the docs", level=1.0,
+        code="miles_kl", who="Miles", metric="k3", definition="mean(exp(d) - 1 - d), called KL in the docs", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(
-        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
+        code="miles_abs_d", who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
         source="Miles docs, debug",
     ),
     Alarm(
-        who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
+        code="prime_rl_kl", who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
         summary="prime-rl's own CI fails", source="prime-rl CI",
     ),
     Alarm(
-        who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
+        code="tinker_kl", who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
-        who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
+        code="liu_li_low", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
         summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
-        who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=2e-2,
+        code="liu_li_high", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=2e-2,
         summary="in the paper's high-mismatch group, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
-        who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
+        code="icepop_abs_d", who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
         summary="an MoE run collapsed above this level", source="Ling team, IcePop; arXiv 2510.18855",
     ),
     Alarm(
-        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
+        code="slime_abs_d", who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
             "model)",
         source="slime, Miles CI",
     ),
@@ -150,6 +151,10 @@ class AlarmReadings:
     judged: tuple[AlarmReading, ...] = ()
     not_judged: tuple[str, ...] = ()
     """Published rules for metrics missing from the trace."""
+
+    @property
+    def num_judged(self) -> int:
+        return len(self.judged)
 
     @property
     def raised(self) -> tuple[AlarmReading, ...]:
@@ -199,13 +204,13 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
     signs = (
-        (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch this large can bias the run", True),
-        (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
+        ("mismatch_large", gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch this large can bias the run", True),
+        ("learning_rate_spike", rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike in the learning rate", False),
-        (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
+        ("grad_norm_spike", norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
-    for fires, metric, definition, condition, summary, of_mismatch in signs:
+    for code, fires, metric, definition, condition, summary, of_mismatch in signs:
         if (known := figure(metric, series, {})) is not None:
             with np.errstate(invalid="ignore"):
                 flags = fires(known[1])
@@ -213,7 +218,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
             if not asked.any():
                 continue
             alarm = Alarm(
-                who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
+                code=code, who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
                 source=_MEASURED, of_mismatch=of_mismatch,
             )  # fmt: skip
             yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
@@ -221,7 +226,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -
     asked = np.isin(steps, at)
     if asked.any() and "reward" in series:
         alarm = Alarm(
-            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
+            code="rewards_contradict", who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
             definition="share of repeated responses whose reward differs from last time, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
@@ -232,7 +237,7 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
-            who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
+            code="logprobs_not_finite", who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
             definition="tokens in the loss with a NaN or infinite logprob in either pass",
             summary="mismatch metrics exclude these tokens", source="logprobs", of_mismatch=True,
         )  # fmt: skip
@@ -250,7 +255,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
             one = series[name]
             steps = np.union1d(one.steps[one.known], one.not_finite)
             alarm = Alarm(
-                who=OWN, metric=name, definition=definition, level=None, rule="is NaN or infinite", summary=summary,
+                code=f"{name}_not_finite", who=OWN, metric=name, definition=definition, level=None, rule="is NaN or infinite", summary=summary,
                 source=one.source, of_mismatch=False,
             )  # fmt: skip
             yield _reading(alarm, steps, np.isin(steps, one.not_finite))
