@@ -14,6 +14,8 @@ import textwrap
 from pathlib import Path
 
 import click
+import codes
+import json_schemas
 import tim_trace
 from tim_trace import cli
 from tim_trace.analysis.attribution.text import DIFFERENCES, EVIDENCE
@@ -221,6 +223,7 @@ def pages():
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},
         "reference/arms.md": {"options": arms()},
+        "reference/json.md": {"schemas": json_schemas.table(), "codes": codes.table()},
         "reference/check.md": {
             "thresholds": thresholds(
                 "check/explain.py", "check/faults/kinds.py", "check/finding.py", "check/pair_data.py"
@@ -307,10 +310,12 @@ def main():
     written = {DOCS / name: parts for name, parts in pages().items()}
     fresh = {path: filled(path.read_text(encoding="utf-8"), parts) for path, parts in written.items()}
     fresh[DOCS / "llms.txt"] = llms()
+    fresh |= {DOCS / "reference" / "json" / name: text for name, text in json_schemas.documents().items()}
     stale = [path for path, new in fresh.items() if not path.exists() or path.read_text(encoding="utf-8") != new]
     if stale and "--check" in sys.argv:
         sys.exit(f"stale: {', '.join(path.name for path in stale)}; update them with: make docs")
     for path in stale:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(fresh[path], encoding="utf-8")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -129,6 +129,42 @@ ALARMS = (
 )  # fmt: skip
 
 
+def _own_alarm(code: str, metric: str, definition: str, rule: str, summary: str, *, of_mismatch: bool = False) -> Alarm:
+    return Alarm(
+        code=code, who=OWN, metric=metric, definition=definition, level=None, rule=rule, summary=summary, source=_MEASURED,
+        of_mismatch=of_mismatch,
+    )  # fmt: skip
+
+
+SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
+    (gap_bends, _own_alarm("mismatch_large", "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps",
+                           "a mismatch this large can bias the run", of_mismatch=True)),
+    (rate_jumps, _own_alarm("learning_rate_spike", "learning_rate", "the learning rate",
+                            f"> {RATE:g} times its earlier level", "a spike in the learning rate")),
+    (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
+                            f"> {NORM:g} for {TIMES} steps", "updates are abnormally large")),
+)  # fmt: skip
+"""tim-trace's own rules on series, each with the function that returns the steps where it fires."""
+CONTRADICT = _own_alarm(
+    "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
+    f"> {UNEQUAL:g}", "the reward depends on more than the response",
+)  # fmt: skip
+LEFT_OUT = replace(
+    _own_alarm("logprobs_not_finite", NOT_FINITE, "tokens in the loss with a NaN or infinite logprob in either pass", "> 0",
+               "mismatch metrics exclude these tokens", of_mismatch=True),
+    source="logprobs",
+)  # fmt: skip
+BROKEN = tuple(
+    _own_alarm(f"{metric}_not_finite", metric, definition, "is NaN or infinite", summary)
+    for metric, definition, summary in (
+        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
+        ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
+        ("loss", "the logged loss", "this step's update was not finite"),
+    )
+)
+EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), CONTRADICT, LEFT_OUT, *BROKEN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmReading:
     alarm: Alarm
@@ -174,7 +210,7 @@ def judge_alarms(
         else:
             judged.append(judge_level(alarm, *known))
     steps = next((one.steps for one in series.values()), np.empty(0, np.int64))
-    judged += [*_own_signs(whole or series, repeats, steps), *_not_finite(series), *_left_out(of_tokens)]
+    judged += [*_own(whole or series, repeats, steps), *_not_finite(series), *_left_out(of_tokens)]
     return AlarmReadings(judged=tuple(judged), not_judged=tuple(dict.fromkeys(left)))
 
 
@@ -202,63 +238,32 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
     )  # fmt: skip
 
 
-def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    signs = (
-        ("mismatch_large", gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch this large can bias the run", True),
-        ("learning_rate_spike", rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
-         "a spike in the learning rate", False),
-        ("grad_norm_spike", norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
-         f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
-    )  # fmt: skip
-    for code, fires, metric, definition, condition, summary, of_mismatch in signs:
-        if (known := figure(metric, series, {})) is not None:
+def _own(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
+    for fires, alarm in SIGNS:
+        if (known := figure(alarm.metric, series, {})) is not None:
             with np.errstate(invalid="ignore"):
                 flags = fires(known[1])
             asked = np.isin(known[0], at)
-            if not asked.any():
-                continue
-            alarm = Alarm(
-                code=code, who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
-                source=_MEASURED, of_mismatch=of_mismatch,
-            )  # fmt: skip
-            yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
+            if asked.any():
+                yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
     steps, unequal = repeats.unequal()
     asked = np.isin(steps, at)
     if asked.any() and "reward" in series:
-        alarm = Alarm(
-            code="rewards_contradict", who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
-            definition="share of repeated responses whose reward differs from last time, over 20 steps",
-            summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
-        )  # fmt: skip
-        yield _reading(alarm, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
+        yield _reading(CONTRADICT, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
-        alarm = Alarm(
-            code="logprobs_not_finite", who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
-            definition="tokens in the loss with a NaN or infinite logprob in either pass",
-            summary="mismatch metrics exclude these tokens", source="logprobs", of_mismatch=True,
-        )  # fmt: skip
-        yield _reading(alarm, steps, counts > 0, counts)
+        yield _reading(LEFT_OUT, steps, counts > 0, counts)
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    series_of_run = (
-        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
-        ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
-        ("loss", "the logged loss", "this step's update was not finite"),
-    )
-    for name, definition, summary in series_of_run:
-        if name in series:
-            one = series[name]
+    for alarm in BROKEN:
+        if alarm.metric in series:
+            one = series[alarm.metric]
             steps = np.union1d(one.steps[one.known], one.not_finite)
-            alarm = Alarm(
-                code=f"{name}_not_finite", who=OWN, metric=name, definition=definition, level=None, rule="is NaN or infinite", summary=summary,
-                source=one.source, of_mismatch=False,
-            )  # fmt: skip
-            yield _reading(alarm, steps, np.isin(steps, one.not_finite))
+            yield _reading(replace(alarm, source=one.source), steps, np.isin(steps, one.not_finite))
 
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
