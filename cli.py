@@ -55,6 +55,7 @@ from .schemas.errors import (
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import ROLLOUT
+from .schemas.steps import ALL_STEPS
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps
@@ -109,8 +110,12 @@ class _Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         if self.code is not None:
-            _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": self.code, "message": self.message}}))
+            _print_error(self.code, self.message)
         super().show(file)
+
+
+def _print_error(code: str, message: str) -> None:
+    _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": code, "message": message}}))
 
 
 _damage_told: list[str] = []
@@ -202,14 +207,24 @@ class Commands(click.Group):
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
+        except click.UsageError as error:
+            if self._prints_json(ctx, arguments):
+                _print_error("UsageError", error.format_message())
+            raise
         except (TimTraceError, OSError, ModuleNotFoundError) as error:
             if isinstance(error, BrokenPipeError) or not (told := _speaking(error)):
                 raise
             command = self.commands.get(ctx.invoked_subcommand or "")
             options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
-            failure = _Failure(told, options, as_json="--json" in options and "--json" in arguments)
+            failure = _Failure(told, options, as_json=self._prints_json(ctx, arguments))
             _let_go(error)
         raise failure from None
+
+    def _prints_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
+        """Return True if the arguments contain --json and the command has it (or is unknown)."""
+        command = self.commands.get(ctx.invoked_subcommand or "")
+        has_json = command is None or any("--json" in param.opts for param in command.params)
+        return has_json and "--json" in arguments
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(len(name) for purposes in SECTIONS.values() for name in purposes)
@@ -668,6 +683,7 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair
+@_steps
 @_timeout
 @_memory
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
@@ -685,6 +701,8 @@ def query_(
 
     if name is None:
         form.table(listed())
+    elif as_sql and options["steps"] != ALL_STEPS:
+        raise click.UsageError("--sql prints the query for all steps; drop --steps")
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
@@ -738,9 +756,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_pair
 @_steps
 @click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays.")
 @_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.

@@ -32,8 +32,7 @@ from .token_samples.token_text import read_token_text
 from .trace.columns import parse_pair
 from .trace.limits import check_timeout
 from .trace.macros import quoted
-from .trace.source import open_source, open_sources
-from .views import open_database
+from .trace.source import Traces, open_source, open_sources
 
 _GUIDE = """\
 tim-trace measures training-inference mismatch in RL runs; d = logprob(trainer) - logprob(engine), in nats, per token.
@@ -80,7 +79,7 @@ _ROWS = """
 _ORDERS = {"first": "", "worst": "p.max_abs_d DESC NULLS LAST, ", "group": "length(s.group_id), s.group_id, "}
 
 
-def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") -> None:
+def mcp(traces: Traces, *, timeout: float = 60.0, memory: str = "1GB") -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
     Nothing is written, and only the given runs are read. A call ends after `timeout` seconds, and a query that needs
@@ -196,9 +195,9 @@ class RunTools:
         self, name: str, run: str | None = None, steps: str = ALL_STEPS, pair: str = "train:rollout"
     ) -> dict[str, Any]:
         """Run a named query (describe part="queries" lists them), e.g. concentration, shape, prefix-noise, course."""
-        meaning, database = named_query(name).meaning, open_database(self._path(run), steps)
-        rows = query(name, database, pair=pair, timeout=self.timeout, memory=self.memory).without({"run"})
-        return {"meaning": meaning, "columns": rows.columns, "rows": rows.rows}
+        rows = query(name, self._path(run), pair=pair, steps=steps, timeout=self.timeout, memory=self.memory)
+        rows = rows.without({"run"})
+        return {"meaning": named_query(name).meaning, "columns": rows.columns, "rows": rows.rows}
 
     def rows(
         self, step: int, run: str | None = None, order: Literal["first", "worst", "group"] = "first", n: int = 10,

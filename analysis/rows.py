@@ -93,7 +93,9 @@ def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
     """Return the keys of a dataclass in JSON, and how to compute each."""
     chosen: dict[str, Any] = {field.name: attrgetter(field.name) for field in fields(kind)} | dict(form.get(kind, {}))
     return {
-        name: entry.fget if isinstance(entry, property) else entry for name, entry in chosen.items() if entry is not None
+        name: entry.fget if isinstance(entry, property) else entry
+        for name, entry in chosen.items()
+        if entry is not None
     }
 
 

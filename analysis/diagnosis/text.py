@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired, since, taken_over
-from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, Suspect, SupposedCause
+from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
 from ..attribution.text import ATTRIBUTION_FORM, evidence_sentence, later_clause, not_finite_clause, unsure_clause
 from ..check.check import CheckResult
 from ..check.finding import Finding

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-
 from ..rows import Form, Rows, of_steps, shown, to_text, wrapped
 from .verdict import Objective
 
@@ -26,10 +25,8 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
 
 def worst_steps(found: Objective) -> Rows:
     """Return the rows of the NUM_WORST updates with the largest bias (without a bias, the largest mismatch)."""
-    columns = found.steps.columns
-    place = columns.index(_worst_by(found))
-    worst = sorted(found.steps.rows, key=lambda row: -abs(row[place] or 0.0))[:NUM_WORST]
-    return Rows(columns, worst)
+    worst = sorted(found.steps.dicts(), key=lambda row: -abs(row[_worst_by(found)] or 0.0))[:NUM_WORST]
+    return Rows(found.steps.columns, [tuple(row.values()) for row in worst])
 
 
 def _worst_by(found: Objective) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schemas.results import Result
 from ...schemas.steps import select_steps
-from ..alarms.reading import AlarmReadings
+from ..alarms.reading import Alarm, AlarmReadings
 from ..alarms.text import ALARM_FORM
 from ..facts.changes import ChangePoint
 from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
@@ -129,6 +129,7 @@ def _changes(seen: Watched) -> tuple[Moved, ...]:
 
 WATCHED_FORM: Form = {
     **ALARM_FORM,
+    Alarm: {**ALARM_FORM[Alarm], **dict.fromkeys(("definition", "level", "rule", "above", "of_size", "source", "of_mismatch"))},
     AlarmReadings: {"judged": None, "raised": AlarmReadings.raised, "num_judged": AlarmReadings.num_judged},
     Watched: {
         "num_latest": _num_latest, "latest": latest_rows, "series": _all_series, "moved": None, "changes": _changes,
