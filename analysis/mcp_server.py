@@ -32,7 +32,7 @@ from .token_samples.token_text import read_token_text
 from .trace.columns import parse_pair
 from .trace.limits import check_timeout
 from .trace.macros import quoted
-from .trace.source import Traces, open_source, open_sources
+from .trace.source import open_source, open_sources
 
 _GUIDE = """\
 tim-trace measures training-inference mismatch in RL runs; d = logprob(trainer) - logprob(engine), in nats, per token.
@@ -79,7 +79,7 @@ _ROWS = """
 _ORDERS = {"first": "", "worst": "p.max_abs_d DESC NULLS LAST, ", "group": "length(s.group_id), s.group_id, "}
 
 
-def mcp(traces: Traces, *, timeout: float = 60.0, memory: str = "1GB") -> None:
+def mcp(traces: Sequence[str | os.PathLike[str]], *, timeout: float = 60.0, memory: str = "1GB") -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
     Nothing is written, and only the given runs are read. A call ends after `timeout` seconds, and a query that needs

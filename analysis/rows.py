@@ -92,11 +92,7 @@ def form_of(kind: type[Result]) -> Form:
 def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
     """Return the keys of a dataclass in JSON, and how to compute each."""
     chosen: dict[str, Any] = {field.name: attrgetter(field.name) for field in fields(kind)} | dict(form.get(kind, {}))
-    return {
-        name: entry.fget if isinstance(entry, property) else entry
-        for name, entry in chosen.items()
-        if entry is not None
-    }
+    return {name: getattr(entry, "fget", entry) for name, entry in chosen.items() if entry is not None}
 
 
 def result_json(found: Result, form: Form | None = None) -> dict[str, Any]:
@@ -119,12 +115,13 @@ def _indented(value: Any, indent: str = "") -> str:
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
         return line
-    inside, is_dict = indent + "  ", isinstance(value, dict)
-    keys = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value] if is_dict else [""] * len(value)
-    items = value.values() if is_dict else value
-    lines = [f"{inside}{key}{_indented(item, inside)}" for key, item in zip(keys, items, strict=True)]
-    begin, end = "{}" if is_dict else "[]"
-    return begin + "\n" + ",\n".join(lines) + f"\n{indent}{end}"
+    inside = indent + "  "
+    if isinstance(value, dict):
+        lines = [
+            f"{inside}{json.dumps(key, ensure_ascii=False)}: {_indented(item, inside)}" for key, item in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inside + _indented(item, inside) for item in value) + f"\n{indent}]"
 
 
 def to_csv(rows: Rows) -> Iterator[str]:

@@ -129,7 +129,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     queries = {str(path.relative_to(ROOT)) for path in (ROOT / "analysis").glob("*/*.sql")}
     page = {f"analysis/report/page/report.{kind}" for kind in ("html", "css", "js")}
     model = {"analysis/check/kinds.json", "analysis/attribution/model.json"}  # fitted by programs in benchmarks
-    assert inside == sources | queries | page | model | {
+    schemas = {str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "reference" / "json").iterdir()}
+    assert len(schemas) > 15
+    assert inside == sources | queries | page | model | schemas | {
         "py.typed",
         "analysis/example.zip",
         "skills/tim-trace/SKILL.md",
