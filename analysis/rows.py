@@ -110,16 +110,17 @@ def to_json(value: Any) -> str:
     return "".join(char if char == "\n" or char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
+_encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
 def _indented(value: Any, indent: str = "") -> str:
     """Serialize a JSON value, with one line per container that fits into a line."""
-    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    line = _encoded(value)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
         return line
     inside = indent + "  "
     if isinstance(value, dict):
-        lines = [
-            f"{inside}{json.dumps(key, ensure_ascii=False)}: {_indented(item, inside)}" for key, item in value.items()
-        ]
+        lines = [f"{inside}{_encoded(key)}: {_indented(item, inside)}" for key, item in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     return "[\n" + ",\n".join(inside + _indented(item, inside) for item in value) + f"\n{indent}]"
 

@@ -8,7 +8,7 @@ from tim_trace.analysis.alarms.reading import EVERY_ALARM
 from tim_trace.analysis.attribution import text as attribution
 from tim_trace.analysis.attribution.attribution import SUSPECTS
 from tim_trace.analysis.check.data_checks import KINDS
-from tim_trace.analysis.check.faults import FAULTS, HEALTHY
+from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY
 from tim_trace.analysis.check.text import NOTES
 from tim_trace.analysis.comparison import text as comparison
 from tim_trace.analysis.dynamics import text as dynamics
@@ -52,6 +52,10 @@ def codes():
     """Return the meaning of every code by its place, such as `check: findings`."""
     return {
         "check: findings": FAULTS | HEALTHY,
+        "check: signals": {f"{fault.code}.{name}": text for fault in ALL for name, text in fault.evidence.items()},
+        "check: causes (numbers.cause)": {
+            f"{fault.code}.{name}": title for fault in ALL for name, title in fault.causes.items()
+        },
         "check: data": {code: title for code, (title, _) in KINDS.items()},
         "check: note_codes": NOTES,
         "attribute: suspects": SUSPECTS,

@@ -212,7 +212,12 @@ def _first_suspect(result: Attribution) -> str | None:
     return None if result.first_suspect is None else result.first_suspect.code
 
 
-ATTRIBUTION_FORM: Form = {
+def _shown_evidence(suspect: Suspect) -> tuple[Evidence, ...] | None:
+    """Evidence for and against the suspect. null if it is unlikely (below 2%): see `diagnose --verbose`."""
+    return suspect.evidence if suspect.probability >= _SHOWN else None
+
+
+WHOLE_FORM: Form = {
     Attribution: {
         "sentence": verdict_sentence, "cause": Attribution.cause, "differences": difference_sentences,
         "notes": note_sentences, "first_suspect": _first_suspect,
@@ -221,6 +226,7 @@ ATTRIBUTION_FORM: Form = {
     Evidence: {"sentence": evidence_sentence},
     Fact: {"sentence": evidence_sentence},
 }  # fmt: skip
+ATTRIBUTION_FORM: Form = {**WHOLE_FORM, Suspect: {**WHOLE_FORM[Suspect], "evidence": _shown_evidence}}
 
 
 def _changes(result: Attribution) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired, since, taken_over
 from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
-from ..attribution.text import ATTRIBUTION_FORM, evidence_sentence, later_clause, not_finite_clause, unsure_clause
+from ..attribution.text import WHOLE_FORM, evidence_sentence, later_clause, not_finite_clause, unsure_clause
 from ..check.check import CheckResult
 from ..check.finding import Finding
 from ..check.text import CHECKED_FORM, checked_text
@@ -284,7 +284,7 @@ def _range(low: float, high: float) -> str:
 
 
 DIAGNOSIS_FORM: Form = {
-    **CHECKED_FORM, **ATTRIBUTION_FORM, **ALARM_FORM,
+    **CHECKED_FORM, **WHOLE_FORM, **ALARM_FORM,
     Diagnosis: {"story": story, "normal": normal_text, "broken": Diagnosis.broken},
     Numerics: {"sentence": numerics_text},
     ReplayEffect: {"code": ReplayEffect.code, "sentence": effect_text},
