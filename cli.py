@@ -115,7 +115,8 @@ class _Failure(click.ClickException):
 
 
 def _print_error(code: str, message: str) -> None:
-    _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": code, "message": message}}))
+    with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
+        _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": code, "message": message}}))
 
 
 _damage_told: list[str] = []

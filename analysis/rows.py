@@ -70,7 +70,7 @@ def table(values: Sequence[Any]) -> Rows:
 
 
 _LINE = 120
-
+"""Maximum length of a line of JSON that holds a whole container."""
 JSON_VERSION = 1
 """Version of all `--json` output. It increases if a key is removed or renamed, or changes its meaning."""
 
@@ -90,8 +90,10 @@ def form_of(kind: type[Result]) -> Form:
 
 
 def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
-    """Return the keys of a dataclass in JSON, and how to compute each."""
-    chosen: dict[str, Any] = {field.name: attrgetter(field.name) for field in fields(kind)} | dict(form.get(kind, {}))
+    """Return the keys of a dataclass in JSON, and how to compute each. A result begins with what its form adds, such as
+    the verdict."""
+    own, added = {field.name: attrgetter(field.name) for field in fields(kind)}, form.get(kind, {})
+    chosen: dict[str, Any] = {**added, **own, **added} if issubclass(kind, Result) else {**own, **added}
     return {name: getattr(entry, "fget", entry) for name, entry in chosen.items() if entry is not None}
 
 
