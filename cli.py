@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -27,7 +27,19 @@ import click
 
 from . import __version__, analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
-from .analysis.rows import MAIN_COLUMNS, Rows, printable, printable_lines, table, to_csv, to_json, to_text
+from .analysis.rows import (
+    JSON_VERSION,
+    MAIN_COLUMNS,
+    Form,
+    Rows,
+    printable,
+    printable_lines,
+    result_json,
+    table,
+    to_csv,
+    to_json,
+    to_text,
+)
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
 from .schemas.errors import (
@@ -43,6 +55,7 @@ from .schemas.errors import (
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import ROLLOUT
+from .schemas.steps import ALL_STEPS
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps
@@ -97,8 +110,13 @@ class _Failure(click.ClickException):
 
     def show(self, file: Any = None) -> None:
         if self.code is not None:
-            _print(json.dumps({"error": {"code": self.code, "message": self.message}}))
+            _print_error(self.code, self.message)
         super().show(file)
+
+
+def _print_error(code: str, message: str) -> None:
+    with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
+        _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": code, "message": message}}))
 
 
 _damage_told: list[str] = []
@@ -190,14 +208,24 @@ class Commands(click.Group):
         try:
             with _plain_warnings(), speaking_options():
                 return super().invoke(ctx)
+        except click.UsageError as error:
+            if self._prints_json(ctx, arguments):
+                _print_error("UsageError", error.format_message())
+            raise
         except (TimTraceError, OSError, ModuleNotFoundError) as error:
             if isinstance(error, BrokenPipeError) or not (told := _speaking(error)):
                 raise
             command = self.commands.get(ctx.invoked_subcommand or "")
             options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
-            failure = _Failure(told, options, as_json="--json" in options and "--json" in arguments)
+            failure = _Failure(told, options, as_json=self._prints_json(ctx, arguments))
             _let_go(error)
         raise failure from None
+
+    def _prints_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
+        """Return True if the arguments contain --json and the command has it (or is unknown)."""
+        command = self.commands.get(ctx.invoked_subcommand or "")
+        has_json = command is None or any("--json" in param.opts for param in command.params)
+        return has_json and "--json" in arguments
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(len(name) for purposes in SECTIONS.values() for name in purposes)
@@ -269,7 +297,7 @@ class _Form:
         if self.as_json:
             value = json()
             found = value if isinstance(value, dict) else {"rows": value}
-            _print(to_json({"damaged": list(_damage_told)} | found))
+            _print(to_json({"json_version": JSON_VERSION, "damaged": list(_damage_told)} | found))
         elif self.as_csv:
             assert rows is not None
             for line in to_csv(rows()):
@@ -278,23 +306,16 @@ class _Form:
             _say(text(self.width))
 
     def result(
-        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
-    ) -> None:
-        """Print a result with the functions NAME_text, NAME_rows and NAME_json, where its `_text` is MODULE:NAME_text.
-
-        Without NAME_json, the JSON output contains the result's fields and its NAME_sentence.
-        """
+        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None,
+        json: Form | None = None,
+    ) -> None:  # fmt: skip
+        """Print a result with the functions NAME_text and NAME_rows, where its `_text` is MODULE:NAME_text, or as JSON in
+        the form `json` (default: NAME_FORM)."""
         module, _, function = found._text.partition(":")
-        name, renderers = function.removesuffix("_text"), vars(import_module(module))
-
-        def json() -> Any:
-            if render := renderers.get(f"{name}_json"):
-                return render(found)
-            return asdict(found) | {"sentence": renderers[f"{name}_sentence"](found)}
-
+        renderers = vars(import_module(module))
         self.answer(
-            json=json, text=lambda width: renderers[function](found, width, **text or {}),
-            rows=lambda: renderers[f"{name}_rows"](found, **rows or {}),
+            json=lambda: result_json(found, json), text=lambda width: renderers[function](found, width, **text or {}),
+            rows=lambda: renderers[f"{function.removesuffix('_text')}_rows"](found, **rows or {}),
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:
@@ -563,7 +584,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
     found = [analysis.info(trace) for trace in traces]
     tell_damage(sentence for trace in found for sentence in trace.damaged)
     form.answer(
-        json=lambda: [asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]),
+        json=lambda: found if len(found) > 1 else result_json(found[0]),
         text=lambda width: "\n\n".join(info_text(trace, width) for trace in found),
     )
 
@@ -583,7 +604,7 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
 
     found = analysis.verify(trace, format=format, progress=_progress)
     form.answer(
-        json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
+        json=lambda: result_json(found),
         text=lambda width: verification_text(found, width),
         rows=lambda: found.folders,
     )
@@ -614,7 +635,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 
     found = analysis.compact(trace, progress=_progress, **options)
     form.answer(
-        json=lambda: {"trace": found.trace, "tables": found.tables},
+        json=lambda: result_json(found),
         text=lambda width: compaction_text(found, width),
         rows=lambda: found.tables,
     )
@@ -668,6 +689,7 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair
+@_steps
 @_timeout
 @_memory
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
@@ -685,6 +707,8 @@ def query_(
 
     if name is None:
         form.table(listed())
+    elif as_sql and options["steps"] != ALL_STEPS:
+        raise click.UsageError("--sql prints the query for all steps; drop --steps")
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
@@ -738,9 +762,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_pair
 @_steps
 @click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Also print evidence, published figures, alerts and replays as tables."
-)
+@click.option("-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays.")
 @_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
@@ -756,7 +778,9 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
 
         _say(attribution_brief(found.attribution, story(found)))
     else:
-        form.result(found, text={"verbose": verbose})
+        from .analysis.diagnosis.text import SHORT_FORM
+
+        form.result(found, text={"verbose": verbose}, json=None if verbose else SHORT_FORM)
     if found.checked is not None and not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -843,7 +867,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_confidence
 @_by("run", "step", help="What each row describes (run also lists the worst steps).")
 @_ray
-@_prints(json="Print JSON at full precision, including every step.")
+@_prints(json="Print JSON at full precision; with --by step, of every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
@@ -851,8 +875,10 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     rollout. Splits the result by the advantage's sign, and into clip decisions, corrections and policy drift. --loss
     overrides the recorded loss.
     """
+    from .analysis.objective.text import RUN_FORM
+
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
-    form.result(found, text={"by": by}, rows={"by": by})
+    form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -1107,11 +1133,11 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     evidence. A baseline run makes it a controlled experiment, and shows when a run stopped learning.
     """
     from .analysis.attribution.brief import attribution_brief
-    from .analysis.attribution.text import attribution_json, attribution_text
+    from .analysis.attribution.text import attribution_text
 
     found = _asked(analysis.attribute, trace, **options)
     render = attribution_brief if form.is_brief else attribution_text
-    form.answer(json=lambda: attribution_json(found), text=lambda width: render(found))
+    form.answer(json=lambda: result_json(found), text=lambda width: render(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")
@@ -1171,13 +1197,13 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
-    from .analysis.watch.watched import latest_rows, watched_json
+    from .analysis.watch.watched import latest_rows
 
     is_one = once or form.as_json or form.as_csv or not can_redraw()
     views = _asked(analysis.watch, trace, once=is_one, **options)
     if form.as_json or form.as_csv:
         view = next(views)
-        form.answer(json=lambda: watched_json(view), text=str, rows=lambda: latest_rows(view))
+        form.answer(json=lambda: result_json(view), text=str, rows=lambda: latest_rows(view))
     else:
         show(views, again=not is_one)
 

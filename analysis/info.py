@@ -111,7 +111,7 @@ class TraceInfo(Result):
     """One sentence per file that does not belong to the trace."""
 
 
-def info(trace: str | Database) -> TraceInfo:
+def info(trace: str | os.PathLike[str] | Database) -> TraceInfo:
     """Summarize a trace: contents, writers, and missing or damaged data.
 
     Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.

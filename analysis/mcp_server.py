@@ -27,13 +27,12 @@ from ..tracer.scalars import as_text
 from .info import info
 from .queries.catalogue import catalogue, named_query, query
 from .query import sql
-from .rows import Rows, jsonable
+from .rows import Rows, jsonable, result_json
 from .token_samples.token_text import read_token_text
 from .trace.columns import parse_pair
 from .trace.limits import check_timeout
 from .trace.macros import quoted
 from .trace.source import open_source, open_sources
-from .views import open_database
 
 _GUIDE = """\
 tim-trace measures training-inference mismatch in RL runs; d = logprob(trainer) - logprob(engine), in nats, per token.
@@ -80,7 +79,7 @@ _ROWS = """
 _ORDERS = {"first": "", "worst": "p.max_abs_d DESC NULLS LAST, ", "group": "length(s.group_id), s.group_id, "}
 
 
-def mcp(traces: Sequence[str], *, timeout: float = 60.0, memory: str = "1GB") -> None:
+def mcp(traces: Sequence[str | os.PathLike[str]], *, timeout: float = 60.0, memory: str = "1GB") -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
     Nothing is written, and only the given runs are read. A call ends after `timeout` seconds, and a query that needs
@@ -138,11 +137,10 @@ class RunTools:
         evidence for each suspect, the alerts that fired, or published reference values.
         """
         from .diagnosis.diagnose import diagnose
-        from .diagnosis.text import diagnosis_json
 
         baseline = None if control is None else self._path(control)
-        found = diagnosis_json(diagnose(self._path(run), control=baseline, steps=steps))
-        cause, raised = found["attribution"], [each for each in found["alarms"] if each["sounds"]]
+        found = result_json(diagnose(self._path(run), control=baseline, steps=steps))
+        cause, raised = found["attribution"], [each for each in found["alarms"]["judged"] if each["is_raised"]]
         checked = found["checked"] or {"is_valid": None, "findings": []}  # a trace of curves has nothing to check
         suspects = [_some(each, "code", "detail", "probability") for each in cause["suspects"][:4]]
         more: dict[str, Any] = {}
@@ -152,7 +150,7 @@ class RunTools:
             for each, whole in zip(suspects, cause["suspects"], strict=False):
                 each |= {"evidence": [one["sentence"] for one in whole["evidence"][:4]], "next": whole["next"]}
         elif detail == "alarms":
-            alarm, reading = ("metric", "condition", "who", "says"), ("own", "first_step", "num_steps")
+            alarm, reading = ("code", "metric", "condition", "who", "summary"), ("own", "first_step", "num_steps")
             more = {"alarms": [_some(each["alarm"], *alarm) | _some(each, *reading) for each in raised]}
         else:
             figure = ("metric", "low", "high", "dtypes", "setting")
@@ -162,16 +160,15 @@ class RunTools:
             "findings": [_some(each, "code", "cause", "side", "share", "fails") for each in checked["findings"]],
             "broken": found["broken"] and _some(found["broken"], "side", "since", "by"),
             "drop": cause["fall"] and _some(cause["fall"], "outcome", "kind", "step", "interval", "before", "after"),
-            "suspects": suspects, "normal": found["normal"], "alarms_fired": f"{len(raised)} of {len(found['alarms'])}",
+            "suspects": suspects, "normal": found["normal"], "alarms_fired": f"{len(raised)} of {len(found['alarms']['judged'])}",
             "notes": cause["notes"], "next": found["next"],
         } | more  # fmt: skip
 
     def check(self, run: str | None = None, pair: str = "train:rollout", steps: str = ALL_STEPS) -> dict[str, Any]:
         """Report whether two passes may be compared, or which fault makes the comparison invalid, with evidence."""
         from .check.check import check
-        from .check.text import checked_json
 
-        found = checked_json(check(self._path(run), pair=pair, steps=steps))
+        found = result_json(check(self._path(run), pair=pair, steps=steps))
         finding = ("code", "cause", "side", "effect", "share", "fails", "evidence", "next")
         return {
             **_some(found, "is_valid", "broken", "num_tokens", "rms_d", "owners", "notes"),
@@ -198,9 +195,9 @@ class RunTools:
         self, name: str, run: str | None = None, steps: str = ALL_STEPS, pair: str = "train:rollout"
     ) -> dict[str, Any]:
         """Run a named query (describe part="queries" lists them), e.g. concentration, shape, prefix-noise, course."""
-        meaning, database = named_query(name).meaning, open_database(self._path(run), steps)
-        rows = query(name, database, pair=pair, timeout=self.timeout, memory=self.memory).without({"run"})
-        return {"meaning": meaning, "columns": rows.columns, "rows": rows.rows}
+        rows = query(name, self._path(run), pair=pair, steps=steps, timeout=self.timeout, memory=self.memory)
+        rows = rows.without({"run"})
+        return {"meaning": named_query(name).meaning, "columns": rows.columns, "rows": rows.rows}
 
     def rows(
         self, step: int, run: str | None = None, order: Literal["first", "worst", "group"] = "first", n: int = 10,
@@ -230,9 +227,8 @@ class RunTools:
     def compare(self, other: str, run: str | None = None, steps: str = ALL_STEPS) -> dict[str, Any]:
         """List the differences between two runs, earliest first. a is run, b is other."""
         from .comparison.compare import compare
-        from .comparison.text import comparison_json
 
-        found = comparison_json(compare(self._path(run), self._path(other), steps=steps))
+        found = result_json(compare(self._path(run), self._path(other), steps=steps))
         difference = ("kind", "name", "step", "a", "b", "size_in_sd")
         return {
             **_some(found, "sentence", "same", "within_scatter", "notes"),

@@ -7,13 +7,16 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
+from importlib import import_module
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from ..schemas.errors import ColumnsLeftOut
-from ..schemas.results import Table
+from ..schemas.results import Result, Table
 from ..schemas.steps import ALL_STEPS
 
 
@@ -66,13 +69,62 @@ def table(values: Sequence[Any]) -> Rows:
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
 
+_LINE = 120
+"""Maximum length of a line of JSON that holds a whole container."""
+JSON_VERSION = 1
+"""Version of all `--json` output. It increases if a key is removed or renamed, or changes its meaning."""
+
+Entry = Callable[[Any], Any] | property | None
+Form = Mapping[type, Mapping[str, Entry]]
+"""Dataclass -> JSON keys beside its fields, each with the property or function that computes the value. None leaves a
+field out. The JSON Schemas are derived from the fields' types and the return annotations."""
+
+
+def form_of(kind: type[Result]) -> Form:
+    """Return the form in which a command prints a result whose `_text` is MODULE:NAME_text: NAME_FORM, or its fields and
+    its NAME_sentence."""
+    module, _, function = kind._text.partition(":")
+    name, renderers = function.removesuffix("_text"), vars(import_module(module))
+    form: Form = renderers.get(f"{name.upper()}_FORM", {kind: {"sentence": renderers.get(f"{name}_sentence")}})
+    return form
+
+
+def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
+    """Return the keys of a dataclass in JSON, and how to compute each. A result begins with what its form adds, such as
+    the verdict."""
+    own, added = {field.name: attrgetter(field.name) for field in fields(kind)}, form.get(kind, {})
+    chosen: dict[str, Any] = {**added, **own, **added} if issubclass(kind, Result) else {**own, **added}
+    return {name: getattr(entry, "fget", entry) for name, entry in chosen.items() if entry is not None}
+
+
+def result_json(found: Result, form: Form | None = None) -> dict[str, Any]:
+    """Convert a result to JSON values, by default in the form in which its command prints it."""
+    converted: dict[str, Any] = jsonable(found, form_of(type(found)) if form is None else form)
+    return converted
+
+
 def to_json(value: Any) -> str:
     """Serialize a value as JSON, with terminal control characters escaped. NaN and infinities, which JSON lacks, become
     the strings `NaN`, `Infinity` and `-Infinity`. null means "not recorded"."""
-    text = json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
+    text = _indented(jsonable(value))
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(char if char == "\n" or char.isprintable() else json.dumps(char)[1:-1] for char in text)
+
+
+_encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+
+
+def _indented(value: Any, indent: str = "") -> str:
+    """Serialize a JSON value, with one line per container that fits into a line."""
+    line = _encoded(value)
+    if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
+        return line
+    inside = indent + "  "
+    if isinstance(value, dict):
+        lines = [f"{inside}{_encoded(key)}: {_indented(item, inside)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(inside + _indented(item, inside) for item in value) + f"\n{indent}]"
 
 
 def to_csv(rows: Rows) -> Iterator[str]:
@@ -286,7 +338,7 @@ def _csv_cell(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: Any, form: Form = MappingProxyType({})) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -295,10 +347,12 @@ def jsonable(value: Any) -> Any:
         return value if math.isfinite(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Rows):
         return [jsonable(row) for row in value.dicts()]
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item, form) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [jsonable(item) for item in value]
+        return [jsonable(item, form) for item in value]
+    if is_dataclass(value):
+        return {name: jsonable(entry(value), form) for name, entry in entries(type(value), form).items()}
     if isinstance(value, (date, datetime)):
         return value.isoformat()
     return str(value)

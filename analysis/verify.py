@@ -26,7 +26,7 @@ from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.checkpoints import open_weights
 from ..tracer.weights.reader import WeightReader
 from .conformance import conformance
-from .rows import Rows, printable, to_text
+from .rows import Form, Rows, printable, to_text
 from .trace.source import Source, open_source
 from .views import open_database
 
@@ -102,6 +102,9 @@ def _deviation_text(row: Mapping[str, Any]) -> str:
     found = f", found {row['found']}" if row["found"] else ""
     rows = "" if row["num_rows"] is None else f" ({row['num_rows']:,} rows; the example is {row['found']})"
     return printable(f"format: {where}: {row['code'].replace('_', ' ')}{expected}{rows or found}")
+
+
+VERIFICATION_FORM: Form = {Verification: {"is_whole": Verification.is_whole}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ import textwrap
 from pathlib import Path
 
 import click
+import codes
+import json_schemas
 import msgspec
 import pyarrow as pa
 import tim_trace
@@ -228,6 +230,7 @@ def pages():
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},
         "reference/arms.md": {"options": arms()},
+        "reference/json.md": {"schemas": json_schemas.table(), "codes": codes.table()},
         "reference/check.md": {
             "thresholds": thresholds(
                 "check/explain.py", "check/faults/kinds.py", "check/finding.py", "check/pair_data.py"
@@ -357,6 +360,7 @@ def main():
     fresh = {path: filled(path.read_text(encoding="utf-8"), parts) for path, parts in written.items()}
     fresh[DOCS / "llms.txt"] = llms()
     fresh |= {DOCS / "reference" / "format" / name: content for name, content in format_files().items()}
+    fresh |= {DOCS / "reference" / "json" / name: text for name, text in json_schemas.documents().items()}
     stale = [path for path, new in fresh.items() if is_stale(path, new)]
     if stale and "--check" in sys.argv:
         sys.exit(f"stale: {', '.join(path.name for path in stale)}; update them with: make docs")

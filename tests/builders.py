@@ -54,7 +54,7 @@ class Finished:
     def json(self):
         """What `--json` printed: of a table its rows."""
         found = json.loads(self.stdout)
-        return found["rows"] if set(found) == {"damaged", "rows"} else found
+        return found["rows"] if set(found) == {"json_version", "damaged", "rows"} else found
 
 
 def uses_vllm(words):

@@ -35,6 +35,7 @@ import xxhash
 from fuzz_bases import RUN, build_bases
 from fuzz_mutations import MUTATIONS, Others, files_of, kind_of, message_ends, resign
 from fuzz_runner import Runner
+from json_output import validator
 
 LIMIT_S = 60
 PIPE_LIMIT_S = 15  # where a pipe lies in the trace: to wait for it is the one failure to look for
@@ -504,6 +505,9 @@ def parse(arguments, ended):
         raise Failed(f"--json gave no JSON: {error}") from None
     if not isinstance(answer, dict) or "damaged" not in answer:
         raise Failed("--json has no `damaged`")
+    problem = next(validator(arguments[0]).iter_errors(answer), None)
+    if problem is not None:
+        raise Failed(f"--json does not fit its schema at {problem.json_path}: {problem.message[:300]}")
     damaged = answer.pop("damaged")
     if arguments[0] == "watch":
         answer = {name: value for name, value in answer.items() if name not in WATCH_VARIES}
@@ -521,7 +525,7 @@ def without_error(ended):
     """With --json an error is also JSON on stdout, in the words of stderr. Everything else is judged without it."""
     if (
         ended.code == 2
-        and ended.stdout.startswith('{"error": ')
+        and ended.stdout.startswith('{"json_version": 1, "error": ')
         and json.loads(ended.stdout)["error"]["message"] in ended.stderr
     ):
         return replace(ended, stdout="")

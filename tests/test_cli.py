@@ -288,7 +288,7 @@ def test_a_thing_has_one_option_name():
     }  # fmt: skip
     assert {name for name, options in every.items() if "--steps" in options} == {
         "replay", "triangulate", "gradient", "locate", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
-        "attribute", "report", "compare", "import", "export",
+        "attribute", "report", "compare", "import", "export", "query",
     }  # fmt: skip
     assert all({"-q", "--quiet"} <= options for options in every.values())
     assert all({"--json", "--csv"} <= every[name] for name in every if "--wide" in every[name] and name != "info")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import import_module
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from tim_trace.analysis import views
 from tim_trace.analysis.frameworks import registry
 from tim_trace.analysis.rows import Rows
 from tim_trace.schemas.errors import DamageWarning, InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
+from tim_trace.schemas.lazy import fits
 
 VERBS = sorted(set(tim_trace.__all__) - {"Loss", "Recorder"})
 HEAVY = ("torch", "duckdb", "pyarrow", "numpy", "pandas", "click", "bokeh", "matplotlib", "scipy")
@@ -221,6 +223,33 @@ RECORDED = {
     "captures": {"step": 1, "seq_ids": ["a"]},
 }
 """What a method of a recorder needs."""
+
+
+FILES = {
+    "trace", "traces", "a", "b", "control", "path", "output", "folder", "tokenizer", "weights_from", "png", "svg", "pdf", "junit", "summary",
+}  # fmt: skip
+"""Parameters that name a file or a folder."""
+
+
+def test_every_function_takes_a_path_wherever_it_takes_the_name_of_a_file():
+    for name in VERBS:
+        function = getattr(tim_trace, name)
+        hints = get_type_hints(function.__wrapped__)
+        for parameter in FILES & hints.keys():
+            path = pathlib.Path("run")
+            assert fits(path, hints[parameter]) or fits([path], hints[parameter]), (name, parameter)
+
+
+def test_a_path_gives_the_answer_of_its_name(trace):
+    path = pathlib.Path(trace)
+    assert tim_trace.info(path) == tim_trace.info(str(path))
+    assert tim_trace.query("shape", path) == tim_trace.query("shape", str(path))
+    assert tim_trace.check(path) == tim_trace.check(str(path))
+
+
+def test_a_named_query_covers_the_steps_that_are_asked_for(trace):
+    every = tim_trace.query("shape", trace).dicts()
+    assert tim_trace.query("shape", trace, steps="-1").dicts() == every[-1:] != every
 
 
 def _recorder_cases():

@@ -98,6 +98,7 @@ def in_shell(line, cwd):
         [
             ('"$T" info {trace} > /dev/full', "stdout: No space left on device"),
             ('"$T" stats {trace} --csv >&-', "stdout: Bad file descriptor"),
+            ('"$T" stats nowhere --json > /dev/full', "nowhere: does not exist"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" info run', "the working directory was removed"),
             ('ulimit -f 1; exec "$T" compact {trace} -o merged', "File too large. Raise the file size limit"),
             ('"$T" sql {trace} $\'SELECT \\xff\'', "character 8 of the query is not UTF-8"),
@@ -109,7 +110,7 @@ def in_shell(line, cwd):
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" export {trace} --to parquet -o x', "the working directory was removed"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" import parquet x.parquet -o x', "the working directory was removed"),
         ],
-        6,
+        7,
     ),
 )  # fmt: skip
 def test_what_the_system_refuses_is_one_line(trace, tmp_path, line, said):

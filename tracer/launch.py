@@ -63,7 +63,7 @@ def record(
     capture_fraction: float = 1.0,
     weights: str = "auto",
     weights_below: str = "500MB",
-    weights_from: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None,
     routing: bool = False,
     engine_weights: str = "given",
     resume: bool = False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,7 @@ _MEASURED = "docs/evidence/alerts.md"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
+    code: str
     who: str
     """Framework or paper that published the level, or `tim-trace`."""
     metric: str
@@ -69,63 +70,99 @@ class Alarm:
 
 ALARMS = (
     Alarm(
-        who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
+        code="verl_prob_diff", who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
         level=0.01, summary="a problem (below 0.005 is normal)", source="verl FAQ",
     ),
     Alarm(
-        who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
+        code="verl_kl", who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
         summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
+        code="verl_chi2", who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
         summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
+        code="verl_ess", who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
         summary="a few tokens carry most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
+        code="nemo_rl_prob_error", who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
         summary="NeMo-RL logs a diagnostic plot (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
+        code="nemo_rl_kl", who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
         summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d), called KL in the docs", level=1.0,
+        code="miles_kl", who="Miles", metric="k3", definition="mean(exp(d) - 1 - d), called KL in the docs", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(
-        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
+        code="miles_abs_d", who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
         source="Miles docs, debug",
     ),
     Alarm(
-        who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
+        code="prime_rl_kl", who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
         summary="prime-rl's own CI fails", source="prime-rl CI",
     ),
     Alarm(
-        who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
+        code="tinker_kl", who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
-        who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
+        code="liu_li_low", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
         summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
-        who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=2e-2,
+        code="liu_li_high", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=2e-2,
         summary="in the paper's high-mismatch group, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
-        who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
+        code="icepop_abs_d", who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
         summary="an MoE run collapsed above this level", source="Ling team, IcePop; arXiv 2510.18855",
     ),
     Alarm(
-        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
+        code="slime_abs_d", who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
             "model)",
         source="slime, Miles CI",
     ),
 )  # fmt: skip
+
+
+def _own_alarm(code: str, metric: str, definition: str, rule: str, summary: str, *, of_mismatch: bool = False) -> Alarm:
+    return Alarm(
+        code=code, who=OWN, metric=metric, definition=definition, level=None, rule=rule, summary=summary, source=_MEASURED,
+        of_mismatch=of_mismatch,
+    )  # fmt: skip
+
+
+SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
+    (gap_bends, _own_alarm("mismatch_large", "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps",
+                           "a mismatch this large can bias the run", of_mismatch=True)),
+    (rate_jumps, _own_alarm("learning_rate_spike", "learning_rate", "the learning rate",
+                            f"> {RATE:g} times its earlier level", "a spike in the learning rate")),
+    (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
+                            f"> {NORM:g} for {TIMES} steps", "updates are abnormally large")),
+)  # fmt: skip
+"""tim-trace's own rules on series, each with the function that returns the steps where it fires."""
+CONTRADICT = _own_alarm(
+    "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
+    f"> {UNEQUAL:g}", "the reward depends on more than the response",
+)  # fmt: skip
+LEFT_OUT = replace(
+    _own_alarm("logprobs_not_finite", NOT_FINITE, "tokens in the loss with a NaN or infinite logprob in either pass", "> 0",
+               "mismatch metrics exclude these tokens", of_mismatch=True),
+    source="logprobs",
+)  # fmt: skip
+BROKEN = tuple(
+    _own_alarm(f"{metric}_not_finite", metric, definition, "is NaN or infinite", summary)
+    for metric, definition, summary in (
+        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
+        ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
+        ("loss", "the logged loss", "this step's update was not finite"),
+    )
+)
+EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), CONTRADICT, LEFT_OUT, *BROKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +189,10 @@ class AlarmReadings:
     """Published rules for metrics missing from the trace."""
 
     @property
+    def num_judged(self) -> int:
+        return len(self.judged)
+
+    @property
     def raised(self) -> tuple[AlarmReading, ...]:
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
@@ -169,7 +210,7 @@ def judge_alarms(
         else:
             judged.append(judge_level(alarm, *known))
     steps = next((one.steps for one in series.values()), np.empty(0, np.int64))
-    judged += [*_own_signs(whole or series, repeats, steps), *_not_finite(series), *_left_out(of_tokens)]
+    judged += [*_own(whole or series, repeats, steps), *_not_finite(series), *_left_out(of_tokens)]
     return AlarmReadings(judged=tuple(judged), not_judged=tuple(dict.fromkeys(left)))
 
 
@@ -197,63 +238,32 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
     )  # fmt: skip
 
 
-def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    signs = (
-        (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch this large can bias the run", True),
-        (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
-         "a spike in the learning rate", False),
-        (norm_jumps, "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
-         f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
-    )  # fmt: skip
-    for fires, metric, definition, condition, summary, of_mismatch in signs:
-        if (known := figure(metric, series, {})) is not None:
+def _own(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
+    for fires, alarm in SIGNS:
+        if (known := figure(alarm.metric, series, {})) is not None:
             with np.errstate(invalid="ignore"):
                 flags = fires(known[1])
             asked = np.isin(known[0], at)
-            if not asked.any():
-                continue
-            alarm = Alarm(
-                who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
-                source=_MEASURED, of_mismatch=of_mismatch,
-            )  # fmt: skip
-            yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
+            if asked.any():
+                yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
     steps, unequal = repeats.unequal()
     asked = np.isin(steps, at)
     if asked.any() and "reward" in series:
-        alarm = Alarm(
-            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
-            definition="share of repeated responses whose reward differs from last time, over 20 steps",
-            summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
-        )  # fmt: skip
-        yield _reading(alarm, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
+        yield _reading(CONTRADICT, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
     if NOT_FINITE in of_tokens and (of_tokens[NOT_FINITE][1] > 0).any():
         steps, counts = of_tokens[NOT_FINITE]
-        alarm = Alarm(
-            who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
-            definition="tokens in the loss with a NaN or infinite logprob in either pass",
-            summary="mismatch metrics exclude these tokens", source="logprobs", of_mismatch=True,
-        )  # fmt: skip
-        yield _reading(alarm, steps, counts > 0, counts)
+        yield _reading(LEFT_OUT, steps, counts > 0, counts)
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
-    series_of_run = (
-        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
-        ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
-        ("loss", "the logged loss", "this step's update was not finite"),
-    )
-    for name, definition, summary in series_of_run:
-        if name in series:
-            one = series[name]
+    for alarm in BROKEN:
+        if alarm.metric in series:
+            one = series[alarm.metric]
             steps = np.union1d(one.steps[one.known], one.not_finite)
-            alarm = Alarm(
-                who=OWN, metric=name, definition=definition, level=None, rule="is NaN or infinite", summary=summary,
-                source=one.source, of_mismatch=False,
-            )  # fmt: skip
-            yield _reading(alarm, steps, np.isin(steps, one.not_finite))
+            yield _reading(replace(alarm, source=one.source), steps, np.isin(steps, one.not_finite))
 
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from .reading import AlarmReading
+from ..rows import Form
+from .reading import Alarm, AlarmReading
 
 
 def taken_over(reading: AlarmReading) -> str:
@@ -38,10 +38,9 @@ def alarm_sentence(reading: AlarmReading) -> str:
     return f"{alarm.who}: {alarm.metric} {alarm.condition}{own}{f', {when}' if when else ''}"
 
 
-def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return a reading as JSON. The `gate` condition fails when the alert fires."""
-    return {
-        "gate": reading.alarm.gate, "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
-        "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,
-        "last_step": reading.last_step, "num_steps": reading.num_steps, "still": reading.still,
-    }  # fmt: skip
+def _gate(reading: AlarmReading) -> str | None:
+    """`gate` condition that fails when the alert fires."""
+    return reading.alarm.gate
+
+
+ALARM_FORM: Form = {AlarmReading: {"gate": _gate, "over": taken_over}, Alarm: {"condition": Alarm.condition}}

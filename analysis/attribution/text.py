@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
 from ..facts.recorded import change_sentence, interval_text
 from ..facts.series import FLAT, Fall
-from ..rows import of_steps, shown
+from ..rows import Form, of_steps, shown
 from ..statement import Statement, sentences
-from .attribution import Attribution, NotFinite, Suspect
+from .attribution import Attribution, Evidence, NotFinite, Suspect
+from .fact import Fact
 
 _MOST_CHANGES = 12
 _MOST_EVIDENCE = 8
@@ -209,26 +208,25 @@ def attribution_text(result: Attribution) -> str:
     return "\n\n".join(parts)
 
 
-def attribution_json(result: Attribution) -> dict[str, Any]:
-    return asdict(result) | {
-        "suspects": [_suspect_json(each) for each in result.suspects],
-        "facts": [asdict(each) | {"sentence": evidence_sentence(each)} for each in result.facts],
-        "supposed": result.supposed
-        and asdict(result.supposed) | {"suspects": [_suspect_json(each) for each in result.supposed.suspects]},
-        "sentence": verdict_sentence(result),
-        "cause": result.cause,
-        "differences": difference_sentences(result),
-        "notes": note_sentences(result),
-        "first_suspect": None if result.first_suspect is None else result.first_suspect.code,
-    }
+def _first_suspect(result: Attribution) -> str | None:
+    return None if result.first_suspect is None else result.first_suspect.code
 
 
-def _suspect_json(suspect: Suspect) -> dict[str, Any]:
-    return asdict(suspect) | {
-        "broken": suspect.broken,
-        "since": suspect.since,
-        "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence],
-    }
+def _shown_evidence(suspect: Suspect) -> tuple[Evidence, ...] | None:
+    """Evidence for and against the suspect. null if it is unlikely (below 2%): see `diagnose --verbose`."""
+    return suspect.evidence if suspect.probability >= _SHOWN else None
+
+
+WHOLE_FORM: Form = {
+    Attribution: {
+        "sentence": verdict_sentence, "cause": Attribution.cause, "differences": difference_sentences,
+        "notes": note_sentences, "first_suspect": _first_suspect,
+    },
+    Suspect: {"broken": Suspect.broken, "since": Suspect.since},
+    Evidence: {"sentence": evidence_sentence},
+    Fact: {"sentence": evidence_sentence},
+}  # fmt: skip
+ATTRIBUTION_FORM: Form = {**WHOLE_FORM, Suspect: {**WHOLE_FORM[Suspect], "evidence": _shown_evidence}}
 
 
 def _changes(result: Attribution) -> str:

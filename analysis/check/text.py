@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
 
-from ..rows import of_steps, shown, wrapped
+from ..rows import Form, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
 from .data_checks import DataFinding, data_text
@@ -88,15 +86,17 @@ def _data_text(finding: DataFinding) -> str:
     return f"{finding.title}{since}: {data_text(finding)}{following}"
 
 
-def checked_json(result: CheckResult) -> dict[str, Any]:
-    """Return a check as JSON: codes, all numbers, and the rendered sentences."""
-    findings = [
-        {name: value for name, value in asdict(each).items() if name != "tokens"}
-        | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}
-        for each in result.findings
-    ]
-    return {name: value for name, value in asdict(result).items() if name != "attempts"} | {
-        "is_valid": result.is_valid, "broken": result.broken, "findings": findings,
-        "data": [asdict(each) | {"title": each.title, "sentence": data_text(each)} for each in result.data],
-        "notes": note_texts(result), "note_codes": list(result.notes),
-    }  # fmt: skip
+def _note_codes(result: CheckResult) -> tuple[str, ...]:
+    return result.notes
+
+
+CHECKED_FORM: Form = {
+    CheckResult: {
+        "attempts": None, "is_valid": CheckResult.is_valid, "broken": CheckResult.broken, "notes": note_texts,
+        "note_codes": _note_codes,
+    },
+    Finding: {
+        "tokens": None, "title": Finding.title, "fails": Finding.fails, "broken": Finding.broken, "evidence": evidence_text,
+    },
+    DataFinding: {"title": DataFinding.title, "sentence": data_text},
+}  # fmt: skip

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from ..rows import MAIN_COLUMNS, Rows, of_steps, shown, to_text, wrapped
+from ..rows import MAIN_COLUMNS, Form, Rows, of_steps, shown, to_text, wrapped
 from ..statement import Measured, sentences
 from .comparison import Comparison, RunDifference
 
@@ -105,6 +104,4 @@ def _cut(cell: Any, longest: int) -> Any:
     return f"{cell[: longest - 3 - half]}...{cell[-half:]}"
 
 
-def comparison_json(found: Comparison) -> dict[str, Any]:
-    differences = [asdict(one) | {"sentence": _clause(one)} for one in found.differences]
-    return asdict(found) | {"differences": differences, "sentence": sentence(found), "notes": notes(found)}
+COMPARISON_FORM: Form = {Comparison: {"sentence": sentence, "notes": notes}, RunDifference: {"sentence": _clause}}

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
-from ..attribution.attribution import Attribution, Suspect
-from ..attribution.text import attribution_json, evidence_sentence, later_clause, not_finite_clause, unsure_clause
+from ..alarms.reading import AlarmReadings
+from ..alarms.text import ALARM_FORM, alarm_sentence, fired, since, taken_over
+from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
+from ..attribution.text import WHOLE_FORM, evidence_sentence, later_clause, not_finite_clause, unsure_clause
 from ..check.check import CheckResult
-from ..check.text import checked_json, checked_text
+from ..check.finding import Finding
+from ..check.text import CHECKED_FORM, checked_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange, change_sentence, interval_text
-from ..facts.series import FLAT
+from ..facts.series import FLAT, Fall
 from ..locate_text import location_sentence
-from ..rows import Rows, shown, to_text, wrapped
-from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
+from ..location import Location
+from ..rows import Form, Rows, shown, to_text, wrapped
+from .diagnosis import BrokenSide, Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
@@ -108,8 +110,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         ("normal", normal_text(found)),
         ("alerts", alerts_text(found, 3)),
     ]
-    if broken := broken_text(found):
-        rows.insert(1, ("broken", broken))
+    if found.broken is not None:
+        rows.insert(1, ("broken", broken_text(found.broken)))
     if wrong := _data_faults(found.checked):
         rows.insert(1, ("data", "; ".join(wrong)))
     if attribution.fall is not None:
@@ -147,26 +149,6 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
     if found.next:
         parts.append(_titled("WHAT TO RUN NEXT?", "\n".join(found.next)))
     return parts
-
-
-def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
-    result = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
-    if found.located is not None:
-        result["located"]["sentence"] = location_sentence(found.located)
-    for replay, effect in zip(result["replays"], found.replays, strict=True):
-        replay |= {"code": effect.code, "sentence": effect_text(effect)}
-    result["alarms"] = [
-        {"alarm": asdict(reading.alarm) | {"condition": reading.alarm.condition, "says": reading.alarm.summary}}
-        | reading_json(reading)
-        for reading in found.alarms.judged
-    ]
-    result["not_judged"] = list(found.alarms.not_judged)
-    result["numerics"]["sentence"] = numerics_text(found.numerics)
-    return result | {
-        "checked": found.checked and checked_json(found.checked),
-        "normal": normal_text(found),
-        "broken": None if found.broken is None else asdict(found.broken) | {"sentence": broken_text(found)},
-    }
 
 
 def numerics_text(numerics: Numerics) -> str:
@@ -208,9 +190,7 @@ def normal_text(found: Diagnosis) -> str:
     return f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there; find out what did."
 
 
-def broken_text(found: Diagnosis) -> str:
-    if (broken := found.broken) is None:
-        return ""
+def broken_text(broken: BrokenSide) -> str:
     since = " since the first step" if broken.since is None else f" since step {broken.since}"
     other = "" if broken.other is None else f"; {broken.other} too, but it did not cause the drop"
     if broken.is_stronger:
@@ -301,3 +281,50 @@ def _interval(replay: ReplayEffect) -> str:
 
 def _range(low: float, high: float) -> str:
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+DIAGNOSIS_FORM: Form = {
+    **CHECKED_FORM, **WHOLE_FORM, **ALARM_FORM,
+    Diagnosis: {"story": story, "normal": normal_text, "broken": Diagnosis.broken},
+    Numerics: {"sentence": numerics_text},
+    ReplayEffect: {"code": ReplayEffect.code, "sentence": effect_text},
+    BrokenSide: {"sentence": broken_text},
+    Location: {"sentence": location_sentence},
+}  # fmt: skip
+
+
+def _likely(found: Attribution | SupposedCause) -> tuple[Suspect, ...]:
+    return tuple(each for each in found.suspects if each.probability >= MIN_PROBABILITY_OF_SUSPECT)
+
+
+def _main_evidence(suspect: Suspect) -> tuple[Evidence, ...]:
+    return suspect.for_it[:2]
+
+
+def _fired(found: AlarmReadings) -> dict[str, int | None]:
+    """First step at which each alert fires, by the alert's code."""
+    return {reading.alarm.code: reading.first_step for reading in found.raised}
+
+
+_LEFT_OUT: Mapping[type, tuple[str, ...]] = {
+    Diagnosis: ("figures",),
+    AlarmReadings: ("judged",),
+    CheckResult: ("owners", "note_codes"),
+    Finding: ("signal", "weight", "is_expected", "cause", "side"),
+    Attribution: ("changes", "facts", "steps", "num_steps", "note_codes", "difference_codes", "sentence"),
+    Fall: ("onset_of", "low", "high", "fallen", "floor"),
+}
+_SHORTENED: Form = {
+    AlarmReadings: {"num_judged": AlarmReadings.num_judged, "fired": _fired},
+    CheckResult: {"data": data_faults},
+    Attribution: {"suspects": _likely},
+    SupposedCause: {"suspects": _likely},
+    Suspect: {"evidence": _main_evidence},
+}
+SHORT_FORM: Form = {
+    kind: {
+        **DIAGNOSIS_FORM.get(kind, {}), **_SHORTENED.get(kind, {}), **dict.fromkeys(_LEFT_OUT.get(kind, ())),
+    }
+    for kind in {**DIAGNOSIS_FORM, **_SHORTENED, **_LEFT_OUT}
+}  # fmt: skip
+"""What `diagnose` prints without `verbose`: the likely suspects with their main evidence, and the alerts that fired."""

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any
 
 from ..facts.changes import FirstChange
 from ..facts.recorded import interval_text
-from ..rows import MAIN_COLUMNS, Rows, shown, to_text, wrapped
+from ..rows import MAIN_COLUMNS, Form, Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
 from .dynamics import Dynamics
@@ -87,9 +85,7 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def dynamics_json(found: Dynamics) -> dict[str, Any]:
-    summary = summary_sentences(found)
-    return asdict(found) | {"says": summary, "summary": summary, "unanswered": unanswered_sentences(found)}
+DYNAMICS_FORM: Form = {Dynamics: {"summary": summary_sentences, "unanswered": unanswered_sentences}}
 
 
 def _titled(title: str, text: str) -> str:

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
-from ..rows import Rows, of_steps, shown, to_text, wrapped
+from ..rows import Form, Rows, of_steps, shown, to_text, wrapped
 from .verdict import Objective
 
 NUM_WORST = 5
@@ -26,9 +23,23 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
     return "\n\n".join(parts)
 
 
-def objective_json(found: Objective) -> dict[str, Any]:
-    rendered = {name: getattr(found, name) for name in ("verdict", "notes", "cannot", "loss_from")}
-    return asdict(found) | {"steps": found.steps} | rendered
+def worst_steps(found: Objective) -> Rows:
+    """Return the rows of the NUM_WORST updates with the largest bias (without a bias, the largest mismatch)."""
+    worst = sorted(found.steps.dicts(), key=lambda row: -abs(row[_worst_by(found)] or 0.0))[:NUM_WORST]
+    return Rows(found.steps.columns, [tuple(row.values()) for row in worst])
+
+
+def _worst_by(found: Objective) -> str:
+    return next((name for name in ("bias", "mean_abs_d", "var_drift") if name in found.steps.columns), "num_tokens")
+
+
+OBJECTIVE_FORM: Form = {
+    Objective: {
+        "verdict": Objective.verdict, "notes": Objective.notes, "cannot": Objective.cannot, "loss_from": Objective.loss_from,
+    },
+}  # fmt: skip
+RUN_FORM: Form = {Objective: {**OBJECTIVE_FORM[Objective], "steps": worst_steps}}
+"""What `objective --by run` prints."""
 
 
 def _loss(found: Objective, width: int | None) -> str:
@@ -65,11 +76,6 @@ def objective_rows(found: Objective, by: str = "run") -> Rows:
 
 
 def _steps(found: Objective, width: int | None, by: str) -> str:
-    kept = [name for name in STEP_COLUMNS if name in found.steps.columns]
-    steps = found.steps.without([name for name in found.steps.columns if name not in kept])
-    if by == "step":
-        return to_text(steps, width)
-    key = next((name for name in ("bias", "mean_abs_d", "var_drift") if name in kept), "num_tokens")
-    place = steps.columns.index(key)
-    worst = sorted(steps.rows, key=lambda row: -abs(row[place] or 0.0))[:NUM_WORST]
-    return f"Worst steps, by {key}:\n\n{to_text(Rows(steps.columns, worst), width)}"
+    shown_steps = found.steps if by == "step" else worst_steps(found)
+    text = to_text(shown_steps.without({*found.steps.columns} - {*STEP_COLUMNS}), width)
+    return text if by == "step" else f"Worst steps, by {_worst_by(found)}:\n\n{text}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from ...schemas.errors import InvalidOption, NothingToCompare
+from ...schemas.steps import ALL_STEPS
 from ..rows import Rows
 from ..trace.columns import num_scored, parse_pair, why_nothing
 from ..trace.database import Database
@@ -53,16 +54,16 @@ def named_query(name: str) -> NamedQuery:
 
 
 def query(
-    name: str, traces: Traces | Database, *, pair: str = "train:rollout", timeout: float | None = None,
-    memory: str | None = None,
+    name: str, traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS,
+    timeout: float | None = None, memory: str | None = None,
 ) -> Rows:  # fmt: skip
     """List the named queries, or run a query on one or more traces.
 
-    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. `timeout` and `memory` work as in `sql`. Raises
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. `steps` (3:80, -10:, 2:200:2) selects steps. `timeout` and `memory` work as in `sql`. Raises
     InvalidOption for an unknown name, NothingToCompare if no token has the data that the query needs, InvalidQuery if
     the query exceeds a limit, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    chosen, names, database = named_query(name), parse_pair(pair), open_database(traces)
+    chosen, names, database = named_query(name), parse_pair(pair), open_database(traces, steps)
     if memory is not None:
         set_memory(database.connection.raw, memory)
     with limited(database.connection.raw, timeout, memory):

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from .view import WatchedView
+from .watched import WATCHED_FORM as WATCHED_FORM
 from .watched import Watched
 
 _PIPE_WIDTH = 100

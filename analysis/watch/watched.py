@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...schemas.results import Result
 from ...schemas.steps import select_steps
-from ..alarms.reading import AlarmReading, AlarmReadings
-from ..alarms.text import reading_json
+from ..alarms.reading import Alarm, AlarmReadings
+from ..alarms.text import ALARM_FORM
 from ..facts.changes import ChangePoint
 from ..facts.series import LENGTH, MISMATCH, OPTIMIZER, POLICY, Series
-from ..rows import Rows
+from ..rows import Form, Rows
 
 WAITING = "waiting"
 """State before anything has been recorded. `info` defines the other states."""
@@ -91,41 +90,51 @@ def latest_rows(seen: Watched) -> Rows:
     return Rows(("step", *seen.series), rows)
 
 
-def watched_json(seen: Watched) -> dict[str, Any]:
-    found = _fields(seen)
-    for name in ("series", "alarms", "moved"):
-        found.pop(name)
-    return found | {
-        "num_latest": len(seen.shown_steps),
-        "alarms": [_alarm(reading) for reading in seen.alarms.raised],
-        "num_alarms": len(seen.alarms.judged),
-        "not_judged": list(seen.alarms.not_judged),
-        "changes": [{"name": moved.name} | _fields(moved.change) for moved in seen.moved],
-        "latest": latest_rows(seen),
-        "series": [_summary(series) for series in seen.series.values()],
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedSeries:
+    name: str
+    kind: str
+    scale: str
+    source: str
+    num_steps: int
+    """Steps with a value."""
+    last: float | None
+    """None, like `smallest` and `largest`, if no step has a value."""
+    smallest: float | None
+    largest: float | None
+    not_finite: tuple[int, ...]
+    """Steps whose value is NaN or infinite."""
 
 
-def _alarm(reading: AlarmReading) -> dict[str, Any]:
-    alarm = reading.alarm
-    return {
-        "who": alarm.who, "metric": alarm.metric, "definition": alarm.definition, "condition": alarm.condition,
-        "says": alarm.summary, "source": alarm.source,
-    } | reading_json(reading)  # fmt: skip
+def _summary(series: Series) -> WatchedSeries:
+    known = series.values[series.known].tolist()
+    return WatchedSeries(
+        name=series.name, kind=series.kind, scale=series.scale, source=series.source, num_steps=len(known),
+        last=known[-1] if known else None, smallest=min(known, default=None), largest=max(known, default=None),
+        not_finite=tuple(series.not_finite.tolist()),
+    )  # fmt: skip
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {one.name: getattr(value, one.name) for one in fields(value)}
+def _all_series(seen: Watched) -> tuple[WatchedSeries, ...]:
+    return tuple(map(_summary, seen.series.values()))
 
 
-def _summary(series: Series) -> dict[str, Any]:
-    known = series.values[series.known]
-    last = float(known[-1]) if len(known) else None
-    smallest, largest = (float(known.min()), float(known.max())) if len(known) else (None, None)
-    return {
-        "name": series.name, "kind": series.kind, "scale": series.scale, "source": series.source, "num_steps": len(known),
-        "last": last, "smallest": smallest, "largest": largest, "not_finite": series.not_finite.tolist(),
-    }  # fmt: skip
+def _num_latest(seen: Watched) -> int:
+    return len(seen.shown_steps)
+
+
+def _changes(seen: Watched) -> tuple[Moved, ...]:
+    return seen.moved
+
+
+WATCHED_FORM: Form = {
+    **ALARM_FORM,
+    Alarm: {**ALARM_FORM[Alarm], **dict.fromkeys(("definition", "level", "rule", "above", "of_size", "source", "of_mismatch"))},
+    AlarmReadings: {"judged": None, "raised": AlarmReadings.raised, "num_judged": AlarmReadings.num_judged},
+    Watched: {
+        "num_latest": _num_latest, "latest": latest_rows, "series": _all_series, "moved": None, "changes": _changes,
+    },
+}  # fmt: skip
 
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

@@ -49,20 +49,20 @@ TRACES = {
 @pytest.mark.parametrize("made", TRACES)
 def test_diagnose_watch_and_the_report_name_the_same_alarms_with_the_same_figures(tmp_path, made):
     trace = TRACES[made](tmp_path)
-    diagnosed = tim_trace("diagnose", trace, "--json").json()
-    watched = tim_trace("watch", trace, "--json").json()
-    sounding = [told for told in diagnosed["alarms"] if told["sounds"]]
+    diagnosed = tim_trace("diagnose", trace, "--json", "-v").json()["alarms"]
+    watched = tim_trace("watch", trace, "--json").json()["alarms"]
+    sounding = [told for told in diagnosed["judged"] if told["is_raised"]]
     fields = ("over", "worst_step", "first_step", "last_step", "num_steps", "still")
-    keys = {(told["alarm"]["who"], told["alarm"]["metric"], told["alarm"]["condition"]): told for told in sounding}
-    others = {(told["who"], told["metric"], told["condition"]): told for told in watched["alarms"]}
+    keys = {told["alarm"]["code"]: told for told in sounding}
+    others = {told["alarm"]["code"]: told for told in watched["raised"]}
     assert keys.keys() == others.keys()
-    assert (len(diagnosed["alarms"]), diagnosed["not_judged"]) == (watched["num_alarms"], watched["not_judged"])
+    assert (len(diagnosed["judged"]), diagnosed["not_judged"]) == (watched["num_judged"], watched["not_judged"])
     for key, told in keys.items():
         assert [told[name] for name in fields] == [others[key][name] for name in fields]
         # The one reads sums that the trace keeps and the other tokens: the order of additions differs.
         assert told["own"] == (others[key]["own"] and pytest.approx(others[key]["own"], rel=1e-12))
     size = {answer.question: answer for answer in report(trace).verdicts[0].answers}["size"]
-    assert size.figure == f"{len(sounding)} of {len(diagnosed['alarms'])} alerts fired"
+    assert size.figure == f"{len(sounding)} of {len(diagnosed['judged'])} alerts fired"
     for reading in diagnose(trace).alarms.raised:
         assert alarm_sentence(reading) in size.detail
 

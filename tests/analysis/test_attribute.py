@@ -15,7 +15,6 @@ from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.brief import attribution_brief
 from tim_trace.analysis.attribution.text import (
-    attribution_json,
     attribution_text,
     difference_sentences,
     note_sentences,
@@ -29,6 +28,7 @@ from tim_trace.analysis.facts.relations import changed_responses, relation
 from tim_trace.analysis.facts.rollouts import Rollouts, repeated_responses
 from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
+from tim_trace.analysis.rows import result_json
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
@@ -248,7 +248,7 @@ def test_a_run_that_does_not_learn_beside_its_baseline_is_an_event_with_an_onset
     stays = f"reward stays at {found.fall.after:.3g} while the baseline's rises to {found.fall.before:.3g}, diverging at step"
     assert verdict_sentence(found).startswith(f"Learning stalled: {stays} {found.fall.step} (95% CI {first}-{last}).")
     assert stays in story_of_run(found, None)
-    assert attribution_json(found)["fall"]["kind"] == "flat"
+    assert result_json(found)["fall"]["kind"] == "flat"
     assert "Learning stalled" in attribution_brief(found)
     short = fall_answer(SimpleNamespace(attribution=found, diagnosis=None)).short
     assert short.startswith("learning stalled: the optimizer")
@@ -411,7 +411,7 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert "No collapse detected" in verdict_sentence(found)
     assert {fact.order(found.fall) for fact in found.facts} == {None}
     assert f"as if a drop began at step {step})" in attribution_brief(found)
-    assert attribution_json(found)["supposed"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
+    assert result_json(found)["supposed"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
     subject = SimpleNamespace(attribution=found, trace="run", asked_steps=ALL_STEPS, pair=("train", "rollout"))
     answer = fall_answer(subject)
     assert (answer.code, answer.severity) == ("unseen", OPEN)

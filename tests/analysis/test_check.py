@@ -31,7 +31,8 @@ from tim_trace.analysis.check.faults.not_computed import EQUAL
 from tim_trace.analysis.check.features import along_movement, error_structure, features, variance_between
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.check.pair_data import PairData, dtype_of, precisions, value_precision
-from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_texts
+from tim_trace.analysis.check.text import BROKEN, NOTES, checked_text, note_texts
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES, difference_sums
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
@@ -631,7 +632,7 @@ def test_the_verdict_says_what_is_broken(side, monkeypatch):
 
 def test_json_has_codes_numbers_and_sentences():
     result = result_of(EQUAL)
-    told = checked_json(result)
+    told = result_json(result)
     assert (told["is_valid"], told["broken"]) == (True, None)
     (finding,) = told["findings"]
     assert (finding["code"], finding["title"], finding["fails"]) == ("equal", "bitwise equal", False)
@@ -646,7 +647,7 @@ def test_every_inspected_token_has_an_owner(tmp_path):
     (finding,) = result.findings
     num = finding.numbers["num_tokens"]
     rest = result.num_sampled_tokens - num
-    told = checked_json(result)
+    told = result_json(result)
     assert list(told["owners"]) == [
         {"owner": "placeholders", "num_tokens": num},
         {"owner": "rounding", "num_tokens": rest},

@@ -7,7 +7,8 @@ import pytest
 from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
 from builders import tim_trace
 from tim_trace.analysis.diagnosis.diagnose import diagnose, removed_interval
-from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text, effect_text, size_text
+from tim_trace.analysis.diagnosis.text import diagnosis_text, effect_text, size_text
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.recorder import Recorder
@@ -103,7 +104,7 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     assert rounded.low < rounded.removed < rounded.high < 0.1
     assert "none: every group gives the same value" in diagnosis_text(found, verbose=True)
     assert "WHAT DO THE REPLAYS SHOW?" not in diagnosis_text(found)
-    assert diagnosis_json(found)["replays"][1]["low"] == rounded.low
+    assert result_json(found)["replays"][1]["low"] == rounded.low
     assert found.next == ()
 
 

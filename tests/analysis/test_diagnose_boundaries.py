@@ -29,7 +29,6 @@ from tim_trace.analysis.diagnosis.diagnose import (
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.diagnosis.text import (
-    diagnosis_json,
     diagnosis_text,
     effect_text,
     numerics_text,
@@ -38,6 +37,7 @@ from tim_trace.analysis.diagnosis.text import (
 )
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.series import Fall
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
 
 
@@ -118,8 +118,8 @@ def test_what_a_replay_does(removed, code, words):
     diagnosis = diagnosed(replays=[replay])
     assert diagnosis.settled_by == (replay if code == "settles" else None)
     assert (
-        diagnosis_json(diagnosis)["replays"][0] | {"code": code, "sentence": effect_text(replay)}
-        == (diagnosis_json(diagnosis)["replays"][0])
+        result_json(diagnosis)["replays"][0] | {"code": code, "sentence": effect_text(replay)}
+        == (result_json(diagnosis)["replays"][0])
     )
 
 
@@ -359,7 +359,7 @@ def test_a_calm_run_is_told_in_one_line():
         "No collapse detected; k3 jumps 1,000-fold at step 40 (95% CI 39-41); the comparison is valid."
     )
     assert diagnosis_text(diagnosed()).startswith(calm)
-    assert diagnosis_json(diagnosed())["story"] == calm
+    assert result_json(diagnosed())["story"] == calm
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_fall_is_told_with_what_leads_it_and_its_cause(changes, suspects, told
     found = diagnosed(attribution=attribution)
     assert story(found) == told
     assert " ".join(diagnosis_text(found).split()).startswith(" ".join(told.split()))
-    assert diagnosis_json(found)["attribution"]["fall"]["step"] == 60
+    assert result_json(found)["attribution"]["fall"]["step"] == 60
 
 
 def test_a_story_says_when_a_mismatch_began_once():
@@ -444,11 +444,10 @@ def test_a_mismatch_that_grows_tenfold_is_a_jump(monkeypatch, after, num):
     assert len(diagnose_module._jumps(None, ("train", "rollout"))) == num
 
 
-def test_json_keeps_the_keys_of_alarms_and_adds_codes():
-    told = diagnosis_json(diagnosed())
-    by_who = {reading["alarm"]["who"]: reading for reading in told["alarms"]}
-    assert (by_who["slime"]["sounds"], by_who["Miles"]["sounds"]) == (True, False)
-    assert by_who["slime"]["alarm"]["says"] == by_who["slime"]["alarm"]["summary"]
+def test_json_has_the_alarms_and_the_sentences():
+    told = result_json(diagnosed())
+    by_who = {reading["alarm"]["who"]: reading for reading in told["alarms"]["judged"]}
+    assert (by_who["slime"]["is_raised"], by_who["Miles"]["is_raised"]) == (True, False)
     assert told["normal"] == size_text(diagnosed().size, is_valid=True)
     assert told["numerics"]["sentence"] == numerics_text(diagnosed().numerics)
 

@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
 from tim_trace.analysis.dynamics.dynamics import dynamics, growths
-from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text, summary_sentences, unanswered_sentences
+from tim_trace.analysis.dynamics.text import dynamics_text, summary_sentences, unanswered_sentences
 from tim_trace.analysis.facts.changes import change_points, onsets_of
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.series import KINDS, Series, named
 from tim_trace.analysis.objective.objective import objective
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.statistics.change_points import StretchSquares, penalty, tail
 from tim_trace.analysis.statistics.noise import long_run_variance
 from tim_trace.analysis.stats import stats
@@ -428,7 +429,7 @@ def test_a_run_is_told_from_its_first_move_on(tmp_path):
     assert "HOW FAST DOES THE MISMATCH GROW?" in text
     shown = tim_trace("dynamics", trace, "--json").json()
     assert shown["onsets"][0]["name"] == found.onsets[0].name
-    assert shown["series"] == json.loads(json.dumps(dynamics_json(found)["series"]))
+    assert shown["series"] == json.loads(json.dumps(result_json(found)["series"]))
 
 
 def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):

@@ -623,7 +623,7 @@ def test_a_published_alert_is_a_condition_of_the_same_name(late):
         assert verdict.steps_beyond == reading.num_steps
         assert verdict.value == pytest.approx(abs(reading.own) if alarm.of_size else reading.own, rel=1e-9, abs=1e-12)
     assert {verdict.fails for verdict in verdicts} == {True, False}
-    shown = tim_trace("diagnose", late, "--json").json()["alarms"]
+    shown = tim_trace("diagnose", late, "--json", "-v").json()["alarms"]["judged"]
     assert {"tim.mean_exp_abs_d>1.05 any step", "tim.|k1|>0.1 any step", None} <= {entry["gate"] for entry in shown}
 
 

@@ -11,13 +11,14 @@ from tim_trace.analysis.attribution import attribute as silent
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.attribution import Attribution, SupposedCause, Suspect
 from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.text import attribution_json, attribution_text, verdict_sentence
+from tim_trace.analysis.attribution.text import attribution_text, verdict_sentence
 from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity, read_moves
 from tim_trace.analysis.facts.mismatch import RunMismatch, StillEngine, read_still_engine
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.relations import ChangedResponses, explained_by_length, relation_by_step
 from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, repeated_responses
 from tim_trace.analysis.facts.series import Fall, Outcome, Series, _is_beyond_what_was, _means
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.statistics.noise import level_deviation
 from tim_trace.tracer.recorder import Recorder
 
@@ -842,7 +843,7 @@ def test_a_supposed_cause_is_told_with_its_step_and_probability():
     expected = f"the most likely cause is {title} (73%), starting at step 30."
     assert verdict_sentence(found).endswith(expected)
     assert title in attribution_text(found)
-    assert attribution_json(found)["supposed"]["step"] == 30
+    assert result_json(found)["supposed"]["step"] == 30
     assert attribution(0.73, supposed=None).supposed_cause is None
 
 

@@ -5,7 +5,8 @@ import pytest
 from tim_trace import Recorder
 from tim_trace.analysis import attribute, diagnose, report
 from tim_trace.analysis.attribution.text import verdict_sentence
-from tim_trace.analysis.diagnosis.text import diagnosis_json, story
+from tim_trace.analysis.diagnosis.text import story
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.watch.watch import Watcher
 
 STEPS, AT, ROWS = 40, 25, 16
@@ -52,7 +53,7 @@ def recorded(path, *, share=0.0, first=AT, last=STEPS, logged=None, falls=False)
 def test_the_story_begins_with_what_is_no_number_to_the_end(tmp_path, planted, begins):
     found = diagnose(recorded(tmp_path / "run", **planted))
     assert story(found).startswith(begins)
-    assert list(diagnosis_json(found)["attribution"]["not_finite"]) == [
+    assert list(result_json(found)["attribution"]["not_finite"]) == [
         {"series": each.series, "step": each.step} for each in found.attribution.not_finite
     ]
 

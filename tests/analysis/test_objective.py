@@ -785,7 +785,7 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path):
     assert done.code == 0
     assert done.stdout.startswith("The mismatch ")
     assert "Worst steps, by bias:" in done.stdout
-    told = tim_trace("objective", trace, "--json").json()
+    told = tim_trace("objective", trace, "--json", "--by", "step").json()
     assert told["figures"]["bias"]["value"] == objective(trace).value("bias")
     assert [(row["step"], row["iteration"]) for row in told["steps"]] == [
         (step, iteration) for step in (1, 2, 3) for iteration in (0, 1)

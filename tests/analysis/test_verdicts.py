@@ -240,7 +240,7 @@ BASELINE = DataFinding(code="baseline", share=1.0, since=5, is_notice=False, nex
 def test_both_name_the_same_side(unclear):
     found = caused(unclear, suspect("mismatch", NOISY, ("mismatch_grows_before_fall", {"step": 4})))
     assert found.broken == BrokenSide(side="engine", since=4, by=("check", "attribute"))
-    assert broken_text(found) == "engine since step 4 (found by check and attribute)"
+    assert broken_text(found.broken) == "engine since step 4 (found by check and attribute)"
 
 
 def test_a_proof_is_stronger_than_a_fit(invalid):
@@ -248,7 +248,7 @@ def test_a_proof_is_stronger_than_a_fit(invalid):
     weak = tuple(replace(each, weight=0.7) for each in invalid.checked.findings)
     found = caused(invalid, suspect("mismatch", NOISY), findings=weak)
     assert found.broken == BrokenSide(side="engine", since=None, by=("attribute",), other="recording", is_stronger=True)
-    assert "not recording, for which the evidence is weaker" in broken_text(found)
+    assert "not recording, for which the evidence is weaker" in broken_text(found.broken)
 
 
 def test_bits_are_stronger_than_what_is_inferred_from_series(invalid):
@@ -260,7 +260,10 @@ def test_bits_are_stronger_than_what_is_inferred_from_series(invalid):
 def test_a_cause_beside_an_invalid_comparison_leaves_both_to_fix(invalid):
     found = caused(invalid, suspect("data", MOVED))
     assert found.broken == BrokenSide(side="data", since=7, by=("attribute",), other="recording")
-    assert broken_text(found) == "data since step 7 (found by attribute); recording too, but it did not cause the drop"
+    assert (
+        broken_text(found.broken)
+        == "data since step 7 (found by attribute); recording too, but it did not cause the drop"
+    )
 
 
 def test_a_trainer_that_did_not_cause_the_mismatch_is_not_its_side(unclear):
@@ -271,7 +274,7 @@ def test_a_trainer_that_did_not_cause_the_mismatch_is_not_its_side(unclear):
 
 def test_data_are_broken_since_the_step_that_check_finds(calm):
     assert calm.broken is None
-    assert broken_text(calm) == ""
+    assert calm.broken is None
     assert replace(calm, checked=replace(calm.checked, data=(BASELINE,))).broken == BrokenSide(
         side="data", since=5, by=("check",)
     )

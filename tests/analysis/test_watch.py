@@ -25,13 +25,14 @@ from tim_trace.analysis.alarms.repeats import Repeats, unequal_rewards
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.series import KINDS, Series
 from tim_trace.analysis.info import info
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.views import open_database
 from tim_trace.analysis.watch import memory
 from tim_trace.analysis.watch.memory import Memory, Surveyor
 from tim_trace.analysis.watch.view import WatchedView
 from tim_trace.analysis.watch.watch import Watcher, watch
-from tim_trace.analysis.watch.watched import ASCII, BLOCKS, spark, watched_json
+from tim_trace.analysis.watch.watched import ASCII, BLOCKS, spark
 from tim_trace.schemas.errors import InvalidOption, TraceNotFound
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -456,10 +457,10 @@ def test_json_has_every_digit_of_the_latest_steps(collapsing, seen):
     assert [row["step"] for row in told["latest"]] == [19, 20]
     assert [row["k3"] for row in told["latest"]] == [k3[18], k3[19]]
     assert told["latest"][1]["grad_norm"] == "NaN"
-    assert [a["first_step"] for a in told["alarms"] if (a["who"], a["metric"]) == ("Miles", "mean_abs_d")] == [11]
+    assert [a["first_step"] for a in told["alarms"]["raised"] if a["alarm"]["code"] == "miles_abs_d"] == [11]
     assert {row["name"]: row["num_steps"] for row in told["series"]}["k3"] == 20
     assert told["state"] == "finished"
-    assert len(watched_json(seen)["latest"]) == watched_json(seen)["num_latest"] == 10
+    assert len(result_json(seen)["latest"]) == result_json(seen)["num_latest"] == 10
 
 
 def test_without_a_terminal_one_view_is_printed(tmp_path):

@@ -1,6 +1,5 @@
 """Gradients of real trainings, and of a loop whose every number is worked out again here."""
 
-import json
 import shutil
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from builders import make_trace
 from click.testing import CliRunner
 from forged import reseal, rewrite_table
+from json_output import assert_valid
 from runs import train
 from tim_trace import cli
 from tim_trace.analysis.replay_text import gradient_sentence, gradient_text
@@ -416,7 +416,9 @@ def test_the_command_says_whether_the_norm_came_back_and_gives_each_figure_as_js
         assert "to the last digit in all 3 steps" in text
         assert word in text
     options = ["gradient", str(loop[0]), "--steps", "3", "--arm", "dtype=bf16"]
-    printed = json.loads(CliRunner().invoke(cli.main, [*options, "--json"], catch_exceptions=False).stdout)
+    printed = assert_valid(
+        "gradient", CliRunner().invoke(cli.main, [*options, "--json"], catch_exceptions=False).stdout
+    )
     assert [step["arm"] for step in printed["steps"]] == ["as-recorded", "bf16"]
     assert printed["steps"][1]["whole"]["cosine"] == pytest.approx(found.steps[-1].whole.cosine, abs=1e-6)
     assert printed["sentence"] == gradient_sentence(gradient(loop[0], steps="3"))

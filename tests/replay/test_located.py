@@ -10,11 +10,12 @@ from located import make_run
 from tim_trace import cli
 from tim_trace.analysis.compact import compact
 from tim_trace.analysis.diagnosis.diagnose import diagnose
-from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text
+from tim_trace.analysis.diagnosis.text import diagnosis_text
 from tim_trace.analysis.info import info
 from tim_trace.analysis.locate import locate, question_id
 from tim_trace.analysis.location import location, location_rows, read_located
 from tim_trace.analysis.query import sql
+from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import open_database
 from tim_trace.replay.engine import replay
@@ -222,4 +223,4 @@ def test_diagnose_asks_where_once_a_replay_says_what_and_then_tells_it(run):
     assert "where   Only rounding: no operator of a or b exceeds its rounding bound." in text
     assert "(a: as-recorded, b: bf16, step 2)" in " ".join(text.split())
     assert len(text.splitlines()) < 24
-    assert diagnosis_json(told)["located"]["sentence"].startswith("Only rounding")
+    assert result_json(told)["located"]["sentence"].startswith("Only rounding")
