@@ -24,6 +24,27 @@ from .trace.database import Database
 COLUMNS = ("where", "field", "code", "expected", "found", "num_rows")
 """`where` is a file, or a table for faults in its rows; `num_rows` is None for faults of a whole file."""
 
+CODES = {
+    "unreadable": "the file cannot be parsed",
+    "wrong_name": "the file's name does not fit its folder or content",
+    "missing_field": "a JSON field is missing",
+    "unknown_field": "readers ignore this JSON field",
+    "wrong_value": "a JSON field does not have its only possible value",
+    "wrong_type": "a field or column has another type",
+    "missing_column": "a required column is missing",
+    "unknown_column": "readers ignore this column",
+    "duplicate_column": "two columns have the same name",
+    "null": "a required column contains NULL",
+    "duplicate_row": "two rows have the same key",
+    "no_sequence": "a score has no sequence",
+    "wrong_length": "a list or a count does not fit the response or prompt",
+    "bad_token_id": "a token id is negative or NULL",
+    "positive_logprob": "a logprob is above 0",
+    "bad_pass_name": "a pass has an invalid name",
+    "unknown_contract": "the contract's file is missing",
+}
+"""Meaning of each code."""
+
 Deviation = tuple[str, str, str, str, str, int | None]
 
 

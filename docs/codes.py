@@ -4,6 +4,7 @@ import inspect
 import re
 import string
 
+from tim_trace.analysis import conformance
 from tim_trace.analysis.alarms.reading import EVERY_ALARM
 from tim_trace.analysis.attribution import text as attribution
 from tim_trace.analysis.attribution.attribution import SUSPECTS
@@ -72,6 +73,7 @@ def codes():
         "objective: cannot_codes": objective.CANNOT,
         "objective: loss_basis": objective.loss_basis(),
         "replay, triangulate: not_held": WHY,
+        "verify: deviations": conformance.CODES,
         "errors": error_codes(),
     }
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import tim_trace
 from builders import ROOT, in_process, make_trace
+from tim_trace.analysis.conformance import CODES
 from tim_trace.schemas.documents import FORMAT, MAX_DEPTH
 from tim_trace.schemas.errors import DamagedTrace
 from tim_trace.schemas.tables import TABLES
@@ -43,6 +44,8 @@ def command(*words):
 
 
 def codes(trace):
+    found = tim_trace.verify(trace, format=True).deviations.dicts()
+    assert {row["code"] for row in found} <= set(CODES)
     return {
         (row["where"], row["field"], row["code"]) for row in tim_trace.verify(trace, format=True).deviations.dicts()
     }
