@@ -126,7 +126,7 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
     if by not in LIKE:
         raise InvalidOption(
-            f"like {framework.name}: no metrics by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
+            f"{framework.name} logs no metrics by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
         )
     with read_once(database, framework, names):
         rows = framework.numbers(database, names, by)

@@ -238,7 +238,7 @@ def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None
     for row in rows:
         if not len(row.prompt_ids):
             raise CannotReplay(
-                f"sequence {row.seq_id!r}: has an empty prompt, so nothing predicts its first response token"
+                f"sequence {row.seq_id!r} has an empty prompt, so nothing predicts its first response token"
             )
         for name, ids in (("prompt", row.prompt_ids), ("response", row.response_ids)):
             wrong = ids[(ids < 0) | (ids >= vocab_size)]

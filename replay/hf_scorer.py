@@ -52,11 +52,11 @@ class HfScorer:
         if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
             here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
             raise CannotReplay(
-                f"attention {arm.attention}: needs an NVIDIA GPU, but this replay runs on the CPU; use one of {here}"
+                f"attention {arm.attention} needs an NVIDIA GPU, but this replay runs on the CPU; use one of {here}"
             )
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
-                "dtype tf32: needs an NVIDIA GPU, but this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
+                "dtype tf32 needs an NVIDIA GPU, but this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
             )
         if arm.routing:
             run.check_routing()

@@ -63,7 +63,7 @@ class ReplayedStep:
     identity_held: bool
     """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
-    """Why replaying the step as recorded changed bits: `refused` (the recorded setup cannot run here), a code in
+    """Why the as-recorded replay did not reproduce every bit: `refused` (the recorded setup cannot run here), a code in
     `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
     `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()

@@ -84,7 +84,7 @@ class Batch:
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; pass row numbers from 0 to {len(self) - 1}")
         if len(np.unique(numbers)) != len(numbers):
-            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
+            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row number only once")
         return numbers
 
     def captured_rows(self, captured: Any, scored: np.ndarray) -> np.ndarray:
@@ -126,7 +126,7 @@ class SequenceNames:
         if len(set(names)) != len(names) or not known.isdisjoint(names):
             name = next(name for row, name in enumerate(names) if name in known or name in names[:row])
             raise InvalidRecord(
-                f"step {step}, sequence {name!r}: occurs twice. Each seq_id must be unique within a step"
+                f"step {step}, sequence {name!r} occurs twice. Each seq_id must be unique within a step"
             )
         known.update(names)
         by_step[step] = known
@@ -136,7 +136,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Shortest run of identical tokens at a row's edge that may be padding. A single token is usually the end token."""
+"""Minimum number of identical tokens at a row's edge to suspect padding. A single one is usually the end token."""
 MIN_LONGEST_RUN = 4
 """Warn only if a batch's longest run is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25

@@ -273,9 +273,7 @@ class Recorder:
         given["response_ids"] = local_part(response_ids, f"step {step}, response_ids")
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
-            raise InvalidRecord(
-                f"step {step}, response_ids: has no sequences. Skip this call for a step without sequences"
-            )
+            raise InvalidRecord(f"step {step}: response_ids is empty. Skip this call for a step without sequences")
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
                 f"step {step}, rewards: got {shown(rewards)}; pass a dict of values [B] by reward function, or "

@@ -191,8 +191,8 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of within-step reward variance explained by length, before and after the onset. None if it hardly
-        rises."""
+        """Share of within-step reward variance explained by length, before and after the onset. None if it does
+        not rise clearly."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)

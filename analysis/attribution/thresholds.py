@@ -29,7 +29,7 @@ MISMATCH_DIFFERS = 3.0
 MATERIAL_MISMATCH = 0.01
 """Below this mean |d| (nats), a mismatch is harmless. Healthy bf16 engines show 0.002 to 0.01."""
 MIXED = 0.5
-"""Rewards count as mixed up if the changed share is at least this fraction of what a within-group shuffle causes."""
+"""Minimum share of changed rewards to report them as shuffled, relative to the share that a within-group shuffle changes."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4

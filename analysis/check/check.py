@@ -46,7 +46,7 @@ class CheckResult(Result):
     num_tokens: int
     """Tokens in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Tokens inspected one by one. All others only contribute to sums."""
+    """Tokens inspected individually. The others are only included in statistics."""
     rms_d: float
     """RMS d (nats)."""
     findings: tuple[Finding, ...]

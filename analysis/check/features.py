@@ -44,8 +44,8 @@ def _size(data: PairData) -> dict[str, float]:
 def _sampling(data: PairData) -> dict[str, float]:
     """Measure whether d looks like a difference between two distributions.
 
-    If the tokens were sampled from a distribution close to both, mean d is -mean(d^2) / 2 and mean exp(-d) is 1. Errors
-    in recorded values satisfy neither.
+    If the tokens were sampled from a distribution close to both, mean d is -mean(d^2) / 2 and mean exp(-d) is 1. Neither
+    holds if values were recorded incorrectly.
     """
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)

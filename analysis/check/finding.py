@@ -251,7 +251,7 @@ class Hypothesis:
     left: float | None = None
     """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
     rank: int = 0
-    """Lower for explanations with fewer parameters. Among those with at least half the best gain, the lowest wins."""
+    """Complexity: lower with fewer parameters. Of all explanations with at least half the best gain, the lowest wins."""
     right: np.ndarray | None = None
     """[N] d after correcting the fault, for example by moving values or converting units. None if it cannot be
     corrected."""

@@ -10,7 +10,7 @@ from .comparison import Comparison, RunDifference
 FIRST: Mapping[str, str] = {
     "steps": "step {step} has sequences in one run only",
     "setting": "{name} is {a} in A and {b} in B",
-    "sampling": "sequences are sampled with {name} {a} in A and {b} in B",
+    "sampling": "sampling uses {name} {a} in A and {b} in B",
     "contract": "{name} is {a} in A and {b} in B",
     "prompts": "the prompts differ ({num_shared} shared, of {a} in A and {b} in B)",
     "responses": "identical prompts get different responses ({a})",

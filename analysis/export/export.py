@@ -107,7 +107,7 @@ def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int
         with whole_file(folder / EVENTS) as path:
             return write_events(path, figures)
     except ImportError as error:
-        raise NotInstalled(f"export: needs {to}, which is not installed; pip install {to}") from error
+        raise NotInstalled(f"export to {to}: {to} is not installed; pip install {to}") from error
 
 
 def exported_text(exported: Exported) -> str:

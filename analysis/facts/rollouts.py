@@ -154,7 +154,8 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return hashes that are equal where `column` can be compared. Mean logprobs also require equal loss masks."""
+    """Return a hash for each sequence. `column` is comparable between sequences with equal hashes, which for mean logprobs
+    include the loss mask."""
     return rollouts.counted if column == "reference" else rollouts.whole
 
 

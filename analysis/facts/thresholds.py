@@ -52,14 +52,14 @@ LENGTH_EXPLAINS_WITHIN = 0.85
 ALMOST_ALL = 0.9
 """Minimum fraction of rewards that must change to conclude that the reward now depends on length."""
 MOVES_SD = 6.0
-"""A series counts as moved if it differs from its earlier level by this many standard deviations."""
+"""A series has changed if it differs from its earlier level by this many standard deviations."""
 MOVES_ON = 0.6
-"""A move counts as lasting if two of the next three steps differ by at least this fraction of MOVES_SD."""
+"""A change is lasting if at least two of the next three steps differ by this fraction of MOVES_SD."""
 BREAKS_SD = 4.0
-"""A correlation counts as lost if it drops by this many standard deviations."""
+"""Minimum drop in a correlation to report it as lost (standard deviations)."""
 BREAKABLE = 0.2
-"""Correlations below this cannot count as lost."""
+"""Correlations below this are never reported as lost."""
 BREAK_LOSES = 0.5
-"""To count as lost, a correlation must also stay lower by at least this fraction."""
+"""A lost correlation must also stay lower by at least this fraction."""
 MATERIAL_REST = 0.1
 """Reward differences centred by baseline reward are tested only if they keep at least this share of the variance."""

@@ -19,7 +19,7 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert columns from schemas.sums, [N], to columns, [N], that can be added up for FROM_SUMS. To avoid
+    """Convert schemas.sums columns [N] to columns [N] whose totals are the input of FROM_SUMS. To avoid
     cancellation, ratios are relative to the maximum, and probabilities are centred on the median sequence mean."""
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}

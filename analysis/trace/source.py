@@ -17,7 +17,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Sums from another edition are recomputed. Before edition 2, a trace could store a different run's sums."""
+"""Version of the stored sums. Others are recomputed: before version 2, sums could belong to a different run."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

@@ -169,7 +169,7 @@ def _function(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise CannotReplay(
-            f"model factory {path!r}: cannot be imported ({error}); write module:function (the module must be "
+            f"model factory {path!r} cannot be imported ({error}); write module:function (the module must be "
             "installed or in the working directory)"
         ) from error
     finally:

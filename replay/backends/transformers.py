@@ -126,7 +126,7 @@ class ModuleScorer(BatchScorer):
     def __init__(self, model: Any, head: Head, arm: Arm):
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
-                f"{phrase(name, getattr(arm, name))}: not possible, because the model factory's model returns only "
+                f"{phrase(name, getattr(arm, name))} is not possible, because the model factory's model returns only "
                 "logits; give it base_model, get_output_embeddings and config, like transformers' models"
             )
         self._model = model.eval()

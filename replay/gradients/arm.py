@@ -30,7 +30,7 @@ class GradientArm(Arm):
     def __post_init__(self) -> None:
         if self.engine != HF:
             raise InvalidOption(
-                f"arm engine={self.engine}: has no backward pass; first run tim-trace replay RUN "
+                f"arm engine={self.engine} has no backward pass; first run tim-trace replay RUN "
                 f"--engine {self.engine}, then use its logprobs: --arm logprobs=replay/{self._replayed}"
             )
         Arm.__post_init__(self)  # dataclass(slots=True) creates a new class, which breaks zero-argument super()

@@ -153,7 +153,7 @@ def test_an_offline_run_of_wandb_holds_every_number_and_the_settings(run, tmp_pa
 def test_a_library_that_is_missing_is_named(run, tmp_path, monkeypatch, library):
     for name in [library, *[name for name in sys.modules if name.startswith(f"{library}.")]]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(NotInstalled, match=f"export: needs {library}, which is not installed; pip install {library}"):
+    with pytest.raises(NotInstalled, match=f"export to {library}: {library} is not installed; pip install {library}"):
         export_run(run, to=library, output=tmp_path / "out")
     assert not list(tmp_path.rglob("*tfevents*"))
 

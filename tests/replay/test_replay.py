@@ -358,10 +358,10 @@ def test_a_model_factory_builds_what_transformers_does_not_know(table):
     ("options", "message"),
     [
         ((), "the model cannot be rebuilt.*--model-factory "),
-        (("--model-factory", "factory:missing"), "model factory 'factory:missing': cannot be imported"),
+        (("--model-factory", "factory:missing"), "model factory 'factory:missing' cannot be imported"),
         (
             ("--model-factory", "factory:build", "--mode", "decode"),
-            "mode decode: not possible, because the model factory's model returns only logits",
+            "mode decode is not possible, because the model factory's model returns only logits",
         ),
     ],
 )
@@ -511,9 +511,9 @@ def test_a_name_that_stands_for_other_changes_is_refused(trace):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "tf32"}, "tf32: needs an NVIDIA GPU.*fp64, fp32, bf16 or fp16"),
-        ({"attention": "efficient"}, "efficient: needs an NVIDIA GPU.*eager, math, flash"),
-        ({"attention": "cudnn"}, "cudnn: needs an NVIDIA GPU"),
+        ({"dtype": "tf32"}, "tf32 needs an NVIDIA GPU.*fp64, fp32, bf16 or fp16"),
+        ({"attention": "efficient"}, "efficient needs an NVIDIA GPU.*eager, math, flash"),
+        ({"attention": "cudnn"}, "cudnn needs an NVIDIA GPU"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a CPU refuses")

@@ -503,14 +503,14 @@ def test_other_kinds_of_list_are_lists(tmp_path, make):
 
 def test_a_name_that_comes_twice_is_an_error(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW, ROW])
-    with pytest.raises(ImportFailed, match="sequence 'a': occurs twice"):
+    with pytest.raises(ImportFailed, match="sequence 'a' occurs twice"):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
 
 def test_a_name_that_comes_twice_in_two_files_is_an_error_of_the_second(tmp_path):
     write_json(tmp_path / "a.jsonl", [ROW])
     write_parquet(tmp_path / "b.parquet", [ROW])
-    with pytest.raises(ImportFailed, match=r"b\.parquet: step 3, sequence 'a': occurs twice"):
+    with pytest.raises(ImportFailed, match=r"b\.parquet: step 3, sequence 'a' occurs twice"):
         import_parquet(tmp_path, output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -292,7 +292,7 @@ def test_scores_point_at_the_contract_that_held_when_they_were_added(tmp_path):
         ({"logprobs": [[0.9], [0.1, 0.2]]}, "not probabilities or logits"),
         ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': got 1 values of entropy"),
         ({"logprobs": [[-1.0]], "rows": [2]}, "pass row numbers from 0 to 1"),
-        ({"logprobs": [[-1.0], [-1.0]], "rows": [0, 0]}, "each row's number once"),
+        ({"logprobs": [[-1.0], [-1.0]], "rows": [0, 0]}, "each row number only once"),
     ],
 )
 def test_scores_that_contradict_the_batch_are_refused(tmp_path, scores, message):
@@ -322,7 +322,7 @@ def test_a_step_that_goes_back_is_refused(tmp_path):
 def test_a_name_that_comes_twice_in_a_step_is_refused_and_in_another_step_not(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
-        with pytest.raises(InvalidRecord, match="step 1, sequence 'a': occurs twice"):
+        with pytest.raises(InvalidRecord, match="step 1, sequence 'a' occurs twice"):
             recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]])
 
@@ -331,7 +331,7 @@ def test_a_name_of_an_earlier_call_is_refused_as_long_as_its_step_lasts(tmp_path
     with Recorder(tmp_path / "run") as recorder:
         for name in "ab":
             recorder.add_sequences(step=1, seq_ids=[name], response_ids=[[1]])
-        with pytest.raises(InvalidRecord, match="'a': occurs twice"):
+        with pytest.raises(InvalidRecord, match="'a' occurs twice"):
             recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_sequences(step=2, seq_ids=["a"], response_ids=[[1]])
 

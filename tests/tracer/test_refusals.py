@@ -97,8 +97,8 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
-        ([], r"response_ids: has no sequences\. Skip this call"),
-        (np.zeros((0, 5), int), "response_ids: has no sequences"),
+        ([], r"response_ids is empty\. Skip this call"),
+        (np.zeros((0, 5), int), "response_ids is empty"),
     ],
 )
 def test_token_ids_are_whole_numbers_of_int32(recorder, ids, message):
@@ -167,7 +167,7 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"seq_ids": [1.5, 2.5]}, "seq_ids: row 0 is 1.5"),
         ({"seq_ids": {"a": 1, "b": 2}}, "seq_ids: got .*; pass a list of strings or integers"),
         ({"seq_ids": ["a"]}, "1 seq_ids for 2 responses"),
-        ({"seq_ids": ["a", "a"]}, "sequence 'a': occurs twice"),
+        ({"seq_ids": ["a", "a"]}, "sequence 'a' occurs twice"),
         ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* cannot be encoded as UTF-8"),
         ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* cannot be encoded as UTF-8"),
         ({"prompt_ids": [[1]]}, "1 prompts for 2 responses"),
@@ -276,7 +276,7 @@ SCORES = [
     ({"logprobs": LOGPROBS, "forward": {"ids": [1, 2]}}, r"forward: got .* \(dict\); pass a Forward"),
     ({"logprobs": LOGPROBS, "distribution": {"token_ids": 1}}, "distribution: got .*pass a TopK or Logits or Hidden"),
     ({"logprobs": LOGPROBS, "routing": [1]}, "routing: got .*pass a Routing"),
-    ({"logprobs": LOGPROBS, "rows": [0, 0]}, "give each row's number once"),
+    ({"logprobs": LOGPROBS, "rows": [0, 0]}, "give each row number only once"),
 ]
 
 
@@ -461,10 +461,10 @@ def test_a_refused_batch_does_not_move_the_step_on_and_keeps_no_name(recorder):
     recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
     with pytest.raises(InvalidRecord):
         recorder.add_sequences(step=9, seq_ids=["z"], response_ids=[[1]], reward="x")
-    with pytest.raises(InvalidRecord, match="'a': occurs twice"):
+    with pytest.raises(InvalidRecord, match="'a' occurs twice"):
         recorder.add_sequences(step=1, seq_ids=["b", "a"], response_ids=RESPONSES)
     recorder.add_sequences(step=1, seq_ids=["b", "c"], response_ids=RESPONSES)
-    with pytest.raises(InvalidRecord, match="'c': occurs twice"):
+    with pytest.raises(InvalidRecord, match="'c' occurs twice"):
         recorder.add_sequences(step=1, seq_ids=["c"], response_ids=[[1]])
     recorder.add_sequences(step=2, seq_ids=["z"], response_ids=[[1]])
 

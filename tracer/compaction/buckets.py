@@ -26,7 +26,7 @@ SWEEP_BUCKETS = 128
 STEP_TOKENS = 32 << 10
 """Minimum number of response tokens in a row group. Smaller steps share a group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Limit for STEP_TOKENS, which is raised so that a file has about _ROW_GROUPS row groups or fewer."""
+"""STEP_TOKENS is raised up to this limit, so that a file has about _ROW_GROUPS row groups or fewer."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 

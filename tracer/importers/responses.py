@@ -44,7 +44,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
     )
     for number, item in enumerate(found if isinstance(found, list) else [found], start=1):
         if not isinstance(item, Mapping):
-            raise ImportFailed(f"{path}, response {number}: is not an object")
+            raise ImportFailed(f"{path}: response {number} is not an object")
         yield number, item
 
 

@@ -154,7 +154,7 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Change at which a fact has half its full strength. Much smaller changes hardly count."""
+"""Change at which a fact has half its full strength. Much smaller changes have almost none."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:

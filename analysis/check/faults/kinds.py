@@ -58,8 +58,8 @@ CLEAR_FADE = 4.0
 """If the mismatch declines along responses by more than this (standard errors), weights alone cannot explain it. In the
 45 runs with stale or quantised weights used to choose this bound, it is at most 2.7."""
 FIRST_TOKEN = 3.0
-"""The prompt's forward pass predicts the first response token. If the logit error there is this many times that of the
-next four, this pass is at fault. If it is smaller by the square of this, only later passes are."""
+"""Ratio between the logit errors of the first response token and the next four. The prompt's forward pass predicts the
+first one, so above this ratio, that pass is wrong. Below 1 / ratio^2, only later passes are wrong."""
 TAIL_RATIO = 10.0
 """Minimum logit error for a tail token, divided by the median error. Rounding alone reaches 6 to 8."""
 
@@ -84,8 +84,8 @@ _HINTS = {
     "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
     "prefill": "chunked prefill that loses earlier chunks, or a stale prefix cache: the first response token, which the "
     "prompt's forward pass predicts, differs most",
-    "decode": "positions that are offset after the prompt, or a wrong cache for it: the first response token, which the "
-    "prompt's forward pass predicts, agrees",
+    "decode": "wrong positions or a wrong cache after the prompt: the first response token, which the prompt's forward pass "
+    "predicts, agrees",
     "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
     "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
     "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",

@@ -449,9 +449,9 @@ def recorded_filter(data: PairData) -> str:
 def _is_cut(data: PairData, raised: str) -> bool:
     """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
-    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary or only the
-    kept tokens. A nucleus of a flat-tailed distribution always has the same mass. A token alone in its nucleus has
-    logprob 0.
+    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only those
+    that truncation kept. Two other signs of truncation: the kept tokens always have the same mass (as top-p gives for a
+    flat distribution), or a single kept token has logprob 0.
     """
     if recorded_filter(data):
         return True

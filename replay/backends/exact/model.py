@@ -24,7 +24,7 @@ def check(identity: Mapping[str, Any]) -> None:
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
-            f"engine exact: cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use {option('engine', 'hf')}"
+            f"engine exact cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use {option('engine', 'hf')}"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise CannotReplay(
