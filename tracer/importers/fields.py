@@ -13,7 +13,7 @@ from ...schemas import tables
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
 from .arrays import HELD
-from .pickles import Budget
+from .pickles import Budget, Foreign
 
 
 class Values(NamedTuple):
@@ -52,6 +52,11 @@ class Fields:
         names = self._columns.get(column, ())
         for name in names:
             value = self.record.get(name)
+            if isinstance(value, Foreign):
+                raise ImportFailed(
+                    f"{self.where}: field {name!r} is {shown(value)}, needed for {column}. Save it as a number, text or "
+                    f"a list, or leave it out with --map {name}="
+                )
             if value is not None:
                 self._seen.add(name)
                 return name, value
@@ -242,4 +247,6 @@ def _short(value: Any) -> str:
             return "an integer beyond 64 bits"
         text = json.dumps(value if not isinstance(value, float) or math.isfinite(value) else str(value))
         return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, Foreign):
+        return f"an object of {value}, which cannot be read"
     return "NULL" if value is None else f"a {type(value).__name__}"

@@ -13,7 +13,7 @@ from .arrays import Shell, raw_tensor
 from .columns import RowBatch
 from .dump_rows import padded_columns
 from .format import Format, Reading
-from .pickles import BYTES, Budget, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 from .torch_files import read_bytes, unpickled
 
 _MODULES = (
@@ -77,9 +77,9 @@ def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
         raise ImportFailed(f"{where}: is not a SkyRL TrainingInputBatch")
     try:
         return {
-            name: _tensor(value, where, budget)
+            name: value if isinstance(value, Foreign) else _tensor(value, where, budget)
             for name, value in state["batch_dict"].items()
-            if isinstance(value, Mapping) and value.get("format") != "tensor_list"
+            if isinstance(value, Foreign) or (isinstance(value, Mapping) and value.get("format") != "tensor_list")
         }
     except ValueError as error:
         if isinstance(error, ImportFailed):

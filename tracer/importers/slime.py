@@ -10,9 +10,9 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
 from .dump_rows import DumpRows, routed
-from .fields import Fields, Values
+from .fields import Fields, Values, shown
 from .format import DumpFolder, Format, Part, Reading
-from .pickles import Budget
+from .pickles import Budget, Foreign
 from .torch_files import is_cut, read_pickled, unpickled
 
 _ROLLOUT_FILE = r"(?!(?:.*_)?eval_)(?:[A-Za-z-]+_)*(\d+)\.pt"
@@ -152,10 +152,15 @@ def top_level(found: Any, where: str) -> Mapping[str, Any]:
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """Return a dump's samples as dicts. A pickled `Sample` object is read as its attributes."""
     found = record.get("samples")
-    if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
+    if not isinstance(found, (list, tuple)):
         raise ImportFailed(f"{where}: has no list of samples")
-    return list(found)
+    samples = [sample.attributes if isinstance(sample, Foreign) else sample for sample in found]
+    odd = next((number for number, sample in enumerate(samples) if not isinstance(sample, dict)), None)
+    if odd is not None:
+        raise ImportFailed(f"{where}, sample {odd}: is {shown(found[odd])}, not a record with named fields")
+    return samples
 
 
 def named_fields(

@@ -18,9 +18,9 @@ from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .columns import RowBatch
 from .dump_rows import padded_columns, routed
-from .fields import Fields
+from .fields import Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
-from .pickles import BYTES, Budget, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 from .textfiles import opened
 from .torch_files import read_bytes, tensors_in, unpickled
 
@@ -104,7 +104,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
     found = unpickled(content, where, _SHELLS)
-    state = found.state if isinstance(found, Shell) else None
+    state = found.state if isinstance(found, (Shell, Foreign)) else None
     try:
         if isinstance(state, dict):
             state = (state.get("batch"), state.get("non_tensor_batch"), state.get("meta_info"))
@@ -124,8 +124,9 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
     if len(batch) != 3 or not isinstance(batch[2], dict):
         raise NotPlain("its tensors have an unexpected form")
-    plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
-    return {name: raw_tensor(*value) for name, value in plain.items()}
+    encoded = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
+    foreign = {name: value for name, value in batch[2].items() if isinstance(value, Foreign)}
+    return {name: raw_tensor(*value) for name, value in encoded.items()} | foreign
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
@@ -148,6 +149,8 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     columns = padded_columns(step, prompts, prompted, responses, responded, per_token)
     groups = settled(fields.get("group_id"))
     if groups is not None and len(groups) == num_rows:
+        if odd := next((group for group in groups if isinstance(group, Foreign)), None):
+            raise ImportFailed(f"{where}: uid holds {shown(odd)}. Leave it out with --map uid=")
         columns["group_id"] = [str(group) for group in groups]
     rewards = _rewards(fields, responded, where)
     if rewards is not None:
