@@ -14,10 +14,9 @@ from .fields import Fields, Values
 from .format import DumpFolder, Format, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
 from .metrics import SCALARS
-from .miles import MILES
 from .responses import SGLANG, VLLM
 from .skyrl import SKYRL
-from .slime import SLIME
+from .slime_dumps import MILES, SLIME
 from .verl import VERL
 
 OPEN_INSTRUCT = Format(
