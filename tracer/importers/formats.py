@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -227,8 +228,6 @@ def recognised(folder: DumpFolder) -> str | None:
     if len(found) > 1 and SCALARS.name in found:  # a run's folder often has its curves beside its dumps
         found.remove(SCALARS.name)
     if len(found) > 1:
-        raise ImportFailed(
-            f"{folder.url}: contains files from {' and '.join(found)}. Name the format, e.g. tim-trace "
-            f"import {found[0]} PATH"
-        )
+        commands = " or ".join(f"tim-trace import {name} {shlex.quote(folder.url)} -o RUN" for name in found)
+        raise ImportFailed(f"{folder.url}: contains files from {' and '.join(found)}. Choose one: {commands}")
     return found[0] if found else None

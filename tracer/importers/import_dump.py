@@ -15,7 +15,8 @@ from .columns import Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .metrics import SCALARS, import_metrics
-from .neutral import import_parquet
+from .neutral import holds_rows, import_parquet
+from .outputs import curves_in, how_to_dump
 from .row_import import Imported, RowImport, open_import
 
 AUTO, PARQUET = "auto", "parquet"
@@ -49,8 +50,14 @@ def import_dump(
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
-    if format == AUTO:
-        format = (folder and recognised(folder)) or PARQUET
+    hint = None
+    if format == AUTO and folder is not None:
+        format = recognised(folder) or PARQUET
+        hint = how_to_dump(folder, FORMATS) if format in (PARQUET, SCALARS.name) and not folder.is_file else None
+        if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
+            raise ImportFailed(f"{folder.url}: contains no dump. {hint}{curves_in(folder)}")
+    elif format == AUTO:
+        format = PARQUET
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
@@ -60,7 +67,9 @@ def import_dump(
         if folder is not None and format == SCALARS.name:
             if sample != 1.0:
                 raise ImportFailed("selects sequences, but scalars have none. Remove this option", option="sample")
-            return import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
+            result = import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
+            result.notes += (f"no tokens: {hint}",) if hint else ()
+            return result
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
@@ -70,6 +79,7 @@ def import_dump(
     options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
+    _check_one_run(folder, parts)
     held_back = [part.waits_for for part in parts if part.waits_for and not partial]
     parts = [part for part in parts if part.waits_for is None or partial]
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
@@ -100,6 +110,21 @@ def import_dump(
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
     return result
+
+
+def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
+    """Raise ImportFailed if a step's files come from several runs, or from training and validation."""
+    places: dict[tuple[int, str], str] = {}
+    for part in parts:
+        for name in part.files if part.step is not None else ():
+            place, base = os.path.split(name)
+            # A step's files may be spread over folders with different names, but not repeated.
+            key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
+            if (other := places.setdefault((part.step or 0, key), place)) != place:
+                raise ImportFailed(
+                    f"{folder.url}: has step {part.step} in both {other or '.'} and {place or '.'}, so it contains "
+                    "several runs or a validation. Pass one of these folders"
+                )
 
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
