@@ -52,12 +52,14 @@ _PER_TOKEN = (
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
-    batches = [Part(files=(name,), step=_step_of(folder, name)) for name, _ in folder.matching(_BATCH)]
+    names = [name for name, _ in folder.matching(_BATCH)]
+    names = [name for name in names if name.endswith(".dp")] or names
+    batches = [Part(files=(name,), step=_step_of(folder, name)) for name in names]
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass a folder with "
-            f"only one of them"
+            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass the batches, "
+            f"e.g. tim-trace import verl {folder.root / names[0]} -o RUN"
         )
     return batches or texts
 
