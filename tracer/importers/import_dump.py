@@ -17,7 +17,7 @@ from .formats import FORMATS, recognised
 from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
-from .row_import import Imported, RowImport, open_import
+from .row_import import KNOWN, Imported, RowImport, open_import
 
 AUTO, PARQUET = "auto", "parquet"
 
@@ -148,7 +148,10 @@ def _add_parts(
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
-            reading = Reading(folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial)
+            reading = Reading(
+                folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial,
+                added=tuple(name for name in columns if name in KNOWN and columns[name] != format.columns.get(name)),
+            )  # fmt: skip
             for batch in format.batches(reading):
                 names = {name: name for name in batch.columns}
                 passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
@@ -246,10 +249,13 @@ def _shown_options(options: Mapping[str, str]) -> str:
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
-        if ours and ours not in columns:
+        if ours == "step" and ours not in columns:
             raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}. {format.name} supplies {', '.join(columns)}", option="map"
+                f"{theirs!r} cannot be mapped to 'step'. {format.name} names files by step", option="map"
             )
+        if ours and ours not in columns and ours not in KNOWN:
+            names = ", ".join(dict.fromkeys((*columns, *KNOWN)))
+            raise ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {format.name} takes {names}", option="map")
         if ours:
             columns[ours] = (theirs,)
     return columns

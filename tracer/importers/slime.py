@@ -54,7 +54,7 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
         mask = np.zeros(len(response), bool)
-    return {
+    cells = {
         "step": step,
         "prompt_ids": prompt,
         "response_ids": response,
@@ -63,14 +63,15 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
         "policy_version": _version(fields),
         "finish_reason": FINISHED.get(status := fields.text("finish_reason") or "", status or None),
         "reward": None if isinstance(fields.get("reward"), Mapping) else fields.number("reward"),
-        "rewards": _reward_parts(fields.get("reward")),
+        "rewards": fields.rewards("rewards") or fields.rewards("reward"),
     }
+    return cells | fields.added_cells({*cells, *fields.added_per_token})
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
     """Return per-token values by column, leaving out advantages that apply to the whole sample."""
     one = isinstance(fields.get("advantage"), (int, float))
-    given = [column for column in PER_TOKEN if not (one and column == "advantage")]
+    given = [column for column in (*PER_TOKEN, *fields.added_per_token) if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
@@ -92,16 +93,6 @@ def _version(fields: Fields) -> int | None:
     versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
     numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
     return max(numbers, default=None)
-
-
-def _reward_parts(reward: Any) -> dict[str, float] | None:
-    if not isinstance(reward, Mapping):
-        return None
-    return {
-        name: float(value)
-        for name, value in reward.items()
-        if isinstance(value, (int, float)) and isinstance(name, str) and abs(value) < 2**53
-    }
 
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .columns import RowBatch
-from .dump_rows import padded_columns, routed
+from .dump_rows import added_columns, padded_columns, routed
 from .fields import Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Foreign, Known, NotPlain
@@ -146,7 +146,9 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
     per_token = {
-        name: values for name in _PER_TOKEN if (values := _aligned(fields, name, (num_rows, width), where)) is not None
+        name: values
+        for name in (*_PER_TOKEN, *fields.added_per_token)
+        if (values := _aligned(fields, name, (num_rows, width), where)) is not None
     }
     columns = padded_columns(step, prompts, prompted, responses, responded, per_token)
     groups = settled(fields.get("group_id"))
@@ -159,6 +161,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
         columns["reward"] = pa.array(rewards)
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
+    columns |= added_columns(fields, num_rows, columns)
     experts = _experts(fields, is_token.shape, where)
     routing = []
     if experts is not None:
@@ -203,7 +206,12 @@ _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
 def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-    return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
+    return [
+        {
+            **fields.cells("step", "group_id", "reward"),
+            "rewards": fields.rewards("rewards") or fields.numbers(_TEXT_FIELDS),
+        }
+    ]
 
 
 VERL = Format(
