@@ -4,6 +4,8 @@ import json
 import shlex
 
 import dumps
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import tim_trace
@@ -134,6 +136,23 @@ def test_an_export_of_curves_is_named_as_such(tmp_path):
             import_dump(format, tmp_path / "history.jsonl", output=tmp_path / "run")
     imported = import_dump("metrics", tmp_path / "history.jsonl", output=tmp_path / "run")
     assert (imported.num_metrics, imported.ignored_columns) == (3, ("_timestamp", "gradients/bins"))
+
+
+def test_a_history_in_parquet_is_curves_and_a_table_of_tokens_is_not(tmp_path):
+    history = {"_step": [0, 1, 2], "_timestamp": [1.5] * 3, "reward": [0.5, None, 0.25], "text": ["a", None, None]}
+    nested = {"gradients": [{"bins": [1, 2]}] * 3}
+    tokens = {"step": [1], "prompt_ids": [[1]], "response_ids": [[2]], "train_logprobs": [[-0.5]]}
+    for name, table in (("history", history), ("nested", history | nested), ("tokens", tokens)):
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+    numbers = {name: values for name, values in history.items() if name != "text"}
+    pq.write_table(pa.table(numbers), tmp_path / "numbers.parquet")
+    imported = import_dump("auto", tmp_path / "numbers.parquet", output=tmp_path / "a")
+    assert (imported.format, imported.num_metrics) == ("metrics", 2)
+    assert import_dump("auto", tmp_path / "tokens.parquet", output=tmp_path / "b").format == "parquet"
+    imported = import_dump("metrics", tmp_path / "nested.parquet", output=tmp_path / "c")
+    assert (imported.num_metrics, set(imported.ignored_columns)) == (3, {"_timestamp", "gradients"})
+    with pytest.raises(ImportFailed, match=r"missing columns.*tim-trace import metrics .*nested\.parquet -o RUN"):
+        import_dump("auto", tmp_path / "nested.parquet", output=tmp_path / "d")
 
 
 @pytest.mark.parametrize("format", ["nemo-rl", "prime-rl", "slime", "verl"])

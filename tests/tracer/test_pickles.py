@@ -423,6 +423,9 @@ BOMBS = {
     "deep key": b"\x80\x02}K\x01" + b"\x85" * 2_000_000 + b"Ns.",
     "marks": b"\x80\x02" + b"(" * 5_000_000 + b".",
     "shared": lists_in_lists(),
+    "names": b"\x80\x04X\x40\x42\x0f\x00" + b"a" * 1_000_000 + b"q\x00" + b"0h\x00h\x00\x93" * 2_000_000 + b".",
+    "calls": b"\x80\x02ca\nb\nq\x00" + b"h\x00)R" * 2_000_000 + b"t.",
+    "states": b"\x80\x02]q\x01ca\nb\nq\x00" + b"h\x00)Rh\x01b" * 1_000_000 + b".",
     "array": pickle.dumps(np.zeros(2)).replace(b"K\x02\x85", b"\x8a\x06\xff\xff\xff\xff\xff\x7f\x85"),
 }
 

@@ -40,9 +40,9 @@ class Fields:
             raise ImportFailed(f"{where}: is not a record with named fields. Check that the file has this format")
         self.record = record
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
-        self.added = tuple(column for column in added if not is_per_token(column))
+        self.added_per_token = tuple(column for column in added if _reader(column) == Fields.values)
+        self.added = tuple(column for column in added if column not in self.added_per_token)
         """Columns that `map` reads from other fields."""
-        self.added_per_token = tuple(column for column in added if is_per_token(column))
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
         further = {name: (name_there,) for name, name_there in columns.items()}
@@ -214,11 +214,6 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
     pa.int32(): Fields.integer,
     tables.REWARDS: Fields.rewards,
 }
-
-
-def is_per_token(column: str) -> bool:
-    """Return True for a column with a number per response token."""
-    return _reader(column) == Fields.values
 
 
 def _reader(column: str) -> Callable[[Fields, str], Any] | None:

@@ -38,12 +38,13 @@ def import_dump(
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
     `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
-    files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
-    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed in the result.
-    To add them later, import again. To read as much of them as possible now, set `partial`.
+    files to columns, also to those that the format lacks. A field mapped to "" is skipped. `steps` (3:80, -10:) selects
+    steps. `sample` selects a share of the sequences by hashing their names. Incomplete steps and half-written files are
+    skipped and listed in the result. To add them later, import again. To read as much of them as possible now, set
+    `partial`.
 
-    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected. At
-    most one step or 512 JSON Lines rows are held in memory.
+    Nothing in the files is executed: pickles are read as data, and an object of another class is an error only in a
+    field that is read. At most one step or 512 JSON Lines rows are held in memory.
 
     Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
@@ -51,13 +52,12 @@ def import_dump(
         raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
     hint = None
-    if format == AUTO and folder is not None:
-        format = recognised(folder) or PARQUET
-        hint = how_to_dump(folder, FORMATS) if format in (PARQUET, SCALARS.name) and not folder.is_file else None
-        if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
-            raise ImportFailed(f"{folder.url}: contains no dump. {hint}{curves_in(folder)}")
-    elif format == AUTO:
-        format = PARQUET
+    if format == AUTO:
+        format = (folder and recognised(folder)) or PARQUET
+        if folder is not None and not folder.is_file and format in (PARQUET, SCALARS.name):
+            hint = how_to_dump(folder, FORMATS)
+            if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
+                raise ImportFailed(f"{folder.url}: contains no dump. {hint}{curves_in(folder)}")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(

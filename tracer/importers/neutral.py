@@ -87,8 +87,7 @@ def holds_rows(url: str, map: Mapping[str, str]) -> bool:
         files = RowFiles.of(url).names()
     except ImportFailed:
         return False
-    wanted = {*_SEQUENCES, *PASSES}
-    return any(map.get(name, name) in wanted for columns in files.values() for name in columns)
+    return any(map.get(name, name) in _TOKENS for columns in files.values() for name in columns)
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
@@ -109,16 +108,13 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
             continue  # an empty file, for example from a process without rows
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
-            is_curve = not {*_SEQUENCES, *PASSES} & {*columns.values()} and not file.endswith(_PARQUET)
-            curves = any(name in SCALARS.columns["step"] for name in files[file]) and is_curve
+            is_curves = {*files[file]} & {*SCALARS.columns["step"]} and not {*_TOKENS} & {*columns.values()}
+            remedy = (
+                f". For curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN" if is_curves else ""
+            )
             raise ImportFailed(
                 f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map your columns "
-                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}"
-                + (
-                    f". If these are curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN"
-                    if curves
-                    else ""
-                )
+                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}{remedy}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
@@ -128,7 +124,7 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         )
 
 
-_SEQUENCES = ("prompt_ids", "response_ids")
+_TOKENS = ("prompt_ids", "response_ids", *PASSES)
 METRICS = "metrics"
 _READ = ".parquet, .jsonl or .json"
 
