@@ -284,6 +284,14 @@ def write_miles_train(folder, steps, *, data=2, context=2, tensor=2, padded=Fals
                     rank += 1
 
 
+def write_slime_ranks(folder, steps):
+    """One file per rank, as slime wrote them before format version 2 and miles before it told the ranks' layout."""
+    write_miles_train(folder, steps, context=1)
+    for path in (folder / "train_data").glob("*_*.pt"):
+        record = torch.load(path, weights_only=True)
+        torch.save({name: record[name] for name in ("rollout_id", "rank", "rollout_data")}, path)
+
+
 # SkyRL
 
 

@@ -19,7 +19,7 @@ from tim_trace.tracer.importers.dump_rows import routed
 from tim_trace.tracer.importers.format import Part
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.import_dump import _are_ordered
-from tim_trace.tracer.importers.miles import zig_zag
+from tim_trace.tracer.importers.rank_files import zig_zag
 from tim_trace.tracer.routing import NOT_ROUTED, read_routing
 from tim_trace.tracer.store import Store
 
@@ -276,6 +276,57 @@ def test_an_old_dump_of_miles_with_context_parallelism_is_refused(tmp_path):
         torch.save(record, path)
     with pytest.raises(ImportFailed, match=r"Without cp_rank|different lengths on two ranks"):
         import_dump("miles", tmp_path / "dump", output=tmp_path / "run")
+
+
+@pytest.mark.parametrize("is_joined", rest_slow([True, False]))
+@pytest.mark.parametrize("format", ["auto", "slime", "miles"])
+def test_ranks_of_slime_are_slime_s(tmp_path, format, is_joined):
+    steps = make_steps(0, 3)
+    if is_joined:
+        dumps.write_rollouts(tmp_path / "dump", steps)
+    dumps.write_slime_ranks(tmp_path / "dump", steps)
+    imported = import_dump(format, tmp_path / "dump", output=tmp_path / "run")
+    assert imported.format == {"auto": "slime"}.get(format, format)
+    assert (imported.num_sequences, imported.passes) == (12, ("rollout", "train"))
+    check_stats(tmp_path / "run", everyone(steps))
+
+
+def test_ranks_beside_rollouts_of_miles_are_miles_s(tmp_path):
+    dumps.write_rollouts(tmp_path / "dump", make_steps(1), metadata={})
+    dumps.write_slime_ranks(tmp_path / "dump", make_steps(1))
+    assert import_dump("auto", tmp_path / "dump", output=tmp_path / "run").format == "miles"
+
+
+@pytest.mark.parametrize("name", ["debug_train_{}_{}.pt", "train_data_{}_{}.pt", "train_{}_{}.pt", "dump/{}_{}.pt"])
+def test_ranks_of_slime_under_names_of_one_s_own(tmp_path, name):
+    """slime adds `_<id>_<rank>` to a template that lacks them."""
+    dumps.write_slime_ranks(tmp_path / "dump", make_steps(7))
+    for path in (tmp_path / "dump" / "train_data").iterdir():
+        place = tmp_path / "other" / name.format(*path.stem.split("_"))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(place)
+    assert import_dump("auto", tmp_path / "other", output=tmp_path / "run").format == "slime"
+    check_stats(tmp_path / "run", everyone(make_steps(7)))
+
+
+def test_samples_that_two_ranks_name_alike_are_refused(tmp_path):
+    dumps.write_slime_ranks(tmp_path / "dump", make_steps(1))
+    for path in (tmp_path / "dump" / "train_data").iterdir():
+        record = torch.load(path, weights_only=True)
+        del record["rollout_data"]["sample_indices"]
+        torch.save(record, path)
+    with pytest.raises(ImportFailed, match="sample row-0: another rank has different tokens"):
+        import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+
+
+@pytest.mark.parametrize("format", ["slime", "miles"])
+def test_checkpoints_beside_dumps_are_left_alone(tmp_path, format):
+    WRITERS[format](tmp_path / "out" / "dump", make_steps(1, 2))
+    for name in ("ckpt/rollout/global_dataset_state_dict_1.pt", "ckpt/epoch_2.pt", "ckpt/rng_1_0.pt"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"sample_offset": 4}, tmp_path / "out" / name)
+    assert import_dump("auto", tmp_path / "out", output=tmp_path / "run").format == format
+    check_stats(tmp_path / "run", everyone(make_steps(1, 2)))
 
 
 def test_dumps_of_one_framework_are_not_read_as_the_other_s(tmp_path):

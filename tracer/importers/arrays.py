@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.checksums import Bytes
-from .pickles import BYTES, Budget, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 
 TORCH_DTYPES = {
     "float64": "<f8", "double": "<f8", "float32": "<f4", "float": "<f4", "float16": "<f2", "half": "<f2", "bfloat16": "bfloat16",
@@ -24,6 +24,7 @@ STORAGES = {
     "BoolStorage": "bool",
 }  # fmt: skip
 MAX_DIMENSIONS = 8
+_DTYPE_KINDS = ("b", "i", "u", "f", "U", "S", "O")
 
 
 class NumpyDtype:
@@ -39,7 +40,7 @@ class NumpyDtype:
 
     @property
     def dtype(self) -> np.dtype:
-        if self.text[:1] not in ("b", "i", "u", "f", "U", "S", "O") or not self.text[1:].isdigit():
+        if self.text[:1] not in _DTYPE_KINDS or not self.text[1:].isdigit():
             raise NotPlain(f"unsupported NumPy dtype {self.text!r}")
         if self.text[0] == "O":
             return np.dtype(object)
@@ -195,6 +196,8 @@ def _bytes(content: Any = b"", encoding: Any = "latin1") -> Bytes:
 
 
 def _scalar(dtype: Any, content: Any) -> Any:
+    if isinstance(dtype, NumpyDtype) and dtype.text[:1] not in _DTYPE_KINDS:
+        return Foreign("numpy", dtype.text)
     if not isinstance(dtype, NumpyDtype) or not isinstance(content, bytes):
         raise NotPlain("malformed NumPy scalar")
     return shaped(content, dtype.dtype, ()).item()
@@ -218,7 +221,6 @@ _BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {
     _sequence: ("list", "tuple", "set", "frozenset"),
     _dictionary: ("dict",),
     _bytes: ("bytes", "bytearray"),
-    not_called: ("int", "float", "str", "bool", "object"),
 }
 PLAIN = {
     ("collections", "OrderedDict"): Known(_dictionary),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from ..routing import NOT_ROUTED
+from .arrays import settled
 from .columns import RowBatch
-from .fields import Values
+from .fields import Fields, Values
 
 _MOST_EXPERTS = np.iinfo(np.int16).max
 
@@ -96,6 +97,19 @@ def padded_columns(
     if "advantage" in flat:
         columns["advantage"] = advantage_column(flat["advantage"], responded.lengths, flat.get("response_mask"))
     return columns
+
+
+def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
+    """Return the mapped columns of a padded batch that are not its `own`, from fields with one value [B] per row."""
+    found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
+    for name, values in found.items():
+        if values is not None and (np.ndim(values) == 0 or len(values) != num_rows):
+            raise ImportFailed(f"{fields.where}: the field mapped to {name} must have {num_rows} values, one per row")
+    return {
+        name: values if isinstance(values, list) else values.tolist()
+        for name, values in found.items()
+        if values is not None
+    }
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from ...schemas import tables
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
 from .arrays import HELD
-from .pickles import Budget
+from .pickles import Budget, Foreign
 
 
 class Values(NamedTuple):
@@ -34,16 +34,20 @@ class Fields:
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
-        budget: Budget,
+        budget: Budget, added: tuple[str, ...] = (),
     ):  # fmt: skip
         if not isinstance(record, Mapping):
             raise ImportFailed(f"{where}: is not a record with named fields. Check that the file has this format")
         self.record = record
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
+        self.added_per_token = tuple(column for column in added if _reader(column) == Fields.values)
+        self.added = tuple(column for column in added if column not in self.added_per_token)
+        """Columns that `map` reads from other fields."""
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
         further = {name: (name_there,) for name, name_there in columns.items()}
-        return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
+        added = self.added + self.added_per_token
+        return Fields(record, {**self._columns, **further}, where, self._seen, self._budget, added)
 
     def get(self, column: str) -> Any:
         return self._found(column)[1]
@@ -52,6 +56,11 @@ class Fields:
         names = self._columns.get(column, ())
         for name in names:
             value = self.record.get(name)
+            if isinstance(value, Foreign):
+                raise ImportFailed(
+                    f"{self.where}: field {name!r} is {shown(value)}, needed for {column}. Save it as a number, text or "
+                    f"a list, or leave it out with --map {name}="
+                )
             if value is not None:
                 self._seen.add(name)
                 return name, value
@@ -70,6 +79,11 @@ class Fields:
 
     def cells(self, *columns: str) -> dict[str, Any]:
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
+
+    def added_cells(self, own: Collection[str]) -> dict[str, Any]:
+        """Return the cells of mapped columns that are not among the `own` cells of a format's row."""
+        names = [name for name in self.added + self.added_per_token if name not in own]
+        return self.cells(*names) if names else {}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
         name, value = self._found(column)
@@ -155,6 +169,16 @@ class Fields:
             if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**53)
         }
 
+    def rewards(self, column: str) -> dict[str, float] | None:
+        found = self.get(column)
+        if not isinstance(found, Mapping):
+            return None
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if isinstance(value, (int, float)) and isinstance(name, str) and abs(value) < 2**53
+        }
+
     def text(self, column: str) -> str | None:
         name, value = self._found(column)
         value = _one(value)
@@ -188,6 +212,7 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
     pa.float64(): Fields.number,
     pa.int64(): Fields.integer,
     pa.int32(): Fields.integer,
+    tables.REWARDS: Fields.rewards,
 }
 
 
@@ -242,4 +267,6 @@ def _short(value: Any) -> str:
             return "an integer beyond 64 bits"
         text = json.dumps(value if not isinstance(value, float) or math.isfinite(value) else str(value))
         return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, Foreign):
+        return f"an object of {value}, which cannot be read"
     return "NULL" if value is None else f"a {type(value).__name__}"

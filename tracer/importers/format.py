@@ -113,6 +113,8 @@ class Reading:
     last_line: dict[str, int] = field(default_factory=dict)
     """Last complete line in each JSON Lines file. Set by the reader."""
     partial: bool = False
+    added: tuple[str, ...] = ()
+    """Columns that `map` reads from other fields."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
 
     def paths(self) -> list[Path]:
@@ -125,7 +127,7 @@ class Reading:
             yield path, content
 
     def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
-        return Fields(record, self.columns, where, self.seen, budget)
+        return Fields(record, self.columns, where, self.seen, budget, self.added)
 
     def budget(self) -> Budget:
         return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))
@@ -210,7 +212,7 @@ def read_rows(
             for place, cells in enumerate(rows_of(fields, f"{name}:{number}", number)):
                 step = reading.part.step if cells.get("step") is None else cells["step"]
                 own = {"seq_id": f"{name}:{number}" + (f".{place}" if place else "")}
-                rows.add(number, **{**own, **cells, "step": step})
+                rows.add(number, **{**own, **fields.added_cells(cells), **cells, "step": step})
             if len(rows) >= at_once:
                 yield rows.batch()
                 rows = DumpRows(str(path), unit)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
-from .columns import ROWS_AT_ONCE, explained
+from .columns import ROWS_AT_ONCE, RowBatch, explained
 from .fields import Fields, Values
-from .format import DumpFolder, Format, read_rows
+from .format import DumpFolder, Format, Reading, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
 from .metrics import SCALARS
-from .miles import MILES
 from .responses import SGLANG, VLLM
 from .skyrl import SKYRL
-from .slime import SLIME
+from .slime_dumps import MILES, SLIME
 from .verl import VERL
 
 OPEN_INSTRUCT = Format(
@@ -68,7 +69,8 @@ _TEXTS = ("step", "prompt", "completion", "entropy")
 def _swift_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     for place, record in enumerate(_swift_records(fields.record, fields.where)):
         row = fields.of(record, fields.where)
-        yield {"seq_id": f"{number}.{place}", **row.cells("step", "advantage"), "rewards": row.numbers(_TEXTS)}
+        cells = {**row.cells("step", "advantage"), "rewards": row.rewards("rewards") or row.numbers(_TEXTS)}
+        yield {"seq_id": f"{number}.{place}", **cells, **row.added_cells(cells)}
 
 
 def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -107,19 +109,28 @@ MS_SWIFT = Format(
 _NOT_REWARDS = ("step", "prompt", "completion")
 
 
-def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Skip text columns, which can be large and are not stored in a trace."""
+def _trl_records(mapped: Collection[str], path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Skip text columns that are not mapped, because they can be large and are not stored in a trace."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-        kept = [field.name for field in parquet.schema_arrow if any(test(field.type) for test in tests)]
+        kept = [
+            field.name
+            for field in parquet.schema_arrow
+            if field.name in mapped or any(test(field.type) for test in tests)
+        ]
         batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept)
         yield from enumerate((record for batch in batches for record in batch.to_pylist()), start=1)
 
 
+def _read_trl(reading: Reading) -> Iterator[RowBatch]:
+    mapped = [name for column in reading.added for name in reading.columns[column]]
+    return read_rows(reading, _trl_rows, records=partial(_trl_records, mapped), unit="row")
+
+
 def _trl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
     cells = fields.cells("step", "advantage")
-    return [{"seq_id": str(number - 1), **cells, "rewards": fields.numbers(_NOT_REWARDS)}]
+    return [{"seq_id": str(number - 1), **cells, "rewards": fields.rewards("rewards") or fields.numbers(_NOT_REWARDS)}]
 
 
 TRL = Format(
@@ -129,7 +140,7 @@ TRL = Format(
     columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
     alignment="text only, no token ids or logprobs. Numeric columns not listed here are reward functions",
     pattern=r"completions_(\d+)\.parquet",
-    read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
+    read=_read_trl,
     lacks=dict.fromkeys(
         ("rollout", "train"),
         "log_completions writes text and rewards but no token ids or logprobs. Record the run: tim-trace record -o "
@@ -228,8 +239,6 @@ def recognised(folder: DumpFolder) -> str | None:
     if len(found) > 1 and SCALARS.name in found:  # a run's folder often has its curves beside its dumps
         found.remove(SCALARS.name)
     if len(found) > 1:
-        raise ImportFailed(
-            f"{folder.url}: contains files from {' and '.join(found)}. Name the format, e.g. tim-trace "
-            f"import {found[0]} PATH"
-        )
+        commands = " or ".join(f"tim-trace import {name} {shlex.quote(folder.url)} -o RUN" for name in found)
+        raise ImportFailed(f"{folder.url}: contains files from {' and '.join(found)}. Choose one: {commands}")
     return found[0] if found else None

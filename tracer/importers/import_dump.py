@@ -15,8 +15,9 @@ from .columns import Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .metrics import SCALARS, import_metrics
-from .neutral import import_parquet
-from .row_import import Imported, RowImport, open_import
+from .neutral import holds_rows, import_parquet
+from .outputs import curves_in, how_to_dump
+from .row_import import KNOWN, Imported, RowImport, open_import
 
 AUTO, PARQUET = "auto", "parquet"
 
@@ -37,20 +38,26 @@ def import_dump(
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
     `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
-    files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
-    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed in the result.
-    To add them later, import again. To read as much of them as possible now, set `partial`.
+    files to columns, also to those that the format lacks. A field mapped to "" is skipped. `steps` (3:80, -10:) selects
+    steps. `sample` selects a share of the sequences by hashing their names. Incomplete steps and half-written files are
+    skipped and listed in the result. To add them later, import again. To read as much of them as possible now, set
+    `partial`.
 
-    Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected. At
-    most one step or 512 JSON Lines rows are held in memory.
+    Nothing in the files is executed: pickles are read as data, and an object of another class is an error only in a
+    field that is read. At most one step or 512 JSON Lines rows are held in memory.
 
     Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
+    hint = None
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
+        if folder is not None and not folder.is_file and format in (PARQUET, SCALARS.name):
+            hint = how_to_dump(folder, FORMATS)
+            if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
+                raise ImportFailed(f"{folder.url}: contains no dump. {hint}{curves_in(folder)}")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
@@ -60,7 +67,9 @@ def import_dump(
         if folder is not None and format == SCALARS.name:
             if sample != 1.0:
                 raise ImportFailed("selects sequences, but scalars have none. Remove this option", option="sample")
-            return import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
+            result = import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
+            result.notes += (f"no tokens: {hint}",) if hint else ()
+            return result
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
@@ -70,6 +79,7 @@ def import_dump(
     options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
+    _check_one_run(folder, parts)
     held_back = [part.waits_for for part in parts if part.waits_for and not partial]
     parts = [part for part in parts if part.waits_for is None or partial]
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
@@ -102,6 +112,21 @@ def import_dump(
     return result
 
 
+def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
+    """Raise ImportFailed if a step's files come from several runs, or from training and validation."""
+    places: dict[tuple[int, str], str] = {}
+    for part in parts:
+        for name in part.files if part.step is not None else ():
+            place, base = os.path.split(name)
+            # A step's files may be spread over folders with different names, but not repeated.
+            key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
+            if (other := places.setdefault((part.step or 0, key), place)) != place:
+                raise ImportFailed(
+                    f"{folder.url}: has step {part.step} in both {other or '.'} and {place or '.'}, so it contains "
+                    "several runs or a validation. Pass one of these folders"
+                )
+
+
 def _holds_none(format: Format, folder: DumpFolder) -> str:
     other = recognised(folder)
     remedy = "Pass the folder that the framework wrote to" if other in (None, format.name) else f"Import it as {other}"
@@ -123,7 +148,10 @@ def _add_parts(
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
-            reading = Reading(folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial)
+            reading = Reading(
+                folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial,
+                added=tuple(name for name in columns if name in KNOWN and columns[name] != format.columns.get(name)),
+            )  # fmt: skip
             for batch in format.batches(reading):
                 names = {name: name for name in batch.columns}
                 passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
@@ -221,10 +249,13 @@ def _shown_options(options: Mapping[str, str]) -> str:
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
-        if ours and ours not in columns:
+        if ours == "step" and ours not in columns:
             raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}. {format.name} supplies {', '.join(columns)}", option="map"
+                f"{theirs!r} cannot be mapped to 'step'. {format.name} names files by step", option="map"
             )
+        if ours and ours not in columns and ours not in KNOWN:
+            names = ", ".join(dict.fromkeys((*columns, *KNOWN)))
+            raise ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {format.name} takes {names}", option="map")
         if ours:
             columns[ours] = (theirs,)
     return columns

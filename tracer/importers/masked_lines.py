@@ -61,7 +61,8 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
     positions = fields.ids("positions")
-    found = {name: fields.values(name) for name in (*_PER_TOKEN, "reward")}
+    per_token = (*_PER_TOKEN, *fields.added_per_token)
+    found = {name: fields.values(name) for name in (*per_token, "reward")}
     lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
     odd = next((name for name, length in lengths.items() if length != len(tokens)), None)
     if odd is not None or (positions is not None and len(positions) != len(tokens)):
@@ -75,7 +76,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
             "prompt_ids": tokens[start:first],
             "response_ids": tokens[first:end],
             "response_mask": mask[first:end],
-            **{name: _part(found[name], start, first, end) for name in _PER_TOKEN},
+            **{name: _part(found[name], start, first, end) for name in per_token},
             "reward": _reward(found["reward"], first, end),
         }
 
@@ -124,8 +125,9 @@ _NEMO_RL_COLUMNS = {
 def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
     record = fields.record.items()
     plain = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in record}
-    cells = _cells(fields.of(plain, fields.where))
-    return [{"seq_id": str(fields.record.get("idx", number - 1)), **cells}]
+    row = fields.of(plain, fields.where)
+    cells = _cells(row)
+    return [{"seq_id": str(fields.record.get("idx", number - 1)), **cells, **row.added_cells(cells)}]
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _cells(fields: Fields) -> dict[str, Any]:
         "response_mask": mask[first:length] & (counts is None or counts != 0),
         "reward": fields.number("reward"),
     }
-    for column in ("rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage"):
+    for column in ("rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage", *fields.added_per_token):
         if column == "advantage" and isinstance(fields.get(column), (int, float)):
             cells[column] = fields.number(column)
             continue

@@ -36,7 +36,7 @@ _CLOCKS = ("_timestamp", "_runtime", "_wandb", "Wall time")
 SCALARS = Format(
     name="metrics",
     writes="any logger of scalars (TRL, transformers, verl, slime, miles, TensorBoard, W&B)",
-    files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, or a console log of verl or slime",
+    files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, *.parquet, or a console log of verl or slime",
     columns={"step": (*_STEPS, _COUNTER)},
     alignment="scalars per step, no tokens. Each other column becomes a metric under its own name. "
     "[These names](../start/import.md#curves-only) are recognised as mismatch, reward and so on",

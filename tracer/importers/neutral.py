@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from .columns import (
     listed_names,
     shown_name,
 )
+from .metrics import SCALARS
 from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, open_import
 from .textfiles import json_names, json_rows
 
@@ -79,6 +81,15 @@ def import_parquet(
     return result
 
 
+def holds_rows(url: str, map: Mapping[str, str]) -> bool:
+    """Return True if a folder's tables have a column of tokens or logprobs."""
+    try:
+        files = RowFiles.of(url).names()
+    except ImportFailed:
+        return False
+    return any(map.get(name, name) in _TOKENS for columns in files.values() for name in columns)
+
+
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
     if steps == ALL_STEPS:
         return None
@@ -97,9 +108,13 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
             continue  # an empty file, for example from a process without rows
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
+            is_curves = {*files[file]} & {*SCALARS.columns["step"]} and not {*_TOKENS} & {*columns.values()}
+            remedy = (
+                f". For curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN" if is_curves else ""
+            )
             raise ImportFailed(
                 f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map your columns "
-                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}"
+                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}{remedy}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
@@ -109,6 +124,7 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         )
 
 
+_TOKENS = ("prompt_ids", "response_ids", *PASSES)
 METRICS = "metrics"
 _READ = ".parquet, .jsonl or .json"
 

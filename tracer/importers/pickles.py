@@ -2,7 +2,7 @@
 
 Python's unpickler imports and calls whatever a file names, and even with an allowlist, the file controls what is
 hashed, copied and allocated. This unpickler supports only the opcodes in frameworks' dumps. An allowlist maps names to
-functions defined here that take and return plain values. Any other name is an error.
+functions defined here that take and return plain values. Any other name becomes an inert `Foreign`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,33 @@ class Budget:
                 f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory. No "
                 "framework writes such a file"
             )
+
+
+class Foreign:
+    """Inert stand-in for a name outside the allowlist, or for what calling it would return.
+
+    Holds the name, and the state that the file sets on an object. Arguments and items are dropped.
+    """
+
+    __slots__ = ("module", "name", "state")
+
+    def __init__(self, module: str, name: str):
+        self.module, self.name, self.state = module, name, None
+
+    def give_state(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def attributes(self) -> dict[Any, Any] | None:
+        """The object's attributes, or None if the file sets none."""
+        state = self.state
+        if isinstance(state, tuple) and len(state) == 2:  # (__dict__, values of __slots__)
+            state = state[0] or state[1]
+        return state if isinstance(state, dict) else None
+
+    def __str__(self) -> str:
+        shown = f"{self.module[:120]}.{self.name[:120]}"
+        return (shown if shown.isprintable() else ascii(shown))[:120]
 
 
 class Known:
@@ -134,9 +161,12 @@ class _Machine:
             elif code == 0x52 or code == 0x81:  # REDUCE, NEWOBJ
                 owed += CONTAINER_BYTES
                 arguments, known = stack.pop(), stack[-1]
-                if type(known) is not Known or type(arguments) is not tuple:
-                    raise NotPlain("it calls something other than an allowed name")
-                stack[-1] = known.make(*arguments)
+                if type(known) is Foreign:
+                    stack[-1] = Foreign(known.module, known.name)
+                elif type(known) is Known and type(arguments) is tuple:
+                    stack[-1] = known.make(*arguments)
+                else:
+                    raise NotPlain("it calls something other than a class or function")
             elif code == 0x51 and self._persistent is not None:  # BINPERSID
                 stack[-1] = self._persistent(stack[-1])
             elif code in _CONSTANTS:
@@ -190,9 +220,10 @@ class _Machine:
             stack.append(_EMPTY[code]())
         elif code in (0x61, 0x65, 0x90):  # APPEND, APPENDS, ADDITEMS
             items, stack = ([stack.pop()], stack) if code == 0x61 else (stack, self._marked.pop())
-            if type(stack[-1]) is not list:
+            if type(stack[-1]) is list:
+                stack[-1].extend(items)
+            elif type(stack[-1]) is not Foreign:
                 raise NotPlain("it appends to something other than a list")
-            stack[-1].extend(items)
         elif code in (0x73, 0x75):  # SETITEM, SETITEMS
             items, stack = ([stack.pop(-2), stack.pop()], stack) if code == 0x73 else (stack, self._marked.pop())
             self._set(stack[-1], items)
@@ -219,6 +250,12 @@ class _Machine:
                 made.give_state(state)
             elif type(made) is not dict:
                 raise NotPlain("it sets state on an object that has none")
+        elif code == 0x92:  # NEWOBJ_EX
+            self._budget.take(CONTAINER_BYTES)
+            known = (stack.pop(), stack.pop(), stack.pop())[2]
+            if type(known) is not Foreign:
+                raise NotPlain("it calls something with named arguments")
+            stack.append(Foreign(known.module, known.name))
         elif code == 0x30:  # POP
             stack.pop()
         elif code == 0x31:  # POP_MARK
@@ -227,24 +264,23 @@ class _Machine:
             raise ImportFailed(f"{self._where}: not a pickle of arrays and plain values (opcode 0x{code:02x})")
         return stack
 
-    def _set(self, target: Any, items: list[Any]) -> dict[Any, Any]:
+    def _set(self, target: Any, items: list[Any]) -> Any:
+        """Set items. Those with a Foreign key are dropped, because only plain keys are hashed."""
+        if type(target) is Foreign:
+            return target
         if type(target) is not dict or len(items) % 2:
             raise NotPlain("it sets items on something other than a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is Foreign or (type(key) is tuple and Foreign in map(type, key)):
+                continue
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
                 raise NotPlain(f"it has a {type(key).__name__} key")
             target[key] = value
         return target
 
-    def _named(self, module: str, name: str) -> Known:
-        known = self._names.get((module, name))
-        if known is None:
-            shown = f"{module}.{name}" if f"{module}.{name}".isprintable() else repr(f"{module}.{name}")
-            raise ImportFailed(
-                f"{self._where}: uses {shown[:120]}, which is not an allowed class. The file was not read, and "
-                "nothing in it was run"
-            )
-        return known
+    def _named(self, module: str, name: str) -> Known | Foreign:
+        self._budget.take(CONTAINER_BYTES)
+        return self._names.get((module, name)) or Foreign(module, name)
 
 
 _OWED_BYTES = 1 << 20

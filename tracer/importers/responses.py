@@ -68,7 +68,8 @@ def response_format(
         settings = fields.of(request, fields.where).cells(*SETTINGS)
         settings["step"] = STEP if settings["step"] is None else settings["step"]
         for place, cells in enumerate(rows_of(fields.of(response, fields.where), response)):
-            yield {**settings, "seq_id": f"{name}.{place}", "group_id": name, **cells}
+            names = {"seq_id": f"{name}.{place}", "group_id": name}
+            yield {**settings, **names, **cells, **fields.added_cells({*settings, *cells})}
 
     return Format(
         files="*.jsonl or *.json",

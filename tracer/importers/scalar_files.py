@@ -14,10 +14,12 @@ from types import NoneType
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed, NotInstalled
 from ...schemas.layout import HYPERPARAMETER
-from .columns import explained, listed_names, shown_name
+from .columns import ROWS_AT_ONCE, explained, listed_names, shown_name
 from .format import DumpFolder
 from .textfiles import TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole_content
 
@@ -25,7 +27,7 @@ Row = tuple[str, int | None, Mapping[str, Any]]
 """Where a row is, its step (None if it is one of the values), and its values by name."""
 
 _LINES = "each line must be one object with a step"
-_SUFFIXES = (".csv", ".tsv", ".log", ".out", ".txt", ".json", ".jsonl", ".ndjson")
+_SUFFIXES = (".csv", ".tsv", ".log", ".out", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 _KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents\..*", "[^/]*$"), (r".*\.wandb", ".*/"))
 """Patterns of files that hold only scalars, and of the part of their path that varies within a run."""
 
@@ -36,16 +38,17 @@ def is_of_scalars(folder: DumpFolder) -> bool:
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
         return folder.is_file and name.endswith(_SUFFIXES)
-    try:  # JSON whose first record holds only numbers
-        _, _, values = next(rows_of(folder.path(folder.files[0]), [], {}), ("", None, {}))
+    try:  # JSON or Parquet whose first record holds only numbers
+        nested: dict[str, None] = {}
+        _, _, values = next(rows_of(folder.path(folder.files[0]), [], nested), ("", None, {}))
     except ImportFailed:
         return False
-    return bool(values) and all(isinstance(value, (int, float, NoneType)) for value in values.values())
+    return bool(values) and not nested and all(isinstance(value, (int, float, NoneType)) for value in values.values())
 
 
 def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     """Return the files to read, in order, and a note on scalar files that are left out."""
-    tables = [name for name in folder.files if folder.is_file or name.removesuffix(".gz").endswith(_SUFFIXES)]
+    tables = [name for name in folder.files if folder.is_file or name.removesuffix(".gz").endswith(_SUFFIXES[:-1])]
     kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
     found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
     if not found[0]:
@@ -71,6 +74,8 @@ def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[
             yield from _csv_rows(path, ignored)
         elif name.endswith(".json"):
             yield from _json_rows(path, notes)
+        elif name.endswith(".parquet"):
+            yield from _parquet_rows(path, ignored)
         elif name.endswith((".jsonl", ".ndjson")):
             yield from _line_rows(path, notes)
         else:
@@ -79,6 +84,15 @@ def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[
 
 def _file(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else opened(path)
+
+
+def _parquet_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
+    parquet = pq.ParquetFile(path)
+    ignored.update((field.name, None) for field in parquet.schema_arrow if pa.types.is_nested(field.type))
+    kept = [name for name in parquet.schema_arrow.names if name not in ignored]
+    batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept)
+    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+        yield f"{path}, row {number}", None, row
 
 
 def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:

@@ -11,9 +11,9 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor
 from .columns import RowBatch
-from .dump_rows import padded_columns
+from .dump_rows import added_columns, padded_columns
 from .format import Format, Reading
-from .pickles import BYTES, Budget, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 from .torch_files import read_bytes, unpickled
 
 _MODULES = (
@@ -35,6 +35,7 @@ COLUMNS = {
     "reference_logprobs": ("base_action_log_probs",),
     "advantage": ("advantages",),
 }
+_PER_TOKEN = ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
@@ -46,9 +47,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if sequences is None or attention is None or sequences.shape != attention.shape:
         raise ImportFailed(f"{path}: sequences or attention_mask is missing, or their shapes differ")
     per_token = {
-        name: found
-        for name in ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")
-        if (found := fields.array(name, 2)) is not None
+        name: found for name in (*_PER_TOKEN, *fields.added_per_token) if (found := fields.array(name, 2)) is not None
     }
     is_response = fields.array("is_response", 2)
     given = [is_response] if is_response is not None else []
@@ -64,6 +63,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     prompt = Padding.of(there & (np.arange(whole) < first[:, None]))
     step, responses = reading.part.step, sequences[:, -width:]
     columns = padded_columns(step, sequences, prompt, responses, Padding.of(mask), per_token)
+    columns |= added_columns(fields, len(sequences), columns)
     yield RowBatch(file=str(path), columns=columns, numbers=range(1, len(sequences) + 1))
 
 
@@ -77,9 +77,9 @@ def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
         raise ImportFailed(f"{where}: is not a SkyRL TrainingInputBatch")
     try:
         return {
-            name: _tensor(value, where, budget)
+            name: value if isinstance(value, Foreign) else _tensor(value, where, budget)
             for name, value in state["batch_dict"].items()
-            if isinstance(value, Mapping) and value.get("format") != "tensor_list"
+            if isinstance(value, Foreign) or (isinstance(value, Mapping) and value.get("format") != "tensor_list")
         }
     except ValueError as error:
         if isinstance(error, ImportFailed):

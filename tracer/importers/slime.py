@@ -1,4 +1,4 @@
-"""Import slime rollout dumps, joined with train dumps. Shapes: S prompt and response tokens, L layers with a router."""
+"""Read the samples in dumps of slime and miles. Shapes: S prompt and response tokens, L layers with a router."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
 from .dump_rows import DumpRows, routed
-from .fields import Fields, Values
-from .format import DumpFolder, Format, Part, Reading
-from .pickles import Budget
-from .torch_files import is_cut, read_pickled, unpickled
+from .fields import Fields, Values, shown
+from .format import Reading
+from .pickles import Budget, Foreign
 
-_ROLLOUT_FILE = r"(?!(?:.*_)?eval_)(?:[A-Za-z-]+_)*(\d+)\.pt"
-_TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)(?:_(\d+))?|(\d+)_(\d+))\.pt"
 FINISHED = {"completed": "stop", "truncated": "length"}
 
 COLUMNS = {
@@ -43,44 +40,6 @@ COLUMNS = {
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
 
-def dump_parts(folder: DumpFolder) -> list[Part]:
-    by_step: dict[int, list[str]] = {}
-    rollouts, trains = dump_files(folder)
-    for name, step in (*rollouts.items(), *trains.items()):
-        by_step.setdefault(step, []).append(name)
-    trained = set(trains.values())
-    last = max(trained, default=-1)
-    parts = []
-    for step, names in sorted(by_step.items()):
-        cut = next((name for name in names if is_cut(folder.path(name))), None)
-        waits = None if cut is None else f"{cut} is incomplete and was left for a later import"
-        if waits is None and trained and step not in trained and step > last:
-            waits = f"step {step} has no train file yet and was left for a later import (--partial imports its rollout)"
-        parts.append(Part(files=tuple(names), step=step, waits_for=waits))
-    return parts
-
-
-def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
-    rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
-    return rollouts, trains
-
-
-def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime" or "miles". Only miles writes `rollout_data` in train files and `metadata` in rollout files."""
-    for names in reversed(dump_files(folder)):
-        for name in names:
-            try:
-                found = read_pickled(folder.path(name))
-            except ImportFailed:
-                continue
-            if not isinstance(found, dict) or not found.keys() & {"samples", "rollout_data"}:
-                return None
-            is_miles = "rollout_data" in found or ("metadata" in found and "format_version" not in found)
-            return "miles" if is_miles else "slime"
-    return None
-
-
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
@@ -95,7 +54,7 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
         mask = np.zeros(len(response), bool)
-    return {
+    cells = {
         "step": step,
         "prompt_ids": prompt,
         "response_ids": response,
@@ -104,14 +63,15 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
         "policy_version": _version(fields),
         "finish_reason": FINISHED.get(status := fields.text("finish_reason") or "", status or None),
         "reward": None if isinstance(fields.get("reward"), Mapping) else fields.number("reward"),
-        "rewards": _reward_parts(fields.get("reward")),
+        "rewards": fields.rewards("rewards") or fields.rewards("reward"),
     }
+    return cells | fields.added_cells({*cells, *fields.added_per_token})
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
     """Return per-token values by column, leaving out advantages that apply to the whole sample."""
     one = isinstance(fields.get("advantage"), (int, float))
-    given = [column for column in PER_TOKEN if not (one and column == "advantage")]
+    given = [column for column in (*PER_TOKEN, *fields.added_per_token) if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
@@ -135,16 +95,6 @@ def _version(fields: Fields) -> int | None:
     return max(numbers, default=None)
 
 
-def _reward_parts(reward: Any) -> dict[str, float] | None:
-    if not isinstance(reward, Mapping):
-        return None
-    return {
-        name: float(value)
-        for name, value in reward.items()
-        if isinstance(value, (int, float)) and isinstance(name, str) and abs(value) < 2**53
-    }
-
-
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ImportFailed(f"{where}: is not a sample dump")
@@ -152,10 +102,17 @@ def top_level(found: Any, where: str) -> Mapping[str, Any]:
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """Return a dump's samples as dicts. A pickled `Sample` object is read as its attributes."""
     found = record.get("samples")
-    if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
+    if not isinstance(found, (list, tuple)):
         raise ImportFailed(f"{where}: has no list of samples")
-    return list(found)
+    samples: list[Mapping[str, Any]] = []
+    for place, sample in enumerate(found):
+        fields = sample.attributes if isinstance(sample, Foreign) else sample
+        if not isinstance(fields, dict):
+            raise ImportFailed(f"{where}, sample {place}: is {shown(sample)}, not a record with named fields")
+        samples.append(fields)
+    return samples
 
 
 def named_fields(
@@ -209,22 +166,7 @@ def add_rollout(
 _VERSION = 2
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    step = reading.part.step
-    assert step is not None
-    samples, names, budget = StepSamples(step), list[str](), reading.budget()
-    for path, content in reading.contents():
-        record = top_level(unpickled(content, str(path)), str(path))
-        if "format_version" in record:
-            _add_trained(reading, samples, record, str(path), names, budget)
-        elif "rollout_data" in record:
-            raise ImportFailed(f"{path}: is a miles train dump. Import it with: tim-trace import miles PATH -o RUN")
-        else:
-            names = add_rollout(reading, samples, record, str(path), budget)
-    yield from samples.batches(reading.part.files[0])
-
-
-def _add_trained(
+def add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
     """Add a train dump's samples. A sample's `rollout_position` is its index in the rollout dump and `raw_reward`."""
@@ -256,19 +198,3 @@ def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> No
         raise ImportFailed(
             f"{where}: has {num_samples} samples, but its {len(listed)} data-parallel shards list {total} in total"
         )
-
-
-SLIME = Format(
-    name="slime",
-    writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
-    files="rollout_data/<id>.pt and train_data/<id>.pt",
-    columns=COLUMNS,
-    alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
-    recognises=lambda folder: framework_of(folder) == "slime",
-    parts=dump_parts,
-    read=_read,
-    lacks={
-        "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
-    },
-)

@@ -14,7 +14,7 @@ import pyarrow as pa
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
 from .arrays import HELD, NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Storage, Tensor, bytes_of, not_called, raw_tensor
-from .pickles import BYTES, Budget, Known, Names, NotPlain, load
+from .pickles import BYTES, Budget, Foreign, Known, Names, NotPlain, load
 from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -87,7 +87,9 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
                 )
             storages: dict[str, Storage] = {}
 
-            def storage(identity: Any) -> Storage:
+            def storage(identity: Any) -> Storage | Foreign:
+                if (foreign := _foreign_kind(identity)) is not None:
+                    return foreign
                 dtype, key, numel = _storage_id(identity)
                 if key not in storages:
                     entry = entries.get(f"{root}data/{key}")
@@ -130,7 +132,9 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
     """Read a legacy torch.save file: consecutive pickles, followed by the storages' bytes."""
     storages: dict[str, tuple[Storage, int]] = {}
 
-    def storage(identity: Any) -> Storage:
+    def storage(identity: Any) -> Storage | Foreign:
+        if (foreign := _foreign_kind(identity)) is not None:
+            return foreign
         dtype, key, numel = _storage_id(identity)
         return storages.setdefault(key, (Storage(dtype), numel))[0]
 
@@ -140,7 +144,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
     keys, start = load(content, names, where, budget, start=start)
     for key in keys if isinstance(keys, list) else ():
         if not isinstance(key, str) or key not in storages:
-            raise ImportFailed(f"{where}: has bytes for a storage that no tensor uses")
+            break  # a Foreign storage of unknown size, so the tensors after it have no data
         made, numel = storages[key]
         size = numel * _item_size(made.dtype)
         if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
@@ -148,6 +152,12 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
         budget.take(size)
         made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
     return value
+
+
+def _foreign_kind(identity: Any) -> Foreign | None:
+    """Return the class of a storage whose dtype is not supported, such as a quantized one."""
+    kind = identity[1] if isinstance(identity, tuple) and len(identity) > 1 else None
+    return kind if isinstance(kind, Foreign) else None
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
@@ -222,13 +232,17 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
             raise NotPlain("malformed storage")
         return read_bytes(content, where, shells, budget, depth + 1)
 
-    def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
+    def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Any:
+        if isinstance(dtype, Foreign):
+            return dtype
         if not isinstance(dtype, _DtypeName):
             raise NotPlain("malformed tensor")
-        return Tensor(storage, offset, shape, strides, budget, dtype.dtype)
+        return tensor(storage, offset, shape, strides, dtype=dtype.dtype)
 
-    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
-        return Tensor(storage, offset, shape, strides, budget)
+    def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any, dtype: str | None = None) -> Any:
+        if isinstance(storage, Foreign):
+            return storage
+        return Tensor(storage, offset, shape, strides, budget, dtype)
 
     return {
         **PLAIN,

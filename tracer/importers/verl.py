@@ -17,10 +17,10 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .columns import RowBatch
-from .dump_rows import padded_columns, routed
-from .fields import Fields
+from .dump_rows import added_columns, padded_columns, routed
+from .fields import Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
-from .pickles import BYTES, Budget, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 from .textfiles import opened
 from .torch_files import read_bytes, tensors_in, unpickled
 
@@ -52,12 +52,14 @@ _PER_TOKEN = (
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
-    batches = [Part(files=(name,), step=_step_of(folder, name)) for name, _ in folder.matching(_BATCH)]
+    names = [name for name, _ in folder.matching(_BATCH)]
+    names = [name for name in names if name.endswith(".dp")] or names
+    batches = [Part(files=(name,), step=_step_of(folder, name)) for name in names]
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass a folder with "
-            f"only one of them"
+            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass the batches, "
+            f"e.g. tim-trace import verl {folder.root / names[0]} -o RUN"
         )
     return batches or texts
 
@@ -104,7 +106,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
     found = unpickled(content, where, _SHELLS)
-    state = found.state if isinstance(found, Shell) else None
+    state = found.state if isinstance(found, (Shell, Foreign)) else None
     try:
         if isinstance(state, dict):
             state = (state.get("batch"), state.get("non_tensor_batch"), state.get("meta_info"))
@@ -124,8 +126,9 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
     if len(batch) != 3 or not isinstance(batch[2], dict):
         raise NotPlain("its tensors have an unexpected form")
-    plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
-    return {name: raw_tensor(*value) for name, value in plain.items()}
+    encoded = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
+    foreign = {name: value for name, value in batch[2].items() if isinstance(value, Foreign)}
+    return {name: raw_tensor(*value) for name, value in encoded.items()} | foreign
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
@@ -143,17 +146,22 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
     per_token = {
-        name: values for name in _PER_TOKEN if (values := _aligned(fields, name, (num_rows, width), where)) is not None
+        name: values
+        for name in (*_PER_TOKEN, *fields.added_per_token)
+        if (values := _aligned(fields, name, (num_rows, width), where)) is not None
     }
     columns = padded_columns(step, prompts, prompted, responses, responded, per_token)
     groups = settled(fields.get("group_id"))
     if groups is not None and len(groups) == num_rows:
+        if odd := next((group for group in groups if isinstance(group, Foreign)), None):
+            raise ImportFailed(f"{where}: uid holds {shown(odd)}. Leave it out with --map uid=")
         columns["group_id"] = [str(group) for group in groups]
     rewards = _rewards(fields, responded, where)
     if rewards is not None:
         columns["reward"] = pa.array(rewards)
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
+    columns |= added_columns(fields, num_rows, columns)
     experts = _experts(fields, is_token.shape, where)
     routing = []
     if experts is not None:
@@ -198,7 +206,12 @@ _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
 def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-    return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
+    return [
+        {
+            **fields.cells("step", "group_id", "reward"),
+            "rewards": fields.rewards("rewards") or fields.numbers(_TEXT_FIELDS),
+        }
+    ]
 
 
 VERL = Format(

@@ -1,0 +1,123 @@
+"""Import rollout dumps from slime and miles, joined with train dumps of one file per step or one file per rank.
+
+slime wrote a file per rank up to THUDM/slime 429eb3d (slime/utils/train_dump_utils.py) and one file per step since
+681b3ad. miles (radixark/miles 31f1ca9, miles/utils/train_dump_utils.py) adds `cp_rank`, `cp_size` and `qkv_format`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...schemas.errors import ImportFailed
+from .columns import RowBatch
+from .format import DumpFolder, Format, Part, Reading
+from .rank_files import Ranks
+from .slime import COLUMNS, StepSamples, add_rollout, add_trained, top_level
+from .torch_files import is_cut, read_pickled, unpickled
+
+_ROLLOUT_FILE = r"(?!(?:.*_)?(?:eval|state_dict)_)(?:[A-Za-z-]+_)*(\d+)\.pt"
+_TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)|(?:[A-Za-z-]+_)*[A-Za-z-]*(\d+)_\d+)\.pt"
+_USUAL = re.compile(r"(?:.*/)?(?:rollout|train)_data[/_].*")
+"""Where `--dump-details` puts the dumps. If a folder has such files, the others are checkpoints."""
+
+
+def dump_parts(folder: DumpFolder) -> list[Part]:
+    by_step: dict[int, list[str]] = {}
+    rollouts, trains = dump_files(folder)
+    for name, step in (*rollouts.items(), *trains.items()):
+        by_step.setdefault(step, []).append(name)
+    trained = set(trains.values())
+    last = max(trained, default=-1)
+    parts = []
+    for step, names in sorted(by_step.items()):
+        cut = next((name for name in names if is_cut(folder.path(name))), None)
+        waits = None if cut is None else f"{cut} is incomplete and was left for a later import"
+        if waits is None and trained and step not in trained and step > last:
+            waits = f"step {step} has no train file yet and was left for a later import (--partial imports its rollout)"
+        parts.append(Part(files=tuple(names), step=step, waits_for=waits))
+    return parts
+
+
+def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
+    trains = {name: int(found[1] or found[2]) for name, found in folder.matching(_TRAIN_FILE)}
+    rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
+    return _usual(rollouts), _usual(trains)
+
+
+def _usual(names: dict[str, int]) -> dict[str, int]:
+    return {name: step for name, step in names.items() if _USUAL.fullmatch(name)} or names
+
+
+def framework_of(folder: DumpFolder) -> str | None:
+    """Return "slime", "miles" or None. Where the files show neither (ranks of old releases), it is slime."""
+    kinds = {re.sub(r"\d+", "", name): name for names in reversed(dump_files(folder)) for name in reversed(names)}
+    is_dump = False
+    for name in kinds.values():
+        try:
+            record = read_pickled(folder.path(name))
+        except ImportFailed:
+            continue
+        if isinstance(record, dict) and record.keys() & {"samples", "rollout_data"}:
+            is_dump = True
+            if (owner := _owner(record) or ("miles" if "metadata" in record else None)) is not None:
+                return owner
+    return "slime" if is_dump else None
+
+
+def _owner(record: Mapping[str, Any]) -> str | None:
+    """Return the only framework that writes such a train dump. None if both do, or for a rollout dump."""
+    if "format_version" in record:
+        return "slime"
+    return "miles" if record.keys() & {"cp_size", "qkv_format"} else None
+
+
+def _read(framework: str, reading: Reading) -> Iterator[RowBatch]:
+    step = reading.part.step
+    assert step is not None
+    samples, names, budget = StepSamples(step), list[str](), reading.budget()
+    ranks = Ranks(reading, budget)
+    for path, content in reading.contents():
+        record = top_level(unpickled(content, str(path)), str(path))
+        if (owner := _owner(record)) not in (None, framework):
+            raise ImportFailed(f"{path}: is a {owner} train dump. Import it with: tim-trace import {owner} PATH -o RUN")
+        if "rollout_data" in record:
+            ranks.add(record, str(path))
+        elif "format_version" in record:
+            add_trained(reading, samples, record, str(path), names, budget)
+        else:
+            names = add_rollout(reading, samples, record, str(path), budget)
+    for name, cells in ranks.samples():
+        samples.add(name, cells)
+    yield from samples.batches(reading.part.files[0])
+
+
+SLIME = Format(
+    name="slime",
+    writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
+    files="rollout_data/<id>.pt and train_data/<id>.pt (or train_data/<id>_<rank>.pt)",
+    columns=COLUMNS,
+    alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
+    recognises=lambda folder: framework_of(folder) == "slime",
+    parts=dump_parts,
+    read=partial(_read, "slime"),
+    lacks={
+        "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+    },
+)
+
+
+MILES = replace(
+    SLIME,
+    name="miles",
+    files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
+    alignment="same as slime, except that each context-parallel rank has its zig-zag part of the response. "
+    "Tensor-parallel ranks have the same data. Old releases wrote what slime's did, and `auto` calls them slime",
+    recognises=lambda folder: framework_of(folder) == "miles",
+    read=partial(_read, "miles"),
+    lacks={name: note.replace("slime", "miles") for name, note in SLIME.lacks.items()},
+)
