@@ -45,6 +45,10 @@ class Fields:
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
+    def take(self, num_bytes: int) -> None:
+        """Charge memory for copies of the values. Raises ImportFailed if the file's budget is exceeded."""
+        self._budget.take(num_bytes)
+
     def get(self, column: str) -> Any:
         return self._found(column)[1]
 

@@ -16,6 +16,7 @@ from .masked_lines import NEMO_RL, PRIME_RL
 from .metrics import SCALARS
 from .miles import MILES
 from .responses import SGLANG, VLLM
+from .rollout_bank import MEGATRON_RL
 from .skyrl import SKYRL
 from .slime import SLIME
 from .verl import VERL
@@ -217,8 +218,8 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
-        SCALARS,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN,
+        MS_SWIFT, SCALARS,
     )
 }  # fmt: skip
 
