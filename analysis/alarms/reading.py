@@ -109,6 +109,10 @@ ALARMS = (
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
+        who="Tinker", metric="k1", definition="|optim/kl_sample_train_v1|: mean(rollout - train)", level=0.01, of_size=True,
+        summary="training may be unstable", source="tinker-cookbook, skills/research",
+    ),
+    Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
         summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
     ),

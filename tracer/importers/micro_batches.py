@@ -78,8 +78,8 @@ def _experts(found: _RoutedExperts | None, where: str) -> np.ndarray | None:
         return None
     shape, size = found.shape, len(found.data)
     if found.dtype not in _EXPERT_TYPES or len(shape) != 3 or min(shape) < 0:
-        raise ImportFailed(f"{where}: routed_experts has dtype {found.dtype!r:.40} and shape {str(shape):.80}")
+        raise ImportFailed(f"{where}: routed_experts has dtype {found.dtype!r:.40} and shape {shape!s:.80}")
     dtype = np.dtype(found.dtype)
     if shape[0] * shape[1] * shape[2] * dtype.itemsize != size:
-        raise ImportFailed(f"{where}: routed_experts has {size:,} bytes for shape {str(shape):.80}")
+        raise ImportFailed(f"{where}: routed_experts has {size:,} bytes for shape {shape!s:.80}")
     return np.frombuffer(found.data, dtype).reshape(shape)

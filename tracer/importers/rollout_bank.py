@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         raise ImportFailed(f"{fields.where}: its uid does not name an iteration, and it has no collection_iter")
     for place, member in enumerate(record["group"]["rollouts"]):
         own = fields.of(member, f"{fields.where}, rollout {place}")
-        tokens, masks, logprobs = (turns[key][place] if key in turns else [] for key in _SIDECARS)
+        tokens, logprobs, masks = (turns[key][place] if key in turns else [] for key in _SIDECARS)
         if not tokens:
             continue  # a placeholder of a failed episode
         if len(masks) != len(tokens) or len(logprobs) not in (0, len(tokens)):
@@ -175,7 +176,7 @@ def _sampled(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: 
 
 def _is_chain(tokens: list[np.ndarray], sampled: list[tuple[np.ndarray, Values]]) -> bool:
     """Return True if each turn's tokens begin with the previous turn's, so that all turns are one sequence."""
-    pairs = zip(tokens, tokens[1:], strict=False)
+    pairs = pairwise(tokens)
     whole = all((mask == values.known).all() for mask, values in sampled[:-1] if values.known.any())
     return whole and all(len(a) <= len(b) and np.array_equal(a, b[: len(a)]) for a, b in pairs)
 

@@ -36,11 +36,13 @@ def is_of_scalars(folder: DumpFolder) -> bool:
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
         return folder.is_file and name.endswith(_SUFFIXES)
-    try:  # JSON whose first record holds only numbers
-        _, _, values = next(rows_of(folder.path(folder.files[0]), [], {}), ("", None, {}))
+    try:  # JSON whose first record holds only numbers, or is NeMo-RL's
+        _, step, values = next(rows_of(folder.path(folder.files[0]), [], {}), ("", None, {}))
     except ImportFailed:
         return False
-    return bool(values) and all(isinstance(value, (int, float, NoneType)) for value in values.values())
+    return step is not None or (
+        bool(values) and all(isinstance(value, (int, float, NoneType)) for value in values.values())
+    )
 
 
 def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
@@ -107,7 +109,16 @@ def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
                     raise
                 notes.append(f"{where}: is incomplete and was not read")
                 return
-            yield where, None, as_object(record, where, _LINES)
+            values = as_object(record, where, _LINES)
+            yield where, _harness_step(values), values
+
+
+def _harness_step(values: Mapping[str, Any]) -> int | None:
+    """Return the batch in a line of NeMo-RL's gen_kl_harness_results.jsonl, which has no step (pull request 3531)."""
+    if "gen_kl_error" not in values or not isinstance(tag := values.get("tag"), str):
+        return None
+    found = re.fullmatch(r"batch(\d{1,18})", tag)
+    return int(found[1]) + 1 if found else None
 
 
 def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
