@@ -170,24 +170,25 @@ def test_the_trace_says_that_the_file_rounds(tmp_path):
         check(tmp_path / "run")
 
 
+OTHER = "not of rollout bank version 2"
 BREAK_RECORD = {
-    "version": (lambda record: record.update(format_version=3), "unsupported format_version 3; expected 2"),
-    "no rollouts": (lambda record: record.update(group=[]), "has no list of rollouts"),
-    "rollouts": (lambda record: record["group"].update(rollouts=[1]), "has no list of rollouts"),
+    "version": (lambda record: record.update(format_version=3), OTHER), "kind": (lambda record: record.update(kind=[]), OTHER),
+    "no rollouts": (lambda record: record.update(group=[]), OTHER), "rollouts": (lambda record: record["group"].update(rollouts=[1]), OTHER),
     "too few": (lambda record: record["group"].update(rollouts=[{}]), "do not add up to"),
-    "negative": (lambda record: record["tok"].update(offset=-4), "do not follow"),
-    "overlap": (lambda record: record["tok"].update(offset=0), "do not follow"),
+    "negative": (lambda record: record["tok"].update(offset=-4), OTHER),
+    "overlap": (lambda record: record["tok"].update(offset=0), "does not follow"),
     "far": (lambda record: record["lp"].update(offset=2**62), "ends before byte"),
-    "huge": (lambda record: record["mask"].update(bytes=2**62), "ends before byte"),
-    "flag": (lambda record: record["mask"].update(bytes=True), "do not follow"),
-    "no slice": (lambda record: record.update(tok=[]), "do not follow"),
+    "huge": (lambda record: record["mask"].update(bytes=2**62), "do not add up to"),
+    "odd": (lambda record: record["tok"].update(bytes=record["tok"]["bytes"] + 1), "do not add up to"),
+    "flag": (lambda record: record["mask"].update(bytes=True), OTHER), "no slice": (lambda record: record.update(tok=[]), OTHER),
     "no lengths": (lambda record: record["tok"].pop("lengths"), "do not add up to"),
-    "texts": (lambda record: record["tok"].update(lengths=[["a"], [1]]), "do not add up to"),
-    "below zero": (lambda record: record["tok"].update(lengths=[[-1], [1]]), "do not add up to"),
-    "sum": (lambda record: record["lp"].update(lengths=[[2**70], [1]]), "do not add up to"),
+    "texts": (lambda record: record["tok"].update(lengths=[["a"], [1]]), OTHER),
+    "below zero": (lambda record: record["tok"].update(lengths=[[-1], [1]]), OTHER),
+    "sum": (lambda record: record["lp"].update(lengths=[[2**62], [1]]), "do not add up to"),
+    "beyond 64 bits": (lambda record: record["lp"].update(lengths=[[2**70], [1]]), "do not add up to"),
     "reward": (lambda record: record["group"].update(rollouts=[{"reward": "x"}] * 2), "expected a number"),
     "uid": (lambda record: record.update(uid=[]), "expected text"),
-    "no step": (lambda record: record.update(uid="x", collection_iter=None), "does not name an iteration"),
+    "no step": (lambda record: record.update(uid="x", collection_iter=None), OTHER),
 }  # fmt: skip
 
 
@@ -209,9 +210,9 @@ BREAK_BANK = {
     "no object": ("ledger.log", lambda content: b"[1]\n" + content, "line 1: is not an object"),
     "deep": ("ledger.log", lambda content: b"[" * 99_999 + b"\n" + content, "line 1: not JSON"),
     "manifest": ("MANIFEST.json", lambda content: b"{", "not JSON"),
-    "list": ("MANIFEST.json", lambda content: b"[]", "is not an object"),
-    "newer": ("MANIFEST.json", lambda content: content.replace(b": 2,", b": 3,"), "unsupported format_version 3"),
-    "nothing": ("MANIFEST.json", lambda content: b'{"format_version": 2}', "does not name an active_generation"),
+    "list": ("MANIFEST.json", lambda content: b"[]", "not of rollout bank version 2"),
+    "newer": ("MANIFEST.json", lambda content: content.replace(b": 2,", b": 3,"), "not of rollout bank version 2"),
+    "nothing": ("MANIFEST.json", lambda content: b'{"format_version": 2}', "missing required field `active_generation`"),
     "outside": ("MANIFEST.json", lambda content: content.replace(b"generation-0123", b"../../x"), "contains no"),
 }  # fmt: skip
 
@@ -359,9 +360,9 @@ BINARY = {
     "short mask": (broken_batch(loss_mask=[True]), "loss_mask must be as long as token_ids"),
     "long": (broken_batch(inference_logprobs=[-1.0] * 99), "rollout_logprobs must be as long as token_ids"),
     "negative": (broken_batch(input_ids=[-1] * len(msgspec.msgpack.decode(broken_batch())[0][0])), "expected a list of token ids"),
-    "dtype": (broken_batch(routed_experts=ROUTED(b"", [0, 1, 1], "object")), "routed_experts has dtype"),
+    "dtype": (broken_batch(routed_experts=ROUTED(b"", [0, 1, 1], "object")), "routed_experts has"),
     "shape": (broken_batch(routed_experts=ROUTED(b"", [2**40, 2**40, 1], "uint8")), "routed_experts has 0 bytes"),
-    "flat": (broken_batch(routed_experts=ROUTED(b"\0", [1], "uint8")), "routed_experts has dtype"),
+    "flat": (broken_batch(routed_experts=ROUTED(b"\0", [1], "uint8")), "routed_experts has"),
     "few": (broken_batch(routed_experts=ROUTED(b"\0", [1, 1, 1], "uint8")), "routed_experts must be as long as"),
 }  # fmt: skip
 

@@ -30,14 +30,8 @@ class _Node:
     """Per-token values by column, known only for sampled tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """One training sample. Arrays have one element per token."""
-
-    tokens: np.ndarray
-    mask: np.ndarray
-    values: dict[str, Values | None]
-    cells: dict[str, Any]
+Branch = tuple[dict[str, Any], np.ndarray, np.ndarray, dict[str, Values | None]]
+"""The cells, token ids [T], mask [T] and per-token values of a training sample."""
 
 
 def branches_of(fields: Fields) -> Iterator[Branch]:
@@ -57,13 +51,15 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
     records = _records(trace.record, "nodes", trace)
     nodes = [_node(trace.of(record, f"{trace.where}, node {n}"), n) for n, record in enumerate(records)]
     calls = {call.get("node"): call for call in _records(trace.record, "calls", trace) if type(call.get("node")) is int}
-    rewards = _rewards(trace)
+    common = common | _rewards(trace)
     parents = {node.parent for node in nodes}
     links = [_records(record, "semantic_parents", trace) for record in records]
     resumed = [link.get("node") for each in links for link in each if link.get("type") == "compaction"]
     trained: set[int] = set()
     for leaf in range(len(nodes)):
-        if leaf in parents or (any(_is_attempt(link) for link in links[leaf]) and leaf not in resumed):
+        if leaf in parents or (
+            "compaction_attempt" in [link.get("type") for link in links[leaf]] and leaf not in resumed
+        ):
             continue  # a compaction that the agent did not resume from is not trained
         path = [leaf]
         while (parent := nodes[path[-1]].parent) is not None:
@@ -76,22 +72,10 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
             continue
         call = next((calls[n] for n in reversed(path) if n in calls), {})
         sampling = trace.of(_record(call, "sampling", trace), trace.where)
-        yield Branch(
-            tokens=np.concatenate([nodes[n].tokens for n in path]),
-            mask=mask,
-            values={name: _spread(name, [nodes[n] for n in path]) for name in PER_SAMPLED_TOKEN},
-            cells={
-                **common,
-                "reward": None if not rewards else sum(score * weight for score, weight in rewards.values()),
-                "rewards": {name: score for name, (score, _) in rewards.items()},
-                "finish_reason": trace.of(call, trace.where).text("finish_reason"),
-                **sampling.cells("temperature", "top_p", "max_tokens"),
-            },
-        )
-
-
-def _is_attempt(link: Mapping[str, Any]) -> bool:
-    return bool(link.get("type") == "compaction_attempt")
+        cells = common | sampling.cells("temperature", "top_p", "max_tokens")
+        cells["finish_reason"] = trace.of(call, trace.where).text("finish_reason")
+        tokens = np.concatenate([nodes[n].tokens for n in path])
+        yield cells, tokens, mask, {name: _spread(name, [nodes[n] for n in path]) for name in PER_SAMPLED_TOKEN}
 
 
 def _node(fields: Fields, number: int) -> _Node:
@@ -121,18 +105,17 @@ def _spread(name: str, nodes: list[_Node]) -> Values | None:
     return Values(*map(np.concatenate, zip(*parts, strict=True))) if any(part.known.any() for part in parts) else None
 
 
-def _rewards(trace: Fields) -> dict[str, tuple[float, float]]:
-    """Return (score, weight) by name. Rewards whose scoring did not run are left out."""
-    found = {}
+def _rewards(trace: Fields) -> dict[str, Any]:
+    """Return the scores and their weighted sum. Rewards whose scoring did not run are left out."""
+    scores, total = {}, 0.0
     for name in (given := _record(trace.record, "rewards", trace)):
-        if given[name] is not None:
-            own = trace.of(
-                _record(given, name, trace), f"{trace.where}, reward {name!r:.40}", score="score", weight="weight"
-            )
-            score, weight = own.number("score"), own.number("weight")
-            if score is not None:
-                found[str(name)] = (score, 1.0 if weight is None else weight)
-    return found
+        own = trace.of(
+            _record(given, name, trace), f"{trace.where}, reward {name!r:.40}", score="score", weight="weight"
+        )
+        if (score := own.number("score")) is not None:
+            weight = own.number("weight")
+            scores[name], total = score, total + score * (1.0 if weight is None else weight)
+    return {"reward": total, "rewards": scores} if scores else {}
 
 
 def _record(record: Mapping[str, Any], name: str, fields: Fields) -> Mapping[str, Any]:

@@ -78,16 +78,12 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
     if odd is not None:
         raise ImportFailed(f"{fields.where}: {odd} must be as long as token_ids ({len(tokens)})")
-    temperature = found["temperature"]
-    if temperature is not None:
-        temperature = Values(temperature.values, temperature.known & mask)
     again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
     for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
         if not mask[start:end].any():
             continue
-        first = start + int(mask[start:end].argmax())
         row = masked_row(tokens, mask, {name: found[name] for name in _PER_TOKEN}, start, end)
-        row |= {"reward": _last(found["reward"], first, end), "temperature": _last(temperature, first, end)}
+        row |= {name: _last(found[name], mask, start, end) for name in ("reward", "temperature")}
         if experts is not None:
             row["routing"] = routed(experts[start:end], end - start, fields.where)
         yield row
@@ -108,8 +104,8 @@ def masked_row(
 
 
 def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    for branch in branches_of(fields):
-        yield branch.cells | masked_row(branch.tokens, branch.mask, branch.values)
+    for cells, tokens, mask, values in branches_of(fields):
+        yield cells | masked_row(tokens, mask, values)
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
@@ -122,8 +118,8 @@ def _part(values: Values | None, start: int, first: int, end: int) -> Values | N
     return part
 
 
-def _last(values: Values | None, first: int, end: int) -> float | None:
-    known = None if values is None else values.values[first:end][values.known[first:end]]
+def _last(values: Values | None, mask: np.ndarray, start: int, end: int) -> float | None:
+    known = None if values is None else values.values[start:end][(values.known & mask)[start:end]]
     return None if known is None or not len(known) else float(known[-1])
 
 

@@ -6,6 +6,7 @@ Fields that are not imported stay undecoded, and micro-batches are decoded one a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ _LEAST_BYTES = 10
 """Size of the smallest micro-batch: a list of nine empty fields."""
 _TIMES = 34
 """Maximum memory for a decoded micro-batch, as a multiple of its size: a number can be one byte, a float takes 32."""
-_EXPERT_TYPES = ("uint8", "int16", "int32")
 
 
 class _RoutedExperts(msgspec.Struct, array_like=True):
@@ -76,10 +76,13 @@ def _experts(found: _RoutedExperts | None, where: str) -> np.ndarray | None:
     """Return router choices [tokens, layers, slots]."""
     if found is None:
         return None
-    shape, size = found.shape, len(found.data)
-    if found.dtype not in _EXPERT_TYPES or len(shape) != 3 or min(shape) < 0:
-        raise ImportFailed(f"{where}: routed_experts has dtype {found.dtype!r:.40} and shape {shape!s:.80}")
-    dtype = np.dtype(found.dtype)
-    if shape[0] * shape[1] * shape[2] * dtype.itemsize != size:
-        raise ImportFailed(f"{where}: routed_experts has {size:,} bytes for shape {shape!s:.80}")
-    return np.frombuffer(found.data, dtype).reshape(shape)
+    sizes = {"uint8": 1, "int16": 2, "int32": 4}
+    is_whole = len(found.shape) == 3 and min(found.shape) >= 0
+    if (
+        not is_whole
+        or math.prod(found.shape) * sizes.get(found.dtype, 0) != len(found.data)
+        or found.dtype not in sizes
+    ):
+        told = f"{len(found.data):,} bytes of {found.dtype!r:.40} for shape {found.shape!s:.80}"
+        raise ImportFailed(f"{where}: routed_experts has {told}")
+    return np.frombuffer(found.data, found.dtype).reshape(found.shape)
