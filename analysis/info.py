@@ -170,7 +170,8 @@ _PASSES = """
            coalesce(num_rows, 0) AS num_rows, coalesce(num_sequences, 0) AS num_sequences,
            coalesce(num_captured, 0) AS num_captured, coalesce(num_routed, 0) AS num_routed,
            engine, coalesce(num_contracts, 0) AS num_contracts,
-           CASE WHEN coalesce(num_rows, 0) = 0 THEN note END AS note
+           CASE WHEN coalesce(num_rows, 0) = 0 THEN note
+                ELSE 'logprobs rounded to ' || stored_as || ' in the imported file' END AS note
     FROM (
         SELECT "pass", count(*) AS num_rows, count(*) FILTER (iteration = 0) AS num_sequences,
                count(dense) AS num_captured, count(routing) AS num_routed
@@ -178,7 +179,8 @@ _PASSES = """
     ) AS counted
     FULL JOIN (
         SELECT "pass", any_value(engine) AS engine, count(*) AS num_contracts,
-               any_value(json_extract_string(contract_json, '$.logprobs_note')) AS note
+               any_value(json_extract_string(contract_json, '$.logprobs_note')) AS note,
+               any_value(json_extract_string(contract_json, '$.stored_as')) AS stored_as
         FROM passes GROUP BY "pass"
     ) AS agreed ON agreed."pass" = counted."pass"
 """

@@ -1,5 +1,6 @@
 """Dumps as the frameworks write them, field by field, of samples whose numbers are known."""
 
+import hashlib
 import json
 import pickle
 import sys
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -401,6 +403,192 @@ def write_prime_rl(folder, steps, *, stable=True, ranks=2, packed=False):
             write_lines(place / f"rank_{rank}.jsonl", records)
         if stable:
             (place / "STABLE").touch()
+
+
+class EncodedTensor(msgspec.Struct, array_like=True, gc=False):
+    """The structs of prime-rl 559b447, src/prime_rl/transports/rollouts/types.py."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    input_ids: list[int]
+    loss_mask: list[bool]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    temperatures: list[float]
+    env_names: list[str]
+    seq_lens: list[int]
+    ref_logprobs: list[float] | None = None
+    routed_experts: RoutedExperts | None = None
+    mm_kwargs: dict[str, EncodedTensor] | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+
+
+def micro_batch(samples, *, pad=4, experts=None):
+    """Samples packed into one micro-batch, padded by `pad` (trainer/batch.py: prepare_sample, _materialize_bin,
+    pad_micro_batch). Tokens outside the mask have a temperature that does not matter."""
+    lengths, num = [len(s.tokens) for s in samples], pad + sum(len(s.tokens) for s in samples)
+    choices = (
+        None if experts is None else np.concatenate([experts(s) for s in samples] + [np.zeros((pad, 2, 2), np.uint8)])
+    )
+    return MicroBatch(
+        input_ids=_joined(s.tokens.tolist() for s in samples) + [1] * pad,
+        loss_mask=_joined([False] * len(s.prompt) + s.mask.tolist() for s in samples) + [False] * pad,
+        advantages=_joined([s.advantage] * len(s.tokens) for s in samples) + [0.0] * pad,
+        inference_logprobs=_joined(_shifted(s, np.where(s.mask, s.rollout, 0), 0.0) for s in samples) + [0.0] * pad,
+        position_ids=_joined(list(range(n)) for n in lengths) + list(range(pad)),
+        sequence_lengths=[*lengths[:-1], lengths[-1] + pad], seq_lens=[*lengths[:-1], lengths[-1] + pad],
+        temperatures=_joined([0.0] * len(s.prompt) + np.where(s.mask, 0.75, 0).tolist() for s in samples) + [1.0] * pad,
+        env_names=["math"] * (num - pad) + [""] * pad,
+        ref_logprobs=_joined(_shifted(s, np.where(s.mask, s.reference, 0), 0.0) for s in samples) + [0.0] * pad,
+        routed_experts=None if choices is None else RoutedExperts(choices.tobytes(), list(choices.shape), "uint8"),
+        rl_weights=[1.0] * num if experts else None,
+    )  # fmt: skip
+
+
+def write_micro_batches(folder, steps, *, ranks=2, **options):
+    """rollouts/step_<N>/rank_<r>.bin (transports/rollouts/filesystem.py), the last one with a batch that fills it up."""
+    for step, samples in steps.items():
+        place = folder / "rollouts" / f"step_{step}"
+        place.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks):
+            own = samples[rank::ranks]
+            batches = [micro_batch(own[at : at + 2], **options) for at in range(0, len(own), 2)]
+            dummy = micro_batch(own[:1], **options)
+            dummy.loss_mask, dummy.advantages = [False] * len(dummy.input_ids), [0.0] * len(dummy.input_ids)
+            (place / f"rank_{rank}.bin").write_bytes(msgspec.msgpack.Encoder().encode([*batches, dummy]))
+
+
+def episode_record(samples, step, **trace):
+    """An episode as verifiers 0.4.1.dev86 writes it (v1/episode.py: to_record), of what prime-rl's reader uses. Each
+    sample is a branch after a prompt of its own."""
+    nodes = []
+    for s in samples:
+        user = {
+            "semantic_parents": [],
+            "message": {"role": "user", "content": "q"},
+            "sampled": False,
+            "is_content": [],
+            "logprobs": [],
+        }
+        nodes.append(user | {"token_ids": s.prompt.tolist(), "mask": [False] * len(s.prompt)})
+        per_token = {
+            "logprobs": s.rollout,
+            "advantages": np.full(len(s.mask), s.advantage),
+            "trainer_logprobs": s.train,
+            "entropies": s.entropy,
+        }
+        nodes.append(
+            {
+                "parent": len(nodes) - 1,
+                "semantic_parents": [],
+                "message": {"role": "assistant", "content": "a"},
+                "sampled": True,
+                "token_ids": s.response.tolist(),
+                "mask": s.mask.tolist(),
+                "is_content": [],
+                **{name: [round(float(value), 4) for value in values[s.mask]] for name, values in per_token.items()},
+            }
+        )
+    calls = [
+        {"node": 2 * n + 1, "sampling": {"temperature": 0.75}, "finish_reason": "stop"} for n in range(len(samples))
+    ]
+    own = {
+        "version": 1, "id": "t", "agent": {"config": {}, "name": "agent", "trainable": True}, "nodes": nodes, "calls": calls,
+        "rewards": {"correct": {"score": samples[0].reward, "weight": 2.0}, "format": {"score": 0.5, "weight": 1.0}},
+    }  # fmt: skip
+    return {
+        "id": "e", "env": {"id": "math"}, "task": {"type": "T", "data": {}}, "group": {"id": "g"}, "ok": True, "errors": [],
+        "run": {"type": "train", "id": "r", "work": {"type": "train", "step": step - 1, "policy": {"start": step - 2, "end": step - 1}}},
+        "traces": [own | trace],
+    }  # fmt: skip
+
+
+def write_traces(folder, steps):
+    """rollouts/step_<N>/<kind>/<subset>/traces.jsonl (monitors/file.py): all episodes, and those that are trained on."""
+    for step, samples in steps.items():
+        records = [episode_record([s], step) for s in samples]
+        for kind, subset in (("train", "effective"), ("train", "all"), ("eval", "effective")):
+            write_lines(folder / "rollouts" / f"step_{step}" / kind / subset / "traces.jsonl", records)
+
+
+def bank_turns(samples):
+    """A rollout's turns (tokens, logprobs, mask), each with all tokens before it. Only sampled tokens have logprobs."""
+    turns, before = [], []
+    for s in samples:
+        before = [*before, *s.tokens.tolist()]
+        masked = [False] * (len(before) - len(s.response)) + s.mask.tolist()
+        turns.append((before, s.rollout[s.mask], masked))
+    return turns
+
+
+def write_rollout_bank(folder, steps, *, size=2, turns=1):
+    """A rollout bank of Megatron-LM d98e8a6 (megatron/rl/rollout_bank.py: append, _encode, _checksum), with `size`
+    rollouts a group. The iteration before a step collects its groups."""
+    generation = folder / "generations" / "generation-0123"
+    for step, samples in steps.items():
+        place = generation / f"gen-{step - 1:06d}"
+        place.mkdir(parents=True)
+        content = {"tok": b"", "lp": b"", "mask": b""}
+        lines = []
+        for number, at in enumerate(range(0, len(samples), size * turns)):
+            group = samples[at : at + size * turns]
+            rollouts = [bank_turns(group[first : first + turns]) for first in range(0, len(group), turns)]
+            kept = {
+                "reward": group[0].reward, "env_id": "math", "problem_id": "p", "completion_ids": ["c"], "generation_cap": None,
+                "rollout_status": "ok", "failure_reason": None,
+            }  # fmt: skip
+            record = {
+                "format_version": 2, "uid": f"gen-{step - 1:06d}/{number}", "collection_iter": step - 1,
+                "member_type": "TokenRollout", "kind": "token",
+                "group": {"rollouts": [kept] * len(rollouts), "batch_id": step, "index_in_batch": number},
+            }  # fmt: skip
+            slices = []
+            for index, (key, dtype) in enumerate((("tok", np.int32), ("lp", np.float16), ("mask", np.uint8))):
+                flat = [value for turn in rollouts for part in turn for value in part[index]]
+                slices.append(np.asarray(flat, dtype).tobytes())
+                lengths = [[len(part[index]) for part in turn] for turn in rollouts]
+                record[key] = {"offset": len(content[key]), "bytes": len(slices[-1]), "lengths": lengths}
+                content[key] += slices[-1]
+            lines.append(sealed_record(record, slices))
+        empty = {
+            "format_version": 2,
+            "uid": "x/0",
+            "collection_iter": 0,
+            "member_type": "Rollout",
+            "kind": "inline",
+            "group": {},
+        }
+        write_lines(place / "ledger.log", [*lines, sealed_record(empty, [])])
+        for key, name in (("tok", "tokens.bin"), ("lp", "logprobs.bin"), ("mask", "masks.bin")):
+            (place / name).write_bytes(content[key])
+    (generation / "consumed.log").write_text('{"uid":"gen-000000/0","iter":1}\n')
+    manifest = {
+        "format_version": 2, "active_generation": generation.name, "timeline": "t", "trained_through": 0, "compacted_at": 0,
+        "segments": [f"gen-{step - 1:06d}" for step in steps],
+    }  # fmt: skip
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def sealed_record(record, slices):
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (json.dumps(record, sort_keys=True, separators=(",", ":")).encode(), *slices):
+        digest.update(part)
+    return record | {"checksum": digest.hexdigest()}
 
 
 def _padded(row, *, width):

@@ -110,6 +110,10 @@ ALARMS = (
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
+        code="tinker_k1", who="Tinker", metric="k1", definition="|optim/kl_sample_train_v1|: mean(rollout - train)", level=0.01, of_size=True,
+        summary="training may be unstable", source="tinker-cookbook, skills/research",
+    ),
+    Alarm(
         code="liu_li_low", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
         summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
     ),

@@ -241,6 +241,8 @@ class Precision:
     """dtype that the logprobs were rounded to."""
     has_tf32: bool = False
     """True if the contract allows TensorFloat-32 in float32 matmuls."""
+    is_stored: bool = False
+    """True if the imported file rounded the logprobs, so that they do not reveal the engine's precision."""
 
     @property
     def rounded(self) -> str | None:
@@ -252,7 +254,7 @@ class Precision:
         head may be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
-        seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP]
+        seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP and not self.is_stored]
         return max(seen, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0)) if seen else None
 
 
@@ -266,8 +268,10 @@ def precisions(data: PairData) -> tuple[Precision, Precision]:
     for side, values in (("a", data.a), ("b", data.b)):
         contract = data.contract(side)
         has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
-        logits = _logit_precision(values[first] - values[second], sorted(temperatures))
-        found.append(Precision(dtype_of(contract), logits, value_precision(values), has_tf32))
+        rounded = value_precision(values)
+        is_stored = rounded is not None and declared(contract, "stored_as") == rounded
+        logits = None if is_stored else _logit_precision(values[first] - values[second], sorted(temperatures))
+        found.append(Precision(dtype_of(contract), logits, rounded, has_tf32, is_stored))
     return found[0], found[1]
 
 

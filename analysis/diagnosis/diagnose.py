@@ -152,7 +152,8 @@ def diagnose(
     return Diagnosis(
         checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
-            passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values)
+            passes=names, declared=(a.declared, b.declared), logits=(a.logits, b.logits), values=(a.values, b.values),
+            in_file=(a.is_stored, b.is_stored),
         ),
         size=replace(size, is_inferred=coarser not in (a.declared, b.declared)), alarms=read_alarms(database, names, of_tokens),
         next=(*_not_finite(data, attribution), *_next(data, checked, replays, located)), located=located,
@@ -166,8 +167,9 @@ def _of_scalars(database: Database, pair: Pair, control: Database | None, progre
         for name in _LOGGED
     }
     metrics = {name: float(values[1].mean()) for name, values in known.items() if values is not None}
-    if "k3" in metrics:  # exact to second order in d
-        metrics["rms_d"] = math.sqrt(2 * max(metrics["k3"], 0.0))
+    half_square = metrics.get("k2", metrics.get("k3"))  # k3 is d^2 / 2 to second order
+    if half_square is not None:
+        metrics["rms_d"] = math.sqrt(2 * max(half_square, 0.0))
     figures = tuple(replace(each, fits=True) for each in _figures(metrics, None))
     return Diagnosis(
         checked=None, attribution=attribution, jumps=_jumps(database, pair), metrics=metrics, figures=figures, replays=(),
@@ -266,7 +268,7 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
     return ()
 
 
-_LOGGED = ("k1", "k3", "mean_abs_d", "prob_diff_mean", "chi2_token", "mean_exp_abs_d")
+_LOGGED = ("k1", "k2", "k3", "mean_abs_d", "prob_diff_mean", "chi2_token", "mean_exp_abs_d")
 """Averages that frameworks log."""
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")
 

@@ -31,6 +31,8 @@ class Numerics:
     """Logits dtypes inferred from the logprobs (see check.pair_data)."""
     values: tuple[str | None, str | None]
     """Dtypes that the recorded logprobs were rounded to."""
+    in_file: tuple[bool, bool] = (False, False)
+    """True if the imported file rounded them, not the engine or trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

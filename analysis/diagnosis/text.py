@@ -153,14 +153,22 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
 
 def numerics_text(numerics: Numerics) -> str:
     parts = []
-    sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
-    for name, dtype, logits, values in sides:
+    sides = zip(
+        numerics.passes, numerics.declared, numerics.logits, numerics.values, numerics.in_file, strict=True
+    )  # fmt: skip
+    for name, dtype, logits, values, in_file in sides:
+        recorded = f"recorded as {dtype}" if dtype else "has no recorded dtype"
+        if in_file:
+            parts.append(
+                f"{name} {recorded}; the imported file rounds logprobs to {values}, so its logits dtype is unknown."
+            )
+            continue
         seen = {
             None: "too few tokens share a context to infer a logits dtype",
             "float32": "logits not rounded to 16 bits",
         }.get(logits, f"logits rounded to {logits}")
         rounded = f", logprobs rounded to {values}" if values not in (None, "float32") else ""
-        parts.append(f"{name} {f'recorded as {dtype}' if dtype else 'has no recorded dtype'}; {seen}{rounded}.")
+        parts.append(f"{name} {recorded}; {seen}{rounded}.")
     return " ".join(parts)
 
 

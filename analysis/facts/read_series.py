@@ -225,7 +225,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": (
         "reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward", "rollout/raw_reward",
-        "rollout/reward_mean",
+        "rollout/reward_mean", "env/all/reward/total",
     ),
 }  # fmt: skip
 """Metric names used by frameworks and by the recorder, most preferred first."""
@@ -234,12 +234,12 @@ AVERAGES: dict[str, tuple[str, ...]] = {
     "k3": ("rollout_corr/k3_kl", "gen_kl_error", "mismatch_kl/all/mean", "train_rollout_kl", "mis_k3_kl"),
     "mean_abs_d": (
         "sampling/sampling_logp_difference/mean", "train_rollout_logprob_abs_diff",
-        "policy/rollout_train_logprobs_abs_diff_mean",
+        "policy/rollout_train_logprobs_abs_diff_mean", "mean_abs_lp_err",
     ),
-    "max_abs_d": ("sampling/sampling_logp_difference/max", "policy/rollout_train_logprobs_abs_diff_max"),
-    "mean_d": ("rollout_corr/kl", "mis_kl", "vllm_kl"),
+    "max_abs_d": ("sampling/sampling_logp_difference/max", "policy/rollout_train_logprobs_abs_diff_max", "max_abs_lp_err"),
+    "mean_d": ("rollout_corr/kl", "mis_kl", "vllm_kl", "optim/kl_sample_train_v1"), "k2": ("optim/kl_sample_train_v2",),
     "prob_diff_mean": ("training/rollout_probs_diff_mean",),
-    "mean_exp_abs_d": ("token_mult_prob_error",),
+    "mean_exp_abs_d": ("token_mult_prob_error", "mult_prob_error"),
     "chi2_token": ("rollout_corr/chi2_token", "mis_chi2_token"),
     "length": (
         "response_length/mean", "completions/mean_length", "rollout/response_len/mean", "rollout/response_length_mean",
@@ -250,7 +250,7 @@ AVERAGES: dict[str, tuple[str, ...]] = {
     ),
     "share_groups_without_spread": ("frac_reward_zero_std",),
     "clip_share": ("actor/pg_clipfrac", "clip_ratio/region_mean", "pg_clipfrac", "ppo_clip_ratio"),
-    "entropy": ("entropy_loss", "approx_entropy", "entropy/all/mean"),
+    "entropy": ("entropy_loss", "approx_entropy", "entropy/all/mean", "optim/entropy"),
     "grad_norm": ("actor_grad_norm",), "loss": ("policy_loss",), "learning_rate": ("actor_lr", "lr-pg_0"),
     "reference_k3": ("actor/kl_loss", "kl", "kl_loss"),
 }  # fmt: skip
@@ -258,7 +258,8 @@ AVERAGES: dict[str, tuple[str, ...]] = {
 
 verl: trainer/ppo/rollout_corr_helper.py, utils/debug/metrics.py, trainer/ppo/metric_utils.py. TRL: trainer/grpo_trainer.py.
 slime: backends/megatron_utils/loss.py, observability/rollout_metrics.py, examples/train_infer_mismatch_helper/mis.py.
-miles: backends/training_utils/loss_hub/losses.py. NeMo-RL: algorithms/loss/loss_functions.py. OpenRLHF: models/loss.py,
+miles: backends/training_utils/loss_hub/losses.py. NeMo-RL: algorithms/loss/loss_functions.py, examples/gen_kl_harness.py
+(pull request 3531). Tinker: tinker_cookbook/rl/metrics.py. OpenRLHF: models/loss.py,
 trainer/ppo_trainer.py. prime-rl: trainer/rl/loss.py. SkyRL: trainer.py."""
 _OF_ROLLOUT = AVERAGES["mean_d"]
 """Frameworks log mean(rollout - train), the opposite sign of d."""
@@ -305,6 +306,7 @@ def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
         "mean_exp_abs_d": (lambda values: values - 1, "mean exp(|d|) - 1, an upper bound"),
         "prob_diff_mean": (lambda values: values, "a lower bound"),
         "k3": (lambda values: np.sqrt(2 * np.maximum(values, 0)), "sqrt(2 k3), an upper bound"),
+        "k2": (lambda values: np.sqrt(2 * np.maximum(values, 0)), "sqrt(2 k2), an upper bound"),
     }
     for name, (estimate, bound) in estimates.items():
         if (series := found.get(name)) is not None:

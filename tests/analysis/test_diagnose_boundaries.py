@@ -205,7 +205,7 @@ LEVELS = [
     ("verl", "prob_diff_mean", 0.01, True), ("verl", "k1", 0.1, True), ("verl", "chi2_token", 1.0, True),
     ("verl", "ess_token", 0.3, False), ("NeMo-RL", "mean_exp_abs_d", 1.05, True), ("NeMo-RL", "k3", 1e-3, True),
     ("Miles", "k3", 1.0, True), ("Miles", "mean_abs_d", 0.8, True), ("prime-rl", "k3", 0.15, True),
-    ("Tinker", "k3", 0.01, True), ("Liu and Li", "k3", 1e-3, True), ("Liu and Li", "k3", 2e-2, True),
+    ("Tinker", "k3", 0.01, True), ("Tinker", "k1", 0.01, True), ("Liu and Li", "k3", 1e-3, True), ("Liu and Li", "k3", 2e-2, True),
     ("Ling team (IcePop)", "mean_abs_d", 0.05, True), ("slime", "mean_abs_d", 0.03, True),
 ]  # fmt: skip
 

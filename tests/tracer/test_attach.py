@@ -11,6 +11,8 @@ import pytest
 import torch
 from builders import make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.diagnosis.text import numerics_text
 from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.weights import export, weights
@@ -226,6 +228,28 @@ def test_the_engine_s_side_alone_is_scored_with_the_weights(tmp_path, model):
     given = np.concatenate([sample.train.astype(np.float64) - sample.rollout for sample in samples])
     assert row["mean_abs_d"] == pytest.approx(np.abs(given).mean(), abs=1e-12)
     assert row["num_tokens"] == num_tokens
+
+
+def test_a_rollout_bank_in_float16_is_valid_and_its_rounding_is_the_file_s(tmp_path, model):
+    """The engine computed in float32, so all of the mismatch with a float32 replay is the file's rounding."""
+    dumps.write_rollout_bank(tmp_path / "bank", {step: scored(model, step=step) for step in range(1, 5)})
+    import_dump("auto", tmp_path / "bank", output=tmp_path / "run")
+    attach(tmp_path / "run", 0, tmp_path / "model")
+    replay(tmp_path / "run")
+    found = check(tmp_path / "run", pair="replay/as-recorded:rollout")
+    assert found.is_valid
+    assert all(finding.code != "low_precision_head" for finding in found.findings)
+    told = diagnose(tmp_path / "run", pair="replay/as-recorded:rollout")
+    assert told.numerics.values[1] == "float16"
+    assert told.numerics.in_file == (False, True)
+    assert "the imported file rounds logprobs to float16" in numerics_text(told.numerics)
+    # The same numbers without the contract are those of an engine in float16.
+    given = scored(model, step=1)
+    for sample in given:
+        sample.rollout = sample.rollout.astype(np.float16).astype(np.float32)
+    dumps.write_verl(tmp_path / "verl", {1: given})
+    import_dump("verl", tmp_path / "verl", output=tmp_path / "other")
+    assert check(tmp_path / "other").findings[0].code == "low_precision_head"
 
 
 def dumps_with_versions(folder, model, step):

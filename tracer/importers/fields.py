@@ -49,6 +49,10 @@ class Fields:
         added = self.added + self.added_per_token
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget, added)
 
+    def take(self, num_bytes: int) -> None:
+        """Charge memory for copies of the values. Raises ImportFailed if the file's budget is exceeded."""
+        self._budget.take(num_bytes)
+
     def get(self, column: str) -> Any:
         return self._found(column)[1]
 

@@ -48,7 +48,7 @@ class DumpFolder:
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
-        wanted = re.compile(rf"(?:.*/)?{pattern}")
+        wanted = re.compile(rf"(?:.*/)?(?:{pattern})")
         for name in self.files:
             if found := wanted.fullmatch(name):
                 yield name, found
@@ -156,6 +156,8 @@ class Format:
     needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass, why files may lack its logprobs and how to get them."""
+    contracts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """For each pass, what the format itself determines, such as the precision it stores."""
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None

@@ -17,6 +17,7 @@ from .format import DumpFolder, Format, Reading, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
 from .metrics import SCALARS
 from .responses import SGLANG, VLLM
+from .rollout_bank import MEGATRON_RL
 from .skyrl import SKYRL
 from .slime_dumps import MILES, SLIME
 from .verl import VERL
@@ -228,8 +229,8 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
-        SCALARS,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN,
+        MS_SWIFT, SCALARS,
     )
 }  # fmt: skip
 

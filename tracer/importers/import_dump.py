@@ -96,6 +96,7 @@ def import_dump(
             output, chosen.name, folder.url, selection, ordered=_are_ordered(chosen, parts), grows=before is not None,
             force=force,
         ) as rows:  # fmt: skip
+            rows.contracts = chosen.contracts
             seen = _add_parts(chosen, folder, parts, columns, rows, before, partial=partial, progress=progress)
             if before is None:
                 rows.check_any()

@@ -1,41 +1,53 @@
-"""Import JSON Lines from prime-rl and NeMo-RL. Both contain token ids and a loss mask, and the response begins at the
-first token in the loss. A prime-rl line may pack several sequences. NeMo-RL wraps values in one-element lists."""
+"""Import files from prime-rl and NeMo-RL. Both contain token ids and a loss mask, and the response begins at the first
+token in the loss. A prime-rl line or micro-batch may pack several sequences. NeMo-RL wraps values in one-element lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ...schemas.errors import ImportFailed
+from .columns import RowBatch
+from .dump_rows import routed
+from .episodes import branches_of
 from .fields import Fields, Values
-from .format import DumpFolder, Format, Part, read_rows
+from .format import DumpFolder, Format, Part, Reading, read_rows
+from .micro_batches import read_micro_batches
 
-_FILE = r"step_(\d+)/rank_(\d+)\.jsonl"
+_EXPORTS = r"step_(\d+)/rank_\d+\.jsonl"
+_KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/traces\.jsonl")
+"""The same sequences in up to three forms, best first: with the trainer's logprobs, all of the engine's, rounded ones."""
 _MARKER = "STABLE"
 _VERSION = 1
 
 COLUMNS = {
-    "tokens": ("token_ids",),
+    "tokens": ("token_ids", "input_ids"),
     "positions": ("position_ids",),
-    "response_mask": ("loss_mask",),
-    "rollout_logprobs": ("inference_logprobs",),
+    "response_mask": ("loss_mask", "mask"),
+    "rollout_logprobs": ("inference_logprobs", "logprobs"),
     "train_logprobs": ("trainer_logprobs",),
-    "entropy": ("entropy",),
+    "reference_logprobs": ("ref_logprobs", "reference_logprobs"),
+    "entropy": ("entropy", "entropies"),
     "advantage": ("advantages",),
     "reward": ("rewards",),
-    "environment": ("env_name",),
+    "temperature": ("temperature", "temperatures"),
+    "top_p": ("top_p",),
+    "max_tokens": ("max_tokens",),
+    "finish_reason": ("finish_reason",),
+    "experts": ("routed_experts",),
 }
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
+    kind = next((kind for kind in _KINDS if next(folder.matching(kind), None)), _EXPORTS)
     steps: dict[int, list[str]] = {}
-    for name, found in folder.matching(_FILE):
+    for name, found in folder.matching(kind):
         steps.setdefault(int(found[1]), []).append(name)
     parts = []
     for step, names in sorted(steps.items()):
-        unstable = [name for name in names if folder.beside(name, _MARKER) is None]
+        unstable = [name for name in names if kind == _EXPORTS and folder.beside(name, _MARKER) is None]
         waits = (
             f"step {step} has no {_MARKER} file yet, so it was skipped. Import again later, or use --partial"
             if unstable
@@ -45,7 +57,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     return parts
 
 
-_PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
+_PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
 
 def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
@@ -60,25 +72,41 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
-    positions = fields.ids("positions")
+    positions, experts = fields.ids("positions"), fields.array("experts", 3)
     per_token = (*_PER_TOKEN, *fields.added_per_token)
-    found = {name: fields.values(name) for name in (*per_token, "reward")}
-    lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
-    odd = next((name for name, length in lengths.items() if length != len(tokens)), None)
-    if odd is not None or (positions is not None and len(positions) != len(tokens)):
-        raise ImportFailed(f"{fields.where}: {odd or 'position_ids'} must be as long as token_ids ({len(tokens)})")
+    found = {name: fields.values(name) for name in (*per_token, "reward", "temperature")}
+    lengths = {"loss_mask": mask, "position_ids": positions, "routed_experts": experts, **found}
+    odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
+    if odd is not None:
+        raise ImportFailed(f"{fields.where}: {odd} must be as long as token_ids ({len(tokens)})")
     again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
     for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
         if not mask[start:end].any():
             continue
-        first = start + int(mask[start:end].argmax())
-        yield {
-            "prompt_ids": tokens[start:first],
-            "response_ids": tokens[first:end],
-            "response_mask": mask[first:end],
-            **{name: _part(found[name], start, first, end) for name in per_token},
-            "reward": _reward(found["reward"], first, end),
-        }
+        row = masked_row(tokens, mask, {name: found[name] for name in per_token}, start, end)
+        row |= {name: _last(found[name], mask, start, end) for name in ("reward", "temperature")}
+        if experts is not None:
+            row["routing"] = routed(experts[start:end], end - start, fields.where)
+        yield row
+
+
+def masked_row(
+    tokens: np.ndarray, mask: np.ndarray, values: Mapping[str, Values | None], start: int = 0, end: int | None = None
+) -> dict[str, Any]:
+    """Return the cells of the sequence at `start:end` of arrays [N]. Its response begins at the first token in the mask."""
+    end = len(tokens) if end is None else end
+    first = start + int(mask[start:end].argmax())
+    return {
+        "prompt_ids": tokens[start:first],
+        "response_ids": tokens[first:end],
+        "response_mask": mask[first:end],
+        **{name: _part(each, start, first, end) for name, each in values.items()},
+    }
+
+
+def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    for cells, tokens, mask, values in branches_of(fields):
+        yield cells | masked_row(tokens, mask, values)
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
@@ -91,21 +119,31 @@ def _part(values: Values | None, start: int, first: int, end: int) -> Values | N
     return part
 
 
-def _reward(values: Values | None, first: int, end: int) -> float | None:
-    known = None if values is None else values.values[first:end][values.known[first:end]]
+def _last(values: Values | None, mask: np.ndarray, start: int, end: int) -> float | None:
+    known = None if values is None else values.values[start:end][(values.known & mask)[start:end]]
     return None if known is None or not len(known) else float(known[-1])
+
+
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    name = reading.part.files[0]
+    if name.endswith(".bin"):
+        return read_rows(reading, _prime_rows, records=read_micro_batches, unit="micro-batch", at_once=64)
+    return read_rows(reading, _episode_rows if name.endswith("traces.jsonl") else _prime_rows, at_once=64)
 
 
 PRIME_RL = Format(
     name="prime-rl",
-    writes="`trainer.enable_token_export = true`",
-    files="token_exports/step_<N>/rank_<r>.jsonl",
+    writes="`trainer.enable_token_export = true`, the filesystem transport and the file monitor",
+    files="token_exports/step_<N>/rank_<r>.jsonl, else rollouts/step_<N>/rank_<r>.bin, else "
+    "rollouts/step_<N>/train/effective/traces.jsonl",
     columns=COLUMNS,
     alignment="the value at index i belongs to token_ids[i]. A sequence's first token has no logprob. null means "
-    "no logprob. The response begins at the first token in the loss mask",
-    pattern=_FILE,
+    "no logprob. The response begins at the first token in the loss mask. In traces.jsonl, each path through the nodes is "
+    "a sequence, logprobs belong to the tokens in a node's mask, and verifiers 0.4 rounds them to 4 decimals",
+    pattern="|".join(_KINDS),
     parts=_parts,
-    read=lambda reading: read_rows(reading, _prime_rows, at_once=64),
+    read=_read,
+    lacks={"train": "only token exports and traces.jsonl can have it. Set trainer.enable_token_export = true"},
 )
 
 

@@ -86,6 +86,7 @@ class RowImport:
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         self.lacks: Mapping[str, str] = {}
+        self.contracts: Mapping[str, Mapping[str, Any]] = {}
         self._where = path
 
     @property
@@ -112,7 +113,7 @@ class RowImport:
             raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Pass a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
-        self._recorder.add_contract(name, {**self._contract, **contract})
+        self._recorder.add_contract(name, {**self._contract, **self.contracts.get(name, {}), **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
         self._where = rows.file

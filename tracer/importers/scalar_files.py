@@ -38,11 +38,13 @@ def is_of_scalars(folder: DumpFolder) -> bool:
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
         return folder.is_file and name.endswith(_SUFFIXES)
-    try:  # JSON or Parquet whose first record holds only numbers
+    try:  # JSON or Parquet whose first record holds only numbers, or is NeMo-RL's
         nested: dict[str, None] = {}
-        _, _, values = next(rows_of(folder.path(folder.files[0]), [], nested), ("", None, {}))
+        _, step, values = next(rows_of(folder.path(folder.files[0]), [], nested), ("", None, {}))
     except ImportFailed:
         return False
+    if step is not None:
+        return True
     return bool(values) and not nested and all(isinstance(value, (int, float, NoneType)) for value in values.values())
 
 
@@ -121,7 +123,16 @@ def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
                     raise
                 notes.append(f"{where}: is incomplete and was not read")
                 return
-            yield where, None, as_object(record, where, _LINES)
+            values = as_object(record, where, _LINES)
+            yield where, _harness_step(values), values
+
+
+def _harness_step(values: Mapping[str, Any]) -> int | None:
+    """Return the batch in a line of NeMo-RL's gen_kl_harness_results.jsonl, which has no step (pull request 3531)."""
+    if "gen_kl_error" not in values or not isinstance(tag := values.get("tag"), str):
+        return None
+    found = re.fullmatch(r"batch(\d{1,18})", tag)
+    return int(found[1]) + 1 if found else None
 
 
 def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:

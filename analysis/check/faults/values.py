@@ -339,6 +339,8 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
     for side, precision in zip("ab", precisions(data), strict=True):
         numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
         following = commands.replay(data, "--logits-dtype bf16", "head")
+        if precision.is_stored:
+            continue
         if (dtype := precision.rounded) is not None:
             half = half_ulp(getattr(data, side), dtype)
             share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
