@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import wraps
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, get_args
@@ -34,12 +33,12 @@ from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
     InvalidQuery,
-    NotInstalled,
     TimTraceError,
     TimTraceWarning,
     of_system,
     speaking_options,
     tell_damage,
+    telling_missing,
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import ROLLOUT
@@ -156,18 +155,6 @@ _SUMMED_TOKENS = 1_000_000
 _QUIET = f"{__name__}.quiet"
 
 
-def _speaking(error: Exception) -> TimTraceError | None:
-    """Return the error as a TimTraceError, which users see as a message, or None if it is a bug."""
-    if isinstance(error, OSError | TimTraceError):
-        return error if isinstance(error, TimTraceError) else of_system(error)
-    name = str(getattr(error, "name", "")).partition(".")[0]
-    lacks = any(re.match(rf"{re.escape(name)}\b", each) for each in metadata.requires("tim-trace") or ())
-    return NotInstalled(f"{name} is not installed, so this installation can only record; {_WHOLE}") if lacks else None
-
-
-_WHOLE = "install tim-trace with its dependencies (pip install .), or open the trace on a machine that has them"
-
-
 class Commands(click.Group):
     """Groups commands in its help, and prints a TimTraceError as one line."""
 
@@ -188,11 +175,12 @@ class Commands(click.Group):
         if sys.stdout is None:  # closed by the parent process
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
-            with _plain_warnings(), speaking_options():
+            with _plain_warnings(), speaking_options(), telling_missing():
                 return super().invoke(ctx)
-        except (TimTraceError, OSError, ModuleNotFoundError) as error:
-            if isinstance(error, BrokenPipeError) or not (told := _speaking(error)):
-                raise
+        except BrokenPipeError:
+            raise
+        except (TimTraceError, OSError) as error:
+            told = error if isinstance(error, TimTraceError) else of_system(error)
             command = self.commands.get(ctx.invoked_subcommand or "")
             options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
             failure = _Failure(told, options, as_json="--json" in options and "--json" in arguments)

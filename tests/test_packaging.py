@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from builders import ROOT, run, tim_trace
+from tim_trace.schemas.errors import EXTRAS
 
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = CONFIGURATION["tool"]["setuptools"]
@@ -196,7 +197,11 @@ def recording_alone(program):
     of = {re.match(r"[\w-]+", each)[0] for each in CONFIGURATION["project"]["dependencies"]}
     missing = of - {re.match(r"[\w-]+", line)[0] for line in RECORDING if not line.startswith("#")}
     assert {"duckdb", "matplotlib", "scipy", "bokeh"} <= missing
-    return run(sys.executable, "-c", f"MISSING = {missing!r}{WITHOUT}{program}")
+    return run(sys.executable, "-c", without(missing, program))
+
+
+def without(missing, program):
+    return f"MISSING = {missing!r}{WITHOUT}{program}"
 
 
 def test_the_ranges_of_what_recording_needs_are_those_of_the_whole():
@@ -224,4 +229,41 @@ with Recorder({str(tmp_path / "trace")!r}, capture="logits") as recorder:
 def test_other_commands_say_what_is_missing(tmp_path):
     done = recording_alone("from tim_trace.cli import main\nmain(['stats', 'nowhere'])")
     assert done.code == 2
-    assert "duckdb is not installed, so this installation can only record" in done.stderr
+    assert (
+        "duckdb is not installed; pip install tim-trace, or, if this installation is only for recording" in done.stderr
+    )
+
+
+def test_every_library_of_an_extra_is_known_with_its_extra():
+    extras = CONFIGURATION["project"]["optional-dependencies"]
+    named = {re.match(r"[\w-]+", each)[0]: extra for extra in set(EXTRAS.values()) for each in extras[extra]}
+    assert named == EXTRAS
+
+
+NEED_TORCH = [("torch", verb) for verb in ("replay", "triangulate", "gradient", "locate")]
+
+
+@pytest.mark.parametrize(("missing", "words"), [*NEED_TORCH, ("transformers", "weights --attach 0 .")])
+def test_a_verb_that_needs_torch_names_the_extra_that_installs_it(tmp_path, missing, words):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    verb, *rest = words.split()
+    words = [verb, str(ROOT / "tests" / "data" / "trace-v2"), *rest]
+    done = run(
+        sys.executable, "-c", without({missing}, f"from tim_trace.cli import main\nmain({words!r})"), cwd=tmp_path
+    )
+    assert done.stderr == f"Error: {missing} is not installed; pip install 'tim-trace[replay]'\n"
+    assert done.code == 2
+
+
+def test_a_function_that_needs_torch_raises_what_names_the_extra():
+    program = """
+import tim_trace
+for name in ("replay", "triangulate", "gradient", "locate"):
+    try:
+        getattr(tim_trace, name)
+    except tim_trace.schemas.errors.NotInstalled as error:
+        print(error)
+"""
+    done = run(sys.executable, "-c", without({"torch"}, program))
+    assert done.stdout == "torch is not installed; pip install 'tim-trace[replay]'\n" * 4
