@@ -1,4 +1,5 @@
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -6,10 +7,14 @@ import sys
 import tomllib
 import zipfile
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from builders import ROOT, run, tim_trace
+from packaging.requirements import Requirement
+from tim_trace import __all__ as PUBLIC
+from tim_trace import cli
 from tim_trace.schemas.errors import EXTRAS
 
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -153,6 +158,56 @@ print(len(stats({str(trace)!r}, by="step")))
 """
     done = run(sys.executable, "-I", "-c", program, cwd=tmp_path)
     assert done.stdout == "2\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The Python of an environment that holds the wheel and what it requires: files of this one, so nothing is downloaded."""
+    home = tmp_path_factory.mktemp("environment")
+    assert run(sys.executable, "-m", "venv", "--without-pip", home).code == 0
+    (site,) = home.glob("lib/python*/site-packages")
+    for name in required():
+        tops = {Path(file.parts[0]) for file in metadata.files(name) if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(metadata.distribution(name).locate_file(top))
+    done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel)
+    assert done.code == 0, done.stderr
+    return home / "bin" / "python"
+
+
+def required():
+    """Every distribution that the base requires, also through others."""
+    found, waiting = set(), [*CONFIGURATION["project"]["dependencies"]]
+    while waiting:
+        one = Requirement(waiting.pop())
+        if one.name not in found and (one.marker is None or one.marker.evaluate({"extra": ""})):
+            found.add(one.name)
+            waiting.extend(metadata.requires(one.name) or ())
+    return found
+
+
+@pytest.mark.slow
+def test_every_verb_and_function_answers_from_the_wheel_or_names_what_is_missing(installed, tmp_path):
+    program = ROOT / "tests" / "programs" / "every_verb.py"
+    done = run(installed, program, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert done.code == 0, done.stderr
+    calls = [json.loads(line) for line in done.stdout.splitlines()]
+    words = {call["call"].removeprefix("tim_trace.").partition(" ")[0] for call in calls}
+    assert words >= cli.main.commands.keys() | {*PUBLIC} - {"Loss", "Recorder"}
+    torch = {"replay", "triangulate", "gradient", "locate"}
+    for call in calls:
+        name = call["call"].removeprefix("tim_trace.").partition(" ")[0]
+        if name in torch:
+            assert call["error"].endswith("torch is not installed; pip install 'tim-trace[replay]'"), call
+        elif name == "mcp":
+            assert "pip install 'tim-trace[mcp]'" in call["error"], call
+        elif call["code"] not in (0, 1):
+            assert name in ("weights", "export", "attach"), call
+            assert re.search("has no (weights|config.json)", call["error"]), call
+        else:
+            assert call["libraries"] is None or "matplotlib" not in call["libraries"], call
+    assert not next(call["libraries"] for call in calls if call["call"] == "--help")
 
 
 def test_nothing_in_the_repository_names_a_package_index_or_this_machine():
