@@ -26,7 +26,7 @@ import click
 
 from . import __version__, analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
-from .analysis.rows import MAIN_COLUMNS, Rows, printable, printable_lines, table, to_csv, to_json, to_text
+from .analysis.rows import MAIN_COLUMNS, Rows, printable, printable_lines, table, to_csv, to_json, to_text, wrapped
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
 from .schemas.errors import (
@@ -52,7 +52,7 @@ SECTIONS = {
         "example": "Write an example trace: a recorded GRPO run whose reward drops.",
         "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
-        "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
+        "diagnose": "Report if a run collapsed, and if its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
         "watch": "Watch a run and its first alerts while it is being recorded.",
         "replay": "Score recorded steps again under different numerics.",
@@ -423,8 +423,7 @@ def example_(path: str, force: bool) -> None:
     written = analysis.example(path, force=force)
     page = shlex.quote(f"{path.rstrip('/')}.html")
     _tell(
-        f"wrote {path}: a real GRPO run (TRL and vLLM, {written.num_steps} steps, {written.num_sequences:,} sequences) "
-        f"whose reward drops\nnext: tim-trace diagnose {shlex.quote(path)}\n"
+        f"wrote {path}: a real GRPO run of {written.num_steps} steps whose reward drops\nnext: tim-trace diagnose {shlex.quote(path)}\n"
         f"      tim-trace report {shlex.quote(path)} -o {page}"
     )
 
@@ -1129,7 +1128,7 @@ def report(
     if not any(paths):
         raise click.UsageError("choose what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
     made = _asked(analysis.report, list(traces), output=output, png=png, svg=svg, pdf=pdf, **options)
-    _say(_one_line(made.verdicts[0].headline))
+    _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
     for path in paths:
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")
