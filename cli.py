@@ -162,6 +162,9 @@ class Commands(click.Group):
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
+            value = (param.metavar or param.human_readable_name).lstrip("[")
+            if param.type is click.STRING and value.startswith(("RUN", "DIR", "FILE", "PATH")):
+                param.type = click.Path(readable=False)  # so that shells complete it
         cmd.params.append(
             click.Option(
                 ["-q", "--quiet"], is_flag=True, expose_value=False, help="Hide progress bars.",

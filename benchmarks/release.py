@@ -6,7 +6,6 @@ Builds what is committed. FOLDER, which must not exist, then takes 4 GB. Sizes a
 packed, and unpacked without bytecode.
 """
 
-import argparse
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -34,31 +34,22 @@ FINDING = 1
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("pythons", nargs="+", metavar="PYTHON")
-    arguments = parser.parse_args()
-    folder = arguments.folder.absolute()
+    _, folder, *pythons = sys.argv
+    folder = Path(folder).absolute()
     folder.mkdir(parents=True)
-    wheel = built(arguments.pythons[0], folder)
-    rows = [installed(python, folder / python.rpartition("/")[2], wheel) for python in arguments.pythons]
+    wheel = built(pythons[0], folder)
+    rows = [installed(python, folder / python.rpartition("/")[2], wheel) for python in pythons]
     *_, calls = rows[-1]
-    heads = (
-        "Python",
-        "pip install",
-        "again, from pip's cache",
-        *(f"`{words.split()[0]}`" for words in FIRST_TRY),
-        "calls",
-    )
+    heads = "Python | `pip install` | again, cached | `example` | `diagnose` | `report` | calls"
     write("install", heads, [(*row, outcome(calls)) for *row, calls in rows])
     base = wheels(folder / "base", wheel)
     extras = [(each, *size(wheels(folder / each, f"{wheel}[{each}]"), base)) for each in EXTRAS]
-    write("extras", ("extra", "packages", "download", "unpacked"), [("(none)", *size(base)), *extras])
-    record = wheels(folder / "record", "-r", RECORD, "--no-deps")
-    heads = ("training environment", "packages added", "download", "unpacked", "packages changed")
+    write("extras", "extra | packages | download | unpacked", [("(none)", *size(base)), *extras])
+    record = wheels(folder / "record", wheel, "-r", RECORD, "--no-deps")
+    heads = "environment | packages added | download | unpacked | packages changed"
     write("record", heads, [(f"`{training}`", *added(training, record)) for training in TRAINING])
-    write("libraries", ("libraries imported", "commands"), by_libraries(calls))
-    record_loop(folder, wheel, arguments.pythons[0])
+    write("libraries", "libraries imported | commands", by_libraries(calls))
+    record_loop(folder, wheel, pythons[0])
 
 
 def built(python, folder):
@@ -70,14 +61,9 @@ def built(python, folder):
     run(tools, "-m", "build", "--wheel", "--outdir", folder / "direct", folder / "source")
     run(tools, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir())
     (wheel,), (direct,) = ((folder / name).glob("*.whl") for name in ("dist", "direct"))
-    assert contents(wheel) == contents(direct)
+    first, second = ({(each.filename, each.CRC) for each in zipfile.ZipFile(one).infolist()} for one in (wheel, direct))
+    assert {name for name, _ in first ^ second} <= {f"{wheel.name.rsplit('-', 3)[0]}.dist-info/RECORD"}, first ^ second
     return wheel
-
-
-def contents(wheel):
-    """Return every file of a wheel with its checksum, except its own list of files, whose order may differ."""
-    with zipfile.ZipFile(wheel) as archive:
-        return {each.filename: each.CRC for each in archive.infolist() if not each.filename.endswith("/RECORD")}
 
 
 def venv(python, folder):
@@ -87,13 +73,12 @@ def venv(python, folder):
 
 def installed(python, folder, wheel):
     """Install a wheel twice, try it as README does, and run every verb; return the times and the calls."""
-    seconds = []
+    cache, seconds = {"PIP_CACHE_DIR": str(folder / "cache")}, []
     for attempt in ("first", "second"):
         here = venv(python, folder / attempt)
-        command = (here, "-m", "pip", "install", "--quiet", wheel)
-        seconds.append(f"{run(*command, env={'PIP_CACHE_DIR': str(folder / 'cache')})[1]:.0f} s")
+        seconds.append(run(here, "-m", "pip", "install", "--quiet", wheel, env=cache)[1])
     for words in FIRST_TRY:
-        seconds.append(f"{run(here.parent / 'tim-trace', *words.split(), cwd=folder, may_find=True)[1]:.1f} s")
+        seconds.append(run(here.parent / "tim-trace", *words.split(), cwd=folder, may_find=True)[1])
     lines, _ = run(here, ROOT / "tests" / "programs" / "every_verb.py", cwd=folder)
     version, _ = run(here, "-c", "import platform; print(platform.python_version())")
     return version.strip(), *seconds, [json.loads(line) for line in lines.splitlines()]
@@ -117,12 +102,9 @@ def wheels(folder, *what):
 def size(chosen, without=()):
     """Return the number of wheels, and their size packed and unpacked."""
     paths = [path for name, path in chosen.items() if name not in without]
+    packed = sum(path.stat().st_size for path in paths)
     unpacked = sum(each.file_size for path in paths for each in zipfile.ZipFile(path).infolist())
-    return str(len(paths)), megabytes(sum(path.stat().st_size for path in paths)), megabytes(unpacked)
-
-
-def megabytes(num_bytes):
-    return f"{num_bytes / 1e6:.0f} MB"
+    return str(len(paths)), f"{packed / 1e6:.0f} MB", f"{unpacked / 1e6:.0f} MB"
 
 
 def added(training, record):
@@ -157,17 +139,20 @@ def by_libraries(calls):
 
 
 def run(*command, cwd=None, env=None, may_find=False):
-    """Run a command without PYTHONPATH. Return what it prints and the seconds it took."""
+    """Run a command without PYTHONPATH. Return what it prints, and its wall and CPU time."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | (env or {})
-    begin = time.monotonic()
+    begin, used = time.monotonic(), getrusage(RUSAGE_CHILDREN)
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
     if done.returncode not in ((0, FINDING) if may_find else (0,)):
         raise SystemExit(f"{command} ended with {done.returncode}: {done.stdout}")
-    return done.stdout, time.monotonic() - begin
+    now = getrusage(RUSAGE_CHILDREN)
+    cpu_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return done.stdout, f"{time.monotonic() - begin:.1f} s ({cpu_s:.1f} s CPU)"
 
 
 def write(name, heads, rows):
     """Write a table between its markers on the page."""
+    heads = heads.split(" | ")
     lines = ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
