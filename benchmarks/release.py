@@ -26,7 +26,7 @@ LOOP_PAGE = ROOT / "docs" / "start" / "own-loop.md"
 PIP = (sys.executable, "-m", "pip")
 EXTRAS = ("mcp", "ray", "s3", "tensorboard", "wandb")
 """Extras without torch."""
-TRAINING = ("trl==1.16.*", "verl==0.9.1")
+TRAINING = ("trl==1.16.*", "verl==0.9.1", "torch transformers")
 LOOP = ("torch==2.13.0", "numpy", "transformers>=5.10,<5.20")
 """What the program of docs/start/own-loop.md needs."""
 FIRST_TRY = ("example runs/example", "diagnose runs/example", "report runs/example -o runs/example.html")
@@ -109,7 +109,7 @@ def size(chosen, without=()):
 
 def added(training, record):
     """Return what recording adds to an environment, and which of its packages it would change."""
-    report, _ = run(*PIP, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", training)
+    report, _ = run(*PIP, "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *training.split())
     found = [each["metadata"] for each in json.loads(report)["install"]]
     there = {canonicalize_name(each["name"]): each["version"] for each in found}
     wanted = [Requirement(line) for line in RECORD.read_text().splitlines() if not line.startswith("#")]
