@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import wraps
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO, get_args
@@ -39,6 +38,7 @@ from .analysis.rows import (
     to_csv,
     to_json,
     to_text,
+    wrapped,
 )
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
@@ -46,12 +46,12 @@ from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
     InvalidQuery,
-    NotInstalled,
     TimTraceError,
     TimTraceWarning,
     of_system,
     speaking_options,
     tell_damage,
+    telling_missing,
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
 from .schemas.passes import ROLLOUT
@@ -66,7 +66,7 @@ SECTIONS = {
         "example": "Write an example trace: a recorded GRPO run whose reward drops.",
         "record": "Run a command and record its trainer and vLLM engines.",
         "import": "Convert another tool's files to a trace.",
-        "diagnose": "Report whether a run collapsed, and whether its mismatch is normal.",
+        "diagnose": "Report if a run collapsed, and if its mismatch is normal.",
         "report": "Write everything known about a run to a single HTML page.",
         "watch": "Watch a run and its first alerts while it is being recorded.",
         "replay": "Score recorded steps again under different numerics.",
@@ -174,18 +174,6 @@ _SUMMED_TOKENS = 1_000_000
 _QUIET = f"{__name__}.quiet"
 
 
-def _speaking(error: Exception) -> TimTraceError | None:
-    """Return the error as a TimTraceError, which users see as a message, or None if it is a bug."""
-    if isinstance(error, OSError | TimTraceError):
-        return error if isinstance(error, TimTraceError) else of_system(error)
-    name = str(getattr(error, "name", "")).partition(".")[0]
-    lacks = any(re.match(rf"{re.escape(name)}\b", each) for each in metadata.requires("tim-trace") or ())
-    return NotInstalled(f"{name} is not installed, so this installation can only record; {_WHOLE}") if lacks else None
-
-
-_WHOLE = "install tim-trace with its dependencies (pip install .), or open the trace on a machine that has them"
-
-
 class Commands(click.Group):
     """Groups commands in its help, and prints a TimTraceError as one line."""
 
@@ -193,6 +181,9 @@ class Commands(click.Group):
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
+            value = (param.metavar or param.human_readable_name).lstrip("[")
+            if param.type is click.STRING and value.startswith(("RUN", "DIR", "FILE", "PATH")):
+                param.type = click.Path(readable=False)  # so that shells complete it
         cmd.params.append(
             click.Option(
                 ["-q", "--quiet"], is_flag=True, expose_value=False, help="Hide progress bars.",
@@ -206,15 +197,16 @@ class Commands(click.Group):
         if sys.stdout is None:  # closed by the parent process
             sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
         try:
-            with _plain_warnings(), speaking_options():
+            with _plain_warnings(), speaking_options(), telling_missing():
                 return super().invoke(ctx)
         except click.UsageError as error:
             if self._prints_json(ctx, arguments):
                 _print_error("UsageError", error.format_message())
             raise
-        except (TimTraceError, OSError, ModuleNotFoundError) as error:
-            if isinstance(error, BrokenPipeError) or not (told := _speaking(error)):
-                raise
+        except BrokenPipeError:
+            raise
+        except (TimTraceError, OSError) as error:
+            told = error if isinstance(error, TimTraceError) else of_system(error)
             command = self.commands.get(ctx.invoked_subcommand or "")
             options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
             failure = _Failure(told, options, as_json=self._prints_json(ctx, arguments))
@@ -456,8 +448,7 @@ def example_(path: str, force: bool) -> None:
     written = analysis.example(path, force=force)
     page = shlex.quote(f"{path.rstrip('/')}.html")
     _tell(
-        f"wrote {path}: a real GRPO run (TRL and vLLM, {written.num_steps} steps, {written.num_sequences:,} sequences) "
-        f"whose reward drops\nnext: tim-trace diagnose {shlex.quote(path)}\n"
+        f"wrote {path}: a real GRPO run of {written.num_steps} steps whose reward drops\nnext: tim-trace diagnose {shlex.quote(path)}\n"
         f"      tim-trace report {shlex.quote(path)} -o {page}"
     )
 
@@ -1172,7 +1163,7 @@ def report(
     if not any(paths):
         raise click.UsageError("choose what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
     made = _asked(analysis.report, list(traces), output=output, png=png, svg=svg, pdf=pdf, **options)
-    _say(_one_line(made.verdicts[0].headline))
+    _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
     for path in paths:
         if path is not None:
             _tell(f"wrote {path}{_size(path)}")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -140,6 +141,33 @@ class WrongType(TimTraceError, TypeError):
 
 class NotInstalled(TimTraceError, ImportError):
     """A required library is not installed."""
+
+
+EXTRAS = {
+    "mcp": "mcp", "peft": "lora", "ray": "ray", "s3fs": "s3", "tensorboard": "tensorboard", "torch": "replay",
+    "transformers": "replay", "wandb": "wandb",
+}  # fmt: skip
+"""Optional library -> the extra of tim-trace that installs it."""
+
+
+@contextmanager
+def telling_missing() -> Iterator[None]:
+    """Raise NotInstalled, with the command that installs it, if a library of tim-trace is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        if name in EXTRAS:
+            raise NotInstalled(f"{name} is not installed; pip install 'tim-trace[{EXTRAS[name]}]'") from error
+        from importlib import metadata  # a top-level import would cost every process milliseconds
+
+        required = [each for each in metadata.requires("tim-trace") or () if "extra ==" not in each]
+        if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):
+            raise
+        raise NotInstalled(
+            f"{name} is not installed; pip install tim-trace, or, if this installation is only for recording, open the "
+            "trace on a machine with the full one"
+        ) from error
 
 
 _WAYS_OUT = {

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from types import ModuleType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from .errors import WrongType
+from .errors import WrongType, telling_missing
 
 
 class LazyPackage(ModuleType):
@@ -26,7 +26,7 @@ class LazyPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in self._sources:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        with collector_paused():
+        with collector_paused(), telling_missing():
             value = checked(getattr(import_module(self._sources[name], self.__name__), name))
         setattr(self, name, value)
         return value
@@ -80,7 +80,8 @@ def checked(public: _Public) -> _Public:
         except TypeError:  # the call below raises the usual TypeError
             given = {}
         check_arguments(public, given)
-        return public(*args, **options)
+        with telling_missing():
+            return public(*args, **options)
 
     return cast(_Public, call)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
-from builders import ROOT, make_trace, run, tim_trace
+from builders import ROOT, TIM_TRACE, make_trace, run, tim_trace
 from dumps import make_samples, write_prime_rl
 from runs import train
 from shared import rest_slow
@@ -271,8 +271,28 @@ def test_help_begins_with_the_verbs_to_begin_with_and_has_a_line_a_verb():
     ]
     assert sorted(verbs) == sorted(TWINS)
     assert shown.index("getting started:") < shown.index("analyzing a run:") < shown.index("replaying in depth:")
+    assert not [line for line in shown[shown.index("getting started:") :] if line.startswith("   ")]
     assert len(shown) <= 45
     assert max(map(len, shown)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("di", "plain,diagnose"),
+        ("stats --b", "plain,--by"),
+        ("stats --by se", "plain,sequence"),
+        ("stats runs/ex", "file,runs/ex"),
+        ("compare one runs/ex", "file,runs/ex"),
+        ("import auto outp", "file,outp"),
+        ("report runs/example -o runs/ex", "file,runs/ex"),
+        ("attribute runs/example --control runs/ex", "file,runs/ex"),
+    ],
+)
+def test_a_shell_completes_commands_options_values_and_paths(words, completed):
+    typed = f"tim-trace {words}"
+    env = {"_TIM_TRACE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    assert run(TIM_TRACE, env=env).stdout.splitlines() == [completed]
 
 
 def options_of(name):

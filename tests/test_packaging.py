@@ -1,4 +1,5 @@
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -6,10 +7,15 @@ import sys
 import tomllib
 import zipfile
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from builders import ROOT, run, tim_trace
+from packaging.requirements import Requirement
+from tim_trace import __all__ as PUBLIC
+from tim_trace import cli
+from tim_trace.schemas.errors import EXTRAS
 
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = CONFIGURATION["tool"]["setuptools"]
@@ -157,6 +163,56 @@ print(len(stats({str(trace)!r}, by="step")))
     assert done.stdout == "2\n", done.stderr
 
 
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The Python of an environment that holds the wheel and what it requires: files of this one, so nothing is downloaded."""
+    home = tmp_path_factory.mktemp("environment")
+    assert run(sys.executable, "-m", "venv", "--without-pip", home).code == 0
+    (site,) = home.glob("lib/python*/site-packages")
+    for name in required():
+        tops = {Path(file.parts[0]) for file in metadata.files(name) if file.parts[0] not in ("..", "__pycache__")}
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(metadata.distribution(name).locate_file(top))
+    done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel)
+    assert done.code == 0, done.stderr
+    return home / "bin" / "python"
+
+
+def required():
+    """Every distribution that the base requires, also through others."""
+    found, waiting = set(), [*CONFIGURATION["project"]["dependencies"]]
+    while waiting:
+        one = Requirement(waiting.pop())
+        if one.name not in found and (one.marker is None or one.marker.evaluate({"extra": ""})):
+            found.add(one.name)
+            waiting.extend(metadata.requires(one.name) or ())
+    return found
+
+
+@pytest.mark.slow
+def test_every_verb_and_function_answers_from_the_wheel_or_names_what_is_missing(installed, tmp_path):
+    program = ROOT / "tests" / "programs" / "every_verb.py"
+    done = run(installed, program, cwd=tmp_path, env={"PYTHONPATH": ""})
+    assert done.code == 0, done.stderr
+    calls = [json.loads(line) for line in done.stdout.splitlines()]
+    words = {call["call"].removeprefix("tim_trace.").partition(" ")[0] for call in calls}
+    assert words >= cli.main.commands.keys() | {*PUBLIC} - {"Loss", "Recorder"}
+    torch = {"replay", "triangulate", "gradient", "locate"}
+    for call in calls:
+        name = call["call"].removeprefix("tim_trace.").partition(" ")[0]
+        if name in torch:
+            assert call["error"].endswith("torch is not installed; pip install 'tim-trace[replay]'"), call
+        elif name == "mcp":
+            assert "pip install 'tim-trace[mcp]'" in call["error"], call
+        elif call["code"] not in (0, 1):
+            assert name in ("weights", "export", "attach"), call
+            assert re.search("has no (weights|config.json)", call["error"]), call
+        else:
+            assert call["libraries"] is None or "matplotlib" not in call["libraries"], call
+    assert not next(call["libraries"] for call in calls if call["call"] == "--help")
+
+
 def test_nothing_in_the_repository_names_a_package_index_or_this_machine():
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -199,7 +255,11 @@ def recording_alone(program):
     of = {re.match(r"[\w-]+", each)[0] for each in CONFIGURATION["project"]["dependencies"]}
     missing = of - {re.match(r"[\w-]+", line)[0] for line in RECORDING if not line.startswith("#")}
     assert {"duckdb", "matplotlib", "scipy", "bokeh"} <= missing
-    return run(sys.executable, "-c", f"MISSING = {missing!r}{WITHOUT}{program}")
+    return run(sys.executable, "-c", without(missing, program))
+
+
+def without(missing, program):
+    return f"MISSING = {missing!r}{WITHOUT}{program}"
 
 
 def test_the_ranges_of_what_recording_needs_are_those_of_the_whole():
@@ -227,4 +287,41 @@ with Recorder({str(tmp_path / "trace")!r}, capture="logits") as recorder:
 def test_other_commands_say_what_is_missing(tmp_path):
     done = recording_alone("from tim_trace.cli import main\nmain(['stats', 'nowhere'])")
     assert done.code == 2
-    assert "duckdb is not installed, so this installation can only record" in done.stderr
+    assert (
+        "duckdb is not installed; pip install tim-trace, or, if this installation is only for recording" in done.stderr
+    )
+
+
+def test_every_library_of_an_extra_is_known_with_its_extra():
+    extras = CONFIGURATION["project"]["optional-dependencies"]
+    named = {re.match(r"[\w-]+", each)[0]: extra for extra in set(EXTRAS.values()) for each in extras[extra]}
+    assert named == EXTRAS
+
+
+NEED_TORCH = [("torch", verb) for verb in ("replay", "triangulate", "gradient", "locate")]
+
+
+@pytest.mark.parametrize(("missing", "words"), [*NEED_TORCH, ("transformers", "weights --attach 0 .")])
+def test_a_verb_that_needs_torch_names_the_extra_that_installs_it(tmp_path, missing, words):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    verb, *rest = words.split()
+    words = [verb, str(ROOT / "tests" / "data" / "trace-v2"), *rest]
+    done = run(
+        sys.executable, "-c", without({missing}, f"from tim_trace.cli import main\nmain({words!r})"), cwd=tmp_path
+    )
+    assert done.stderr == f"Error: {missing} is not installed; pip install 'tim-trace[replay]'\n"
+    assert done.code == 2
+
+
+def test_a_function_that_needs_torch_raises_what_names_the_extra():
+    program = """
+import tim_trace
+for name in ("replay", "triangulate", "gradient", "locate"):
+    try:
+        getattr(tim_trace, name)
+    except tim_trace.schemas.errors.NotInstalled as error:
+        print(error)
+"""
+    done = run(sys.executable, "-c", without({"torch"}, program))
+    assert done.stdout == "torch is not installed; pip install 'tim-trace[replay]'\n" * 4

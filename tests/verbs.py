@@ -3,8 +3,6 @@
 import re
 import sys
 
-from builders import in_process
-
 WORDS = {
     "example": "{new}",
     "record": "-o {new} -- {python} -c pass",
@@ -50,6 +48,8 @@ def answer(verb, *more, refuses=False, **places):
 
     `refuses`: whether it may say in one line, with exit code 2, that it cannot answer.
     """
+    from builders import in_process  # deferred: programs/every_verb.py runs where the tests' libraries are missing
+
     done = in_process([*words_of(verb, **places), *more])
     assert done.code in ({0, 1} if verb in FINDINGS else {0}) | ({2} if refuses else set()), done.stderr
     assert done.code != 2 or re.search(r"^Error: [^\n]+\n\Z", done.stderr, re.MULTILINE), done.stderr

@@ -15,7 +15,6 @@ from .. import __version__
 from ..schemas.errors import (
     ClusterFailed,
     InvalidOption,
-    NotInstalled,
     TimTraceError,
     TimTraceWarning,
     option,
@@ -132,10 +131,8 @@ def connected(address: str | None) -> Iterator[Any]:
         yield None
         return
     check_address(address)
-    try:
-        import ray
-    except ImportError as error:
-        raise NotInstalled("Ray is not installed; pip install 'tim-trace[ray]'") from error
+    import ray
+
     if ray.is_initialized():
         yield ray
         return

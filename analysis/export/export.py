@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...schemas.errors import InvalidOption, NotInstalled
+from ...schemas.errors import InvalidOption
 from ...schemas.layout import HYPERPARAMETER, METRICS, SEQUENCES
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.results import Result
@@ -101,13 +101,10 @@ def export_run(
 
 def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
     figures = step_figures(database, pair)
-    try:
-        if to == WANDB:
-            return write_wandb(folder, database.sources[0].run, read_hyperparameters(database), figures)
-        with whole_file(folder / EVENTS) as path:
-            return write_events(path, figures)
-    except ImportError as error:
-        raise NotInstalled(f"export to {to}: {to} is not installed; pip install {to}") from error
+    if to == WANDB:
+        return write_wandb(folder, database.sources[0].run, read_hyperparameters(database), figures)
+    with whole_file(folder / EVENTS) as path:
+        return write_events(path, figures)
 
 
 def exported_text(exported: Exported) -> str:

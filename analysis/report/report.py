@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, option
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
@@ -56,6 +56,12 @@ def report(
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
         raise InvalidOption("report: no trace given; pass at least one folder")
+    kind = os.path.splitext(output or "")[1][1:].lower()
+    if kind in ("png", "svg", "pdf"):
+        raise InvalidOption(
+            f"{output}: the page is HTML; write figures with {option(kind, 'FILE.pdf' if kind == 'pdf' else 'DIR')}",
+            option="output",
+        )
     pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
     files = [] if output is None else [local(output)]
     files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]

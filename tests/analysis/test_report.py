@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 import pickle
+import pty
 import re
 import shlex
 import subprocess
@@ -14,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tim_trace.analysis
-from builders import make_trace
+from builders import TIM_TRACE, make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
@@ -353,6 +355,25 @@ def test_the_command_says_the_verdict_and_where_the_file_is(run, tmp_path):
     assert done.stdout.strip() == report(run).verdicts[0].headline
     assert "report.html" in done.stderr
     assert command("report", run).code == 2
+
+
+@pytest.mark.slow
+def test_in_a_terminal_the_verdict_is_wrapped_at_its_width(run, tmp_path):
+    terminal, its_output = pty.openpty()
+    words = [TIM_TRACE, "report", run, "-o", tmp_path / "report.html"]
+    subprocess.run(words, stdout=its_output, stderr=subprocess.DEVNULL, env=os.environ | {"COLUMNS": "40"}, check=True)
+    os.close(its_output)
+    shown = os.read(terminal, 1 << 16).decode().replace("\r\n", "\n")
+    assert max(map(len, shown.splitlines())) <= 40
+    assert " ".join(shown.split()) == report(run).verdicts[0].headline
+
+
+@pytest.mark.parametrize("kind", ["png", "SVG", "pdf"])
+def test_a_page_is_not_written_under_the_name_of_a_figure(run, tmp_path, kind):
+    done = command("report", run, "-o", tmp_path / f"report.{kind}")
+    wanted = "FILE.pdf" if kind == "pdf" else "DIR"
+    assert f"report.{kind}: the page is HTML; write figures with --{kind.lower()} {wanted}" in done.stderr
+    assert (done.code, list(tmp_path.iterdir())) == (2, [])
 
 
 def test_a_large_run_is_read_in_part_and_says_so(run, monkeypatch):

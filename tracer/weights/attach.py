@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
+from ...schemas.errors import InvalidOption, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
 from ..hooks.models import described, tokenizer_identity
@@ -106,11 +106,9 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         raise WeightsMissing(
             f"{path}: contains an adapter; merge it (merge_and_unload) and save the model to another folder"
         )
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise NotInstalled("attaching weights requires torch and transformers: pip install transformers") from error
+    import torch
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
