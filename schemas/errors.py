@@ -165,8 +165,8 @@ def telling_missing() -> Iterator[None]:
         if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):
             raise
         raise NotInstalled(
-            f"{name} is not installed; pip install tim-trace, or, if this installation is only for recording, open the "
-            "trace on a machine with the full one"
+            f"{name} is not installed; pip install tim-trace, or open the trace on a machine with the full installation "
+            "(this one may be only for recording)"
         ) from error
 
 

@@ -288,7 +288,8 @@ def test_other_commands_say_what_is_missing(tmp_path):
     done = recording_alone("from tim_trace.cli import main\nmain(['stats', 'nowhere'])")
     assert done.code == 2
     assert (
-        "duckdb is not installed; pip install tim-trace, or, if this installation is only for recording" in done.stderr
+        "duckdb is not installed; pip install tim-trace, or open the trace on a machine with the full installation"
+        in done.stderr
     )
 
 
