@@ -14,12 +14,10 @@ def escaped(text: str) -> str:
     >>> escaped("a|b <i> max_abs_d @me")
     'a\\\\|b \\\\<i> max_abs_d @\\u2060me'
     """
-    line = re.sub(r"[\\`*\[\]<|~$&]|\b_+\B|\B_+\b", _backslashed, " ".join(printable(text).split()))
+    line = re.sub(
+        r"[\\`*\[\]<|~$&]|\b_+\B|\B_+\b", lambda found: "\\" + "\\".join(found[0]), " ".join(printable(text).split())
+    )
     return re.sub(r"[@#](?=\w)", "\\g<0>\u2060", line)  # a word joiner, which is invisible
-
-
-def _backslashed(found: re.Match[str]) -> str:
-    return "".join(f"\\{char}" for char in found[0])
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -31,6 +29,5 @@ def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
 
 
 def fenced(text: str) -> list[str]:
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
     return [f"{fence}sh", text, fence]

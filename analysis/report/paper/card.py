@@ -53,11 +53,10 @@ def card(made: Report) -> Figure:
         charts = _charts(made)
         room = (_MIDDLE if charts else _RIGHT) - _LEFT - _LABEL_WIDTH - 26
         for place, answer in enumerate(made.verdicts[0].answers):
-            top, colour = 214 + 80 * place, _COLOURS[answer.severity]
+            top, colour, x = 214 + 80 * place, _COLOURS[answer.severity], _LEFT + _LABEL_WIDTH
             write(_LABELS[answer.question], _LEFT, top + 2, 20, _LABEL_WIDTH, 1, color=_SOFT)
-            write(SIGNS[answer.severity], _LEFT + _LABEL_WIDTH, top, 22, 26, 1, color=colour, weight="bold")
-            ink = colour if answer.severity == BAD else _INK
-            write(answer.short, _LEFT + _LABEL_WIDTH + 26, top, 22, room, 3, color=ink)
+            write(SIGNS[answer.severity], x, top, 22, 26, 1, color=colour, weight="bold")
+            write(answer.short, x + 26, top, 22, room, 3, color=colour if answer.severity == BAD else _INK)
         note, marks = _marked(made, charts)
         for place, chart in enumerate(charts):
             box = _box(746, 232 + place * 372 / len(charts), _RIGHT - 746, 372 / len(charts) - 46)
@@ -125,8 +124,7 @@ def _marked(made: Report, charts: Sequence[LineChart]) -> tuple[str, list[tuple[
         low, high = fall.interval
         told = f"vertical line: {'learning stalls' if fall.kind == FLAT else 'collapse'} at step {fall.step}"
         return told, [(Mark(x=fall.step, low=low, high=high, text=""),)] * len(charts)
-    marks = [chart.marks for chart in charts]
-    return "vertical lines: changes" if any(marks) else "", marks
+    return "vertical lines: changes" if any(chart.marks for chart in charts) else "", [chart.marks for chart in charts]
 
 
 def _draw(axes: Axes, chart: LineChart, marks: Sequence[Mark], note: str | None) -> None:
