@@ -13,7 +13,7 @@
 # make fuzz    damage traces at random in 5,000 ways and judge what every verb says to that
 # make docs    write the generated parts of docs/ anew
 # make site    build docs/ as a searchable site in site/
-# make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew; demo-smollm2 if it was made
+# make outputs  run the commands whose output README.md and docs/ show on the demos, and write it anew, with the notebook; demo-smollm2 if it was made
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -133,8 +133,9 @@ site: $(VENV)/test-installed
 	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
 	test -s site/search/search_index.json && test -s site/llms.txt
 
-outputs: $(VENV)/demo-installed runs/demo/trace.json runs/demo-collapse/trace.json runs/gemma2/trace.json
+outputs: $(VENV)/test-installed runs/demo/trace.json runs/demo-collapse/trace.json runs/gemma2/trace.json
 	$(DEMO_THREADS) "$(BIN)/python" docs/outputs.py runs/demo runs/demo-collapse runs/gemma2 $(wildcard $(SMOLLM2))
+	PATH="$(BIN):$$PATH" "$(BIN)/jupyter-execute" --inplace examples/notebook.ipynb
 
 runs/gemma2/trace.json:
 	PATH="$(BIN):$$PATH" $(DEMO_THREADS) python benchmarks/location/softcap.py -o runs/gemma2

@@ -1135,6 +1135,8 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
+@click.option("--card", metavar="FILE.png", help="Image of 1200 x 630 pixels to write: verdict, mismatch, reward.")
+@click.option("--markdown", metavar="FILE.md|-", help="Markdown file to write for an issue or a chat (- prints it).")
 @click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
 @click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
 @click.option(
@@ -1151,21 +1153,27 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
-def report(
-    traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
-) -> None:
-    """Write everything known about a run to a single HTML page, or export it as figures for papers.
+def report(traces: Sequence[str], **options: Any) -> None:
+    """Write everything known about a run to a single HTML page, an image to post, Markdown, or figures for papers.
 
     The report covers the first RUN, and its charts also show the other runs. The page works offline and contains the
     verdict, series, mismatch, tokens and provenance, plus the query behind each figure.
     """
-    paths = (output, png, svg, pdf)
+    paths = [options[name] for name in ("output", "card", "markdown", "png", "svg", "pdf")]
     if not any(paths):
-        raise click.UsageError("choose what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
-    made = _asked(analysis.report, list(traces), output=output, png=png, svg=svg, pdf=pdf, **options)
-    _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
+        raise click.UsageError(
+            "choose what to write: -o FILE.html, --card FILE.png, --markdown FILE.md, --png DIR, --svg DIR or --pdf FILE.pdf"
+        )
+    is_printed = options["markdown"] == "-"
+    made = _asked(analysis.report, list(traces), **options | ({"markdown": None} if is_printed else {}))
+    if is_printed:
+        from .analysis.report.markdown import report_markdown
+
+        _print(report_markdown(made), nl=False)
+    else:
+        _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
     for path in paths:
-        if path is not None:
+        if path not in (None, "-"):
             _tell(f"wrote {path}{_size(path)}")
 
 

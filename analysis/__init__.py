@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .objective.objective import objective
     from .queries.catalogue import query
     from .query import sql
+    from .report.figures import figures
     from .report.report import report
     from .stats import stats
     from .triangulate import triangulate
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "gate",
+    "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "figures", "gate",
     "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -47,7 +48,7 @@ make_lazy(
         "attach": "..tracer.weights.attach", "attribute": ".attribution.attribute", "check": ".check.check",
         "compact": ".compact", "compare": ".comparison.compare", "connect": ".views",
         "corrections": ".corrections", "diagnose": ".diagnosis.diagnose", "dynamics": ".dynamics.dynamics", "example": ".example",
-        "export": ".weights", "export_run": ".export.export", "gate": ".gate.gate",
+        "export": ".weights", "export_run": ".export.export", "figures": ".report.figures", "gate": ".gate.gate",
         "gradient": "..replay.gradients.engine", "import_dump": "..tracer.importers.import_dump",
         "import_parquet": "..tracer.importers.neutral", "info": ".info", "locate": ".locate",
         "mcp": ".mcp_server", "objective": ".objective.objective", "query": ".queries.catalogue", "record": "..tracer.launch",

@@ -178,8 +178,12 @@ def test_a_value_of_a_wrong_type_is_an_answer_or_a_sentence(trace, verb, name, t
     for kind, value in WRONG.items():
         if (verb, name) in WRITES and kind in ("str", "path"):
             continue
-        if verb == "report" and kind in ("bool", "None", "str", "path") and name not in ("traces", "control", "pair"):
-            continue  # right values, with which it draws a page of a second or two
+        if (
+            verb in ("report", "figures")
+            and kind in ("bool", "None", "str", "path")
+            and name not in ("traces", "control", "pair")
+        ):
+            continue  # right values, with which it draws for a second or two
         try:
             found = function(**(given | {name: value}))
             next(found) if verb == "watch" else None

@@ -451,6 +451,101 @@ def test_in_the_frame_of_a_notebook_it_stays_in_its_frame(browser, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)], ids=["desk", "phone"])
+def test_runs_side_by_side_are_whole_in_the_window(opened, size):
+    shown = opened("two", size=size)
+    outside = """[...document.querySelectorAll('.sides tbody :is(th, td), .sides thead th')].filter((cell) => {
+        const box = cell.getBoundingClientRect();
+        return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth || cell.scrollWidth > cell.clientWidth);
+    }).length"""
+    assert shown.ask(outside) == 0
+    assert shown.ask("document.querySelectorAll('.sides tbody td').length") == 10
+    if size[0] == 390:
+        named = "getComputedStyle(document.querySelectorAll('.sides td')[4], '::before').content"
+        assert shown.ask(named) == '"Did the run collapse, and why?"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 12, 22, 29])
+def test_the_words_of_a_collapse_are_whole_in_a_phone_s_window(opened, step):
+    shown = opened(size=(390, 844), init=FALLEN.format(step=step))
+    box = shown.ask("document.querySelector('#fall span').getBoundingClientRect().toJSON()")
+    assert box["width"] > 100
+    assert box["left"] >= 0
+    assert box["right"] <= 390
+
+
+FALLEN = """
+document.addEventListener("DOMContentLoaded", () => document.querySelector(".stack").insertAdjacentHTML("beforeend",
+    `<div id="fall" data-low="{step}" data-high="{step}"><span>reward drops from step {step} (2 to 30)</span></div>`));
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)], ids=["desk", "phone"])
+def test_what_the_keyboard_reaches_is_in_sight_with_a_ring_and_its_note(opened, size):
+    shown = opened("two", size=size)
+    seen = 0
+    for _ in range(250):
+        shown.page.keyboard.press("Tab")
+        found = shown.ask(FOCUSED)
+        if found is None:
+            break
+        seen += 1
+        assert found["ring"], found
+        assert found["in_sight"], found
+        assert found["is_note_whole"], found
+    assert 100 < seen < 250
+
+
+FOCUSED = """(() => {
+    const one = document.activeElement;
+    if (one === document.body) return null;
+    const box = one.getBoundingClientRect(), style = getComputedStyle(one.closest(".plot") ?? one);
+    const x = (Math.max(box.left, 0) + Math.min(box.right, innerWidth)) / 2, y = Math.min(box.top + box.height / 2, innerHeight - 2);
+    const top = document.elementFromPoint(x, y), note = one.querySelector(".tip"), open = note?.getBoundingClientRect();
+    return {
+        what: one.outerHTML.slice(0, 80), ring: style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2,
+        in_sight: Boolean(top && (one.contains(top) || top.contains(one))),
+        is_note_whole: !note || (open.width > 0 && open.left >= 0 && open.right <= innerWidth && open.top >= 0 && open.bottom <= innerHeight),
+    };
+})()"""
+"""What has the focus: whether a ring surrounds it, nothing covers it, and its note is open inside the window."""
+
+
+@pytest.mark.slow
+def test_a_figure_s_values_are_read_with_the_arrow_keys(opened):
+    shown = opened()
+    for key in shown.ask("[...document.querySelectorAll('figure.chart:has(.plot)')].map((each) => each.dataset.key)"):
+        shown.ask(f"document.querySelector('#f-{key} summary').focus()")
+        shown.page.keyboard.press("Tab")
+        shown.page.keyboard.press("ArrowRight")
+        assert shown.ask(f"document.querySelector('#f-{key} output').textContent"), key
+    chosen = int(shown.ask("document.body.dataset.step"))
+    assert chosen == len(shown.ask("[...document.querySelectorAll('#run figure.chart')].map(() => 1)"))
+    shown.page.focus("#f-d-by-entropy summary")
+    shown.page.keyboard.press("Tab")
+    for _ in range(2):
+        shown.page.keyboard.press("ArrowRight")
+    shown.page.keyboard.press("ArrowLeft")
+    mean, rms = (shown.data("d-by-entropy", place) for place in (0, 1))
+    told = re.match(
+        r"([\d.e-]+): mean \|d\| ([\d.e-]+) nats, rms d ([\d.e-]+) nats", shown.ask("document.querySelector('#f-d-by-entropy output').textContent")
+    )  # fmt: skip
+    assert [float(value) for value in told.groups()] == pytest.approx(
+        [mean["x"][1], mean["y"][1], rms["y"][1]], rel=1e-3
+    )
+    shown.page.focus("#f-d-by-probability summary")
+    shown.page.keyboard.press("Tab")
+    shown.page.keyboard.press("ArrowLeft")
+    assert re.match(
+        r"0\.\d+: \d+ tokens, most at d = ",
+        shown.ask("document.querySelector('#f-d-by-probability output').textContent"),
+    )
+    assert shown.troubles == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one-pass", "empty"])
 def test_a_trace_that_cannot_say_much_says_that(opened, name):
     shown = opened(name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..alarms.reading import AlarmReadings
-from ..alarms.text import ALARM_FORM, alarm_sentence, fired, since, taken_over
+from ..alarms.text import ALARM_FORM, alarm_sentence, fired
 from ..attribution.attribution import MIN_PROBABILITY_OF_SUSPECT, Attribution, Evidence, SupposedCause, Suspect
 from ..attribution.text import WHOLE_FORM, evidence_sentence, later_clause, not_finite_clause, unsure_clause
 from ..check.check import CheckResult
@@ -16,6 +16,8 @@ from ..facts.series import FLAT, Fall
 from ..locate_text import location_sentence
 from ..location import Location
 from ..rows import Form, Rows, shown, to_text, wrapped
+from ..watch.screen import drawn_text
+from ..watch.view import alarm_count, alarm_table
 from .diagnosis import BrokenSide, Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
 
 
@@ -142,7 +144,7 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
         *([_titled("IS IT VALID?", checked_text(found.checked, width))] if found.checked else []),
         _titled("WHICH PRECISION?", wrapped(numerics_text(found.numerics), "", width)),
         _titled("IS IT NORMAL?", to_text(_figures(found), width)),
-        _titled("WHICH ALERTS FIRED?", to_text(_alarms(found), width)),
+        _titled("WHICH ALERTS FIRED?", _alarms(found, width)),
     ]
     if found.replays:
         parts.append(_titled("WHAT DO THE REPLAYS SHOW?", to_text(_replays(found), width)))
@@ -258,17 +260,9 @@ def _figures(found: Diagnosis) -> Rows:
     )  # fmt: skip
 
 
-def _alarms(found: Diagnosis) -> Rows:
-    return Rows(
-        ("alert", "this trace", "over", "level", "who", "definition", "meaning", "when"),
-        [
-            (
-                "FIRED" if each.is_raised else "ok", each.own, taken_over(each), each.alarm.condition, each.alarm.who,
-                each.alarm.definition, each.alarm.summary, since(each),
-            )
-            for each in (*found.alarms.raised, *(one for one in found.alarms.judged if not one.is_raised))
-        ],
-    )  # fmt: skip
+def _alarms(found: Diagnosis, width: int | None) -> str:
+    lines = drawn_text(alarm_table(found.alarms.raised), width).splitlines()
+    return "\n".join([alarm_count(found.alarms), *map(str.rstrip, lines)])
 
 
 def _replays(found: Diagnosis) -> Rows:

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
+from ..markdown import escaped, table_lines
 from ..report.targets import explained, local
 from ..rows import printable, table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
@@ -167,16 +167,12 @@ def summary_markdown(gated: Gated, trace: str) -> str:
     failures = sum(verdict.fails for verdict in gated.verdicts)
     count = len(gated.verdicts)
     title = f"{failures} of {count} conditions failed" if failures else f"{count} of {count} conditions passed"
-    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(verdict) for verdict in gated.verdicts)]
-    lines = [f"### tim-trace gate {_plain(trace)}: {title}", "", *(f"| {' | '.join(row)} |" for row in rows)]
+    rows = table_lines(_COLUMNS, [_row(verdict) for verdict in gated.verdicts])
+    lines = [f"### tim-trace gate {escaped(trace)}: {title}", "", *rows]
     return "\n".join(lines) + "\n\n"
 
 
 def _row(verdict: Verdict) -> list[str]:
     interval = "" if verdict.low is None or verdict.high is None else f"{verdict.low:.6g} to {verdict.high:.6g}"
     told = f"**{verdict.verdict}**" if verdict.fails else verdict.verdict
-    return [_plain(verdict.condition), told, f"{verdict.value:.6g}", interval, _plain(verdict.how)]
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"[\\`*_{}\[\]<>()#+!|~&]", lambda found: f"&#{ord(found[0])};", " ".join(printable(text).split()))
+    return [escaped(verdict.condition), told, f"{verdict.value:.6g}", interval, escaped(verdict.how)]

@@ -17,6 +17,7 @@ from .commands import command
 from .subject import Subject
 
 GOOD, NOTICE, BAD, OPEN = "good", "notice", "bad", "open"
+SIGNS = {GOOD: "\u2713", NOTICE: "!", BAD: "\u2715", OPEN: "?"}
 
 _EFFECTS = {
     "undecided": "bias not measurable",

@@ -1,4 +1,4 @@
-"""Report on one or several runs: every analysis, as an HTML page or as figures for papers."""
+"""Report on one or several runs: every analysis, as an HTML page, a card, Markdown or figures for papers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ...tracer.whole_file import whole_file
 from ..trace.columns import parse_pair
 from ..trace.source import Traces
 from .contents import Report, report_of
+from .markdown import report_markdown
 from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse
 
@@ -25,6 +26,8 @@ def report(
     traces: Traces,
     *,
     output: str | os.PathLike[str] | None = None,
+    card: str | os.PathLike[str] | None = None,
+    markdown: str | os.PathLike[str] | None = None,
     png: str | os.PathLike[str] | None = None,
     svg: str | os.PathLike[str] | None = None,
     pdf: str | os.PathLike[str] | None = None,
@@ -37,7 +40,7 @@ def report(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known about a run to a single HTML page, or export it as figures for papers.
+    """Write everything known about a run to a single HTML page, an image to post, Markdown, or figures for papers.
 
     The report is about the first trace. Its charts show the other traces for comparison. For `pair` a:b, d = logprob(a)
     - logprob(b) in nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80,
@@ -45,17 +48,15 @@ def report(
     is the HTML file to write. An existing file is replaced only with `force`. A notebook displays the page, and
     printing the report prints the verdict.
 
-    `png` and `svg` are folders for one image and one CSV file per figure. `pdf` is either a file (NAME.pdf) with one
-    page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure. `width` is in
+    `card` is a PNG file of 1200 x 630 pixels with the headline, the five answers, the mismatch and the reward.
+    `markdown` is a file for an issue or a chat (`-` prints it): the headline, the answers, the next commands and the
+    series. `png` and `svg` are folders for one image and one CSV file per figure. `pdf` is either a file (NAME.pdf) with
+    one page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure. `width` is in
     inches, or a name that sets column and text width: column (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee,
     jmlr, nature or neurips. `font` must be installed. `title` adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    names = parse_pair(pair)
-    given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
-    if not given:
-        raise InvalidOption("report: no trace given; pass at least one folder")
     kind = os.path.splitext(output or "")[1][1:].lower()
     if kind in ("png", "svg", "pdf"):
         raise InvalidOption(
@@ -63,26 +64,54 @@ def report(
             option="output",
         )
     pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
-    files = [] if output is None else [local(output)]
+    is_printed = markdown is not None and os.fspath(markdown) == "-"
+    if card is not None and os.path.splitext(card)[1].lower() != ".png":
+        raise InvalidOption(
+            f"got {os.fspath(card)!r}; the card is a PNG file, so pass a name that ends in .png", option="card"
+        )
+    files = [local(path) for path in (output, card, None if is_printed else markdown) if path is not None]
     files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]
     refuse(files, force)
     if pictures:
         from .paper.figure import paper_style  # deferred: importing matplotlib takes a second
 
         style = paper_style(width, font, title)
+    made = analyzed(traces, control=control, pair=pair, steps=steps, progress=progress)
+    if output is not None:
+        from .page.page import page  # deferred: importing Bokeh takes a second
+
+        _write_text(output, page(made))
+    if card is not None:
+        from .paper.card import write_card
+
+        write_card(made, card)
+    if is_printed:
+        print(report_markdown(made), end="")
+    elif markdown is not None:
+        _write_text(markdown, report_markdown(made))
+    if pictures:
+        _write_figures(made, pictures, style, force)
+    return made
+
+
+def analyzed(
+    traces: Traces, *, control: str | os.PathLike[str] | None, pair: str, steps: str, progress: Progress
+) -> Report:
+    """Run every analysis, and write nothing. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
+    names = parse_pair(pair)
+    given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
+    if not given:
+        raise InvalidOption("report: no trace given; pass at least one folder")
     subjects: list[Subject] = []
     with progress("analyzing runs", NUM_QUESTIONS * len(given)) as advance:
         for trace, name in zip(given, _names([os.fspath(trace) for trace in given]), strict=True):
             subjects.append(read_subject(trace, names, name, None if subjects else control, steps, advance))
-    made = report_of(tuple(subjects))
-    if output is not None:
-        from .page.page import page  # deferred: importing Bokeh takes a second
+    return report_of(tuple(subjects))
 
-        with explained(output), whole_file(local(output)) as path:
-            path.write_text(page(made), encoding="utf-8", errors="replace")
-    if pictures:
-        _write_figures(made, pictures, style, force)
-    return made
+
+def _write_text(place: str | os.PathLike[str], text: str) -> None:
+    with explained(place), whole_file(local(place)) as path:
+        path.write_text(text, encoding="utf-8", errors="replace")
 
 
 def _is_file(kind: str, place: str | os.PathLike[str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from .view import WatchedView
@@ -50,9 +50,14 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
 
 
 def watched_text(seen: Watched) -> str:
-    console = Console(file=io.StringIO(), highlight=False, width=_PIPE_WIDTH)
+    return drawn_text(WatchedView(seen))
+
+
+def drawn_text(drawn: RenderableType, width: int | None = None) -> str:
+    """Render to plain text, without colours."""
+    console = Console(file=io.StringIO(), highlight=False, width=width or _PIPE_WIDTH)
     with console.capture() as captured:
-        console.print(WatchedView(seen), crop=False)
+        console.print(drawn, crop=False)
     return captured.get()
 
 

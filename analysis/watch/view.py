@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..alarms.reading import AlarmReading, AlarmReadings
 from ..alarms.text import fired, value_text
 from ..facts.series import Series
 from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
@@ -117,17 +118,8 @@ class WatchedView:
         judged, raised = seen.alarms.judged, seen.alarms.raised
         if not judged:
             return None
-        still = sum(reading.still for reading in raised)
-        count = fired(len(raised), len(judged)) + (f", {still} still firing" if raised else "")
-        title = self._title("FIRST ALERTS", count)
-        table = _table(3)
-        for reading in raised[:num_rows]:
-            alarm = reading.alarm
-            value = "" if reading.own is None else f" ({value_text(reading, _number)})"
-            until = Text("still", _BAD) if reading.still else Text(f"to {reading.last_step}", _DIM)
-            line = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.summary}; {alarm.definition}"
-            table.add_row(Text(str(reading.first_step), _TITLE), until, self._row(line))
-        return Group(title, table, *self._more(len(raised) - num_rows))
+        title = self._title("FIRST ALERTS", alarm_count(seen.alarms))
+        return Group(title, alarm_table(raised[:num_rows], self._row), *self._more(len(raised) - num_rows))
 
     def _changes(self, num_rows: int) -> RenderableType | None:
         moved = self.seen.moved
@@ -196,6 +188,23 @@ class WatchedView:
         # The command is never wrapped, so that it can be copied as one line.
         command = self._text(f"tim-trace {verb} {shlex.quote(seen.trace)}", _TITLE, no_wrap=True, overflow="ignore")
         return Group(self._text(f"{ended}. Next:"), command)
+
+
+def alarm_count(alarms: AlarmReadings) -> str:
+    still = sum(reading.still for reading in alarms.raised)
+    return fired(len(alarms.raised), len(alarms.judged)) + (f", {still} still firing" if alarms.raised else "")
+
+
+def alarm_table(raised: Sequence[AlarmReading], row: Callable[[str], Text] = Text) -> Table:
+    """Return one row per alert: its first step, its last step or `still`, and the level with its source."""
+    table = _table(3)
+    for reading in raised:
+        alarm = reading.alarm
+        value = "" if reading.own is None else f" ({value_text(reading, _number)})"
+        until = Text("still", _BAD) if reading.still else Text(f"to {reading.last_step}", _DIM)
+        line = f"{alarm.who}: {alarm.metric} {alarm.condition}{value}: {alarm.summary}; {alarm.definition}"
+        table.add_row(Text(str(reading.first_step), _TITLE), until, row(line))
+    return table
 
 
 class _Course:

@@ -155,6 +155,17 @@ def test_the_command_tells_it_and_its_exit_code(tmp_path):
     assert told.json()["metrics"]["rms_d"] > 0.01
 
 
+def test_verbose_shows_the_alerts_as_watch_does(tmp_path):
+    trace = HOT.write(tmp_path / "hot")
+    watched = [line.rstrip() for line in tim_trace("watch", trace, "--once").stdout.splitlines()]
+    title = next(place for place, line in enumerate(watched) if line.startswith("FIRST ALERTS"))
+    rows = watched[title + 1 : watched.index("", title)]
+    assert len(rows) > 3
+    verbose = tim_trace("diagnose", trace, "--verbose").stdout
+    count = watched[title].removeprefix("FIRST ALERTS  ")
+    assert "\n".join(["WHICH ALERTS FIRED?", "", count, *rows, ""]) in verbose
+
+
 def test_nothing_to_compare_is_said(tmp_path):
     with Recorder(tmp_path / "trace") as recorder:
         recorder.add_sequences(step=1, response_ids=[[1]])

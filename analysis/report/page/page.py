@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 
 from ...dynamics.text import summary_sentences
 from ...token_samples.token_samples import TokenSample
-from ..answers import QUESTIONS
+from ..answers import QUESTIONS, SIGNS
 from ..chart import COLOURS, LineChart
 from ..contents import Report
 from ..mismatch_charts import grouped
@@ -46,6 +46,7 @@ def page(report: Report) -> str:
             colours=COLOURS,
             series=SERIES,
             questions={code: question for code, (question, *_) in QUESTIONS.items()},
+            signs=SIGNS,
             names=_names(report.run),
             theme=THEME,
             groups=grouped(report.mismatch),

@@ -124,6 +124,36 @@ const timTrace = (() => {
     $("#hovered").textContent = `step ${step}`;
   }
 
+  // Arrow keys read out a focused figure: the series by step, the other figures point by point.
+  function readFigure(event) {
+    const box = event.target.closest(".plot")?.closest("figure.chart"), move = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    const plot = move && state.views[box?.dataset.key]?.model;
+    if (!plot) return;
+    event.preventDefault();
+    const next = (at, length) => Math.max(0, Math.min(length - 1, at + move));
+    if (box.closest("#run")) return choose(state.axis[next(state.step === null ? -1 : state.axis.indexOf(state.step), state.axis.length)]);
+    const points = pointsOf(plot, box.dataset), at = next(Number(box.dataset.at ?? -1), points.length);
+    box.dataset.at = at;
+    $("output", box).textContent = points[at];
+    $("figcaption", box).scrollIntoView({block: "nearest"});
+  }
+
+  function pointsOf(plot, {key, unit}) {
+    const points = new Map();
+    const add = (x, text) => points.set(x, [...points.get(x) ?? [], text]);
+    for (let i = 0, held; (held = found(plot, `${key}/${i}`)); i++) {
+      const {x, y, value, counts} = held.data, name = plot.renderers.find((each) => each.data_source === held).name;
+      if (value) Array.from(value, (each, j) => add(held.data.name[j], `${name} ${number(each)}`));
+      else if (x) Array.from(x, (each, j) => add(number(each), `${name} ${number(y[j])} ${unit}`));
+      else for (let j = 0, [rows, columns] = counts[0].shape; j < columns; j++) {
+        const column = Array.from({length: rows}, (_, row) => counts[0][row * columns + j]), most = column.indexOf(Math.max(...column));
+        const middle = ({start, end}, part) => number(start + part * (end - start), 3);
+        add(middle(plot.x_range, (j + .5) / columns), `${column.reduce((sum, each) => sum + each)} tokens, most at d = ${middle(plot.y_range, (most + .5) / rows)} nats`);
+      }
+    }
+    return [...points].map(([x, texts]) => `${x}: ${texts.join(", ")}`);
+  }
+
   const nearest = (steps, x) => steps.reduce((best, step) => Math.abs(step - x) < Math.abs(best - x) ? step : best, steps[0]);
 
   // Step markers are overlays, so that no figure has to be redrawn.
@@ -143,7 +173,8 @@ const timTrace = (() => {
     fall.style.display = from <= to ? "block" : "none";
     fall.style.left = `${left + view.frame.x_scale.compute(from)}px`;
     fall.style.width = `${Math.max(2, view.frame.x_scale.compute(to) - view.frame.x_scale.compute(from))}px`;
-    fall.classList.toggle("right", from > (range.start + range.end) / 2);
+    const label = fall.firstElementChild, room = $(".stack").clientWidth - fall.offsetLeft - label.offsetWidth;
+    label.style.left = `${Math.max(-fall.offsetLeft, Math.min(0, room))}px`;
   }
 
   let waiting = null;
@@ -372,13 +403,15 @@ const timTrace = (() => {
     setTimeout(() => { button.textContent = said; }, 1200);
   }
 
-  // Notes open at their word, shifted left if they would leave the window.
+  // Notes open below their word, shifted left or placed above it if they would leave the window.
   function within(term) {
     const tip = term && $(".tip", term);
     if (!tip) return;
     tip.style.left = "0px";
+    tip.style.top = "";
     const box = tip.getBoundingClientRect(), over = box.right - (document.documentElement.clientWidth - 8);
     if (over > 0) tip.style.left = `${-Math.min(over, box.left - 8)}px`;
+    if (box.bottom > innerHeight && box.height < term.getBoundingClientRect().top) tip.style.top = `${-box.height - 3}px`;
   }
 
   // Sticky elements need the height of the header.
@@ -402,6 +435,7 @@ const timTrace = (() => {
 
   function listen() {
     for (const name of ["mouseover", "focusin"]) document.addEventListener(name, (event) => within(event.target.closest?.(".term, .noted")));
+    document.addEventListener("keydown", readFigure, true);
     window.addEventListener("resize", header);
     header();
     document.addEventListener("click", (event) => {

@@ -96,15 +96,15 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
+    return one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 
 def wrapped(text: str, width: int, most_lines: int = 3) -> str:
-    lines = textwrap.wrap(_one_line(text, width * most_lines), width)
+    lines = textwrap.wrap(one_line(text, width * most_lines), width)
     return "\n".join(lines[:most_lines]).replace("$", r"\$")
 
 
-def _one_line(text: str, most: int) -> str:
+def one_line(text: str, most: int) -> str:
     shown = "".join(
         each if ord(each) in _glyphs() and each.isprintable() else each.encode("unicode_escape").decode()
         for each in " ".join(text.split())
@@ -153,7 +153,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
     handles: dict[str, Any] = {}
     panels = figure.subplots(len(one.charts), 1, sharex=True, squeeze=False)[:, 0]
     for axes, chart in zip(panels, one.charts, strict=True):
-        handles |= _draw_lines(axes, chart, places)
+        handles |= draw_lines(axes, chart, places)
         set_ticks(axes.xaxis, integer=True)
         set_ticks(axes.yaxis, most=4)
         label = wrapped(chart.title, 22, 2) + (f"\n{plain(chart.unit, 22)}" if chart.unit else "")
@@ -164,7 +164,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
     return figure
 
 
-def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
+def draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
     # Without a positive value, a logarithmic axis has no limits.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
@@ -243,7 +243,7 @@ def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
 
 
 _KINDS: dict[type[Chart], tuple[float, Any]] = {
-    LineChart: (2.1, _draw_lines), Heatmap: (2.7, _draw_heatmap), BarChart: (0.75, _draw_bars),
+    LineChart: (2.1, draw_lines), Heatmap: (2.7, _draw_heatmap), BarChart: (0.75, _draw_bars),
 }  # fmt: skip
 
 

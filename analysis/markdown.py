@@ -1,0 +1,33 @@
+"""Markdown for pages that people paste into issues and chats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .rows import printable
+
+
+def escaped(text: str) -> str:
+    """Return text as one line that GitHub shows as it is: no markup, and no mention of a person or an issue.
+
+    >>> escaped("a|b <i> max_abs_d @me")
+    'a\\\\|b \\\\<i> max_abs_d @\\u2060me'
+    """
+    line = re.sub(
+        r"[\\`*\[\]<|~$&]|\b_+\B|\B_+\b", lambda found: "\\" + "\\".join(found[0]), " ".join(printable(text).split())
+    )
+    return re.sub(r"[@#](?=\w)", "\\g<0>\u2060", line)  # a word joiner, which is invisible
+
+
+def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table, aligned so that it is readable as plain text too. Cells must be escaped."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths[-1] = 3  # nothing to its right needs alignment
+    lines = [head, ["-" * width for width in widths], *rows]
+    return [f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines]
+
+
+def fenced(text: str) -> list[str]:
+    fence = "`" * max([3, *(len(found) + 1 for found in re.findall("`+", text))])
+    return [f"{fence}sh", text, fence]
