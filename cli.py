@@ -515,7 +515,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 """)
 @main.command("import")
 @click.argument("format", metavar="FORMAT")
-@click.argument("path")
+@click.argument("path", nargs=-1, required=True, metavar="PATH...")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
 @click.option(
     "--map", multiple=True, metavar="THEIRS=OURS",
@@ -531,10 +531,10 @@ tim-trace import auto outputs/token_exports -o runs/mine
 )
 @click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
-def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
+def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-lm, vllm, sglang, trl, areal, open-instruct,
     torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B).
     docs/reference/import-formats.md lists the files that each one reads. Importing a folder again is incremental. No
     code in the files is executed.

@@ -13,6 +13,7 @@ from .columns import ROWS_AT_ONCE, explained
 from .fields import Fields, Values
 from .format import DumpFolder, Format, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
+from .megatron import MEGATRON
 from .metrics import SCALARS
 from .miles import MILES
 from .responses import SGLANG, VLLM
@@ -217,7 +218,7 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
         SCALARS,
     )
 }  # fmt: skip

@@ -1,29 +1,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ...schemas.checksums import SealedFile
 from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
-from ..store import Store
-from .columns import Selection, check_sample, listed_names
+from ..store import Store, too_large
+from .columns import RowBatch, Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
+from .kinds import Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import import_parquet
-from .row_import import Imported, RowImport, open_import
+from .row_import import KINDS, Imported, RowImport, open_import
+from .shared_rows import PROMPT_LOGPROBS, TOKENS, SharedRows, pass_names
+from .textfiles import TIMES_AS_JSON
 
 AUTO, PARQUET = "auto", "parquet"
 
 
 def import_dump(
     format: str,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     output: str | os.PathLike[str],
     map: Mapping[str, str] | None = None,
@@ -36,7 +40,8 @@ def import_dump(
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
-    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
+    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Several paths hold the values of
+    several engines for the same prompts: each becomes a pass, and sequences are matched by prompt. `map` maps field names in the
     files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
     the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed in the result.
     To add them later, import again. To read as much of them as possible now, set `partial`.
@@ -52,6 +57,8 @@ def import_dump(
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
     if folder is None or format in (PARQUET, SCALARS.name):
+        if not isinstance(path, (str, os.PathLike)):
+            raise ImportFailed(f"the {format} format reads one path, got {len(path)}. Pass a folder or a pattern")
         if partial:
             raise ImportFailed(
                 f"does not apply to the {format} format, which has no incomplete steps. Remove this option",
@@ -77,6 +84,12 @@ def import_dump(
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
         parts = before.new(folder, parts)
+    named = chosen.passes(folder) if chosen.passes else {name: (label, {}) for name, label in folder.passes.items()}
+    if named and before is not None and parts:
+        raise ImportFailed(
+            f"{output}: files were added since it was imported, and their sequences are matched when all are read. "
+            "Replace the trace with --force"
+        )
     if not parts:
         if before is None:
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
@@ -86,13 +99,15 @@ def import_dump(
             output, chosen.name, folder.url, selection, ordered=_are_ordered(chosen, parts), grows=before is not None,
             force=force,
         ) as rows:  # fmt: skip
-            seen = _add_parts(chosen, folder, parts, columns, rows, before, partial=partial, progress=progress)
+            seen = _add_parts(chosen, folder, parts, columns, rows, before, named, partial=partial, progress=progress)
             if before is None:
                 rows.check_any()
             unread = [name for name, ours in given.items() if ours and name not in seen]
             if unread:
                 raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
             lacks = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **chosen.lacks}
+            if named and rows.scored:
+                del lacks[ROLLOUT]
             rows.lacks = {name: note for name, note in lacks.items() if before is None or name not in before.passes}
             rows.state.import_options = options
         result = rows.result
@@ -117,22 +132,36 @@ def _are_ordered(format: Format, parts: list[Part]) -> bool:
 
 def _add_parts(
     format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
-    before: _Before | None, *, partial: bool, progress: Progress,
+    before: _Before | None, named: Mapping[str, tuple[str, Mapping[str, Any]]], *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
     seen: set[str] = set()
+    shared = SharedRows()
+    if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
+        raise ImportFailed(f"{folder.url}: {said}, and all files are matched together. Import fewer of them at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
             reading = Reading(folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial)
             for batch in format.batches(reading):
-                names = {name: name for name in batch.columns}
-                passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
-                rows.add_rows(batch, names, passes)
+                if named:
+                    shared.add(batch, named[part.files[0]][0])
+                else:
+                    _add(rows, batch)
+            rows.result.notes += tuple(f"skipped {name}: it has no logprobs" for name in reading.without_values)
             for name in part.files:
                 lines = reading.last_line.get(name) if format.lines else None
                 rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
             advance(folder.num_bytes(part.files))
+    contracts = dict(named.values())
+    rows.contracts = contracts | {name: contracts[of] for name, of in shared.repeated.items()}
+    for batch in shared.batches(folder.url):
+        _add(rows, batch, KINDS | {"response_ids": TOKENS})
     return seen
+
+
+def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = KINDS) -> None:
+    names = {name: name for name in batch.columns if name != PROMPT_LOGPROBS}
+    rows.add_rows(batch, names, {name: name.removesuffix(LOGPROBS) for name in names if name.endswith(LOGPROBS)}, kinds)
 
 
 _NO_LOGPROBS = "the files have no logprobs for this pass"
@@ -205,7 +234,16 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
+def _dump_folder(
+    format: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+) -> DumpFolder | None:
+    if not isinstance(path, (str, os.PathLike)):
+        paths = [os.fspath(each) for each in path]
+        if not paths:
+            raise ImportFailed("no path was given. Pass a file or a folder")
+        if len(paths) > 1:
+            return None if format == PARQUET else DumpFolder.of_paths(paths, pass_names(paths))
+        path = paths[0]
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)

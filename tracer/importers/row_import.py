@@ -86,6 +86,8 @@ class RowImport:
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         self.lacks: Mapping[str, str] = {}
+        self.contracts: Mapping[str, Mapping[str, Any]] = {}
+        """Settings of each pass, if known."""
         self._where = path
 
     @property
@@ -114,10 +116,12 @@ class RowImport:
     def add_pass(self, name: str, **contract: Any) -> None:
         self._recorder.add_contract(name, {**self._contract, **contract})
 
-    def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
+    def add_rows(
+        self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str], kinds: Mapping[str, Kind] = KINDS
+    ) -> None:
         self._where = rows.file
         self._writer.check(rows.file)
-        columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
+        columns = Columns.of(rows, names, {ours: kinds.get(ours, VALUES) for ours in names.values()})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
             raise ImportFailed(
@@ -132,7 +136,7 @@ class RowImport:
         for name in passes.values():
             if name not in self.result.passes:
                 self.result.passes += (name,)
-                self.add_pass(name)
+                self.add_pass(name, **self.contracts.get(name, {}))
         # Rows are recorded together if they have the same step and the same non-NULL lists and rewards.
         has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
         for part in _groups(np.array(columns.list("step"), np.int64), *has):
