@@ -42,7 +42,7 @@ from .schemas.errors import (
     tell_damage,
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
-from .schemas.passes import ROLLOUT
+from .schemas.passes import ROLLOUT, STANDARD
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps
@@ -778,19 +778,24 @@ def check(trace: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace compare runs/demo runs/other")
+@_example("tim-trace compare runs/demo runs/other\ntim-trace compare runs/demo --against rollout")
 @main.command()
 @click.argument("a", metavar="RUN")
-@click.argument("b", metavar="RUN2")
+@click.argument("b", metavar="[RUN2]", required=False)
 @_pair
+@click.option("--against", metavar="PASS", help="Without RUN2: reference pass. By default, one in the largest class.")
 @_steps
 @_prints()
-def compare(a: str, b: str, form: _Form, **options: Any) -> None:
-    """List the differences between two runs and the step where each begins, earliest first.
+def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
+    """List the differences between two runs, or between all passes of one run.
 
-    Compares settings, sampling, contracts, prompts and responses, logprobs for identical tokens, rewards for identical
+    With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, contracts, prompts and responses, logprobs for identical tokens, rewards for identical
     responses, advantages for identical rewards, policy-version lags, and every series in dynamics. For a series,
     reports the first step where the difference exceeds noise, and its size in standard deviations.
+
+    Without RUN2, groups the passes by equal bits (several engines' values of the same tokens, or the trainer's and the
+    engine's). Reports each class's distance from the reference, tokens at which one class is far from all others, and
+    passes whose stated settings contradict their bits.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -1442,10 +1447,12 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         return "\n".join(
             [f"imported {imported.num_metrics:,} logged values", *parts, f"next: tim-trace diagnose {output}"]
         )
+    many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
     lines = [
         f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
-        f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes) or 'none'}",
+        f"{imported.num_metrics:,} metrics, "
+        + (f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"),
         *parts,
-        f"next: tim-trace info {output}{_stats_command(output, pair)}",
+        f"next: tim-trace compare {output}" if many else f"next: tim-trace info {output}{_stats_command(output, pair)}",
     ]
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def _contract(case: str, platform: str) -> dict[str, Any]:
             mode = word
         elif place and word not in _SAID_ELSEWHERE and not _MODEL.fullmatch(word):
             flags[word] = True
-    return {"engine": "megatron-lm", "device": platform, "mode": mode, "config": config, "flags": flags}
+    return {"engine": "megatron-lm", "device": platform, "mode": mode, "config": config, **flags}
 
 
 def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
