@@ -534,7 +534,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-lm, vllm, sglang, trl, areal, open-instruct,
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-lm, vllm, sglang, tgi, nemo-gym, trl, areal, open-instruct,
     torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B).
     docs/reference/import-formats.md lists the files that each one reads. Importing a folder again is incremental. No
     code in the files is executed.

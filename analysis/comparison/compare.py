@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from typing import overload
 
 import numpy as np
 
@@ -29,7 +30,15 @@ from .series import logprob_differences, sequence_differences, series_difference
 
 DEFAULT_PAIR = f"{TRAIN}:{ROLLOUT}"
 
+Trace = str | os.PathLike[str] | Database
 
+
+@overload
+def compare(a: Trace, b: Trace, *, pair: str = ..., steps: str = ..., progress: Progress = ...) -> Comparison: ...
+@overload
+def compare(
+    a: Trace, b: None = None, *, against: str | None = ..., steps: str = ..., progress: Progress = ...
+) -> PassComparison: ...
 def compare(
     a: str | os.PathLike[str] | Database,
     b: str | os.PathLike[str] | Database | None = None,

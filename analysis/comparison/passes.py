@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import combinations, product
+from itertools import chain, combinations, combinations_with_replacement, product
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,6 @@ class OddToken:
     """A token at which one class is much farther from the others than at other tokens."""
 
     passes: tuple[str, ...]
-    step: int
     seq_id: str
     token: int
     value: float
@@ -138,316 +138,289 @@ class PassComparison(Result):
 
 _SCORES = f"""
 SELECT "pass", step, seq_id, logprobs FROM scores
-WHERE iteration = 0 AND logprobs IS NOT NULL AND NOT starts_with("pass", '{REPLAY_PREFIX}')
-ORDER BY "pass", step, seq_id
+WHERE iteration = 0 AND logprobs IS NOT NULL AND NOT starts_with("pass", '{REPLAY_PREFIX}') ORDER BY "pass"
 """
 _SEQUENCES = "SELECT step, seq_id, coalesce(group_id, seq_id), num_response_tokens FROM sequences ORDER BY step, seq_id"
 
 _Key = tuple[int, str]
-_Row = tuple[int, str, str, int]
-"""Step, seq_id, prompt and number of response tokens."""
+_Pair = tuple[str, str]
+_Setting = str | None
+_Scores = Mapping[str, Mapping[_Key, "_Values"]]
+"""Values by pass and (step, seq_id)."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Values:
     logprobs_T: np.ndarray
     known_T: np.ndarray
     passes: list[str] = field(default_factory=list)
 
-    def shares(self, other: _Values) -> np.ndarray:
-        return self.known_T & other.known_T
-
-    def equals(self, other: _Values) -> np.ndarray:
-        return self.logprobs_T.view(np.int32) == other.logprobs_T.view(np.int32)
+    def equals(self, other: _Values) -> Any:
+        """Return [T] True where both have a value, with equal bits."""
+        return self.known_T & other.known_T & (self.logprobs_T.view(np.int32) == other.logprobs_T.view(np.int32))
 
 
 def compare_passes(database: Database, against: str | None = None) -> PassComparison:
     """Group a trace's passes by equal bits, and find those that contradict their settings or the other passes.
 
-    Replays are not compared. `against` names the reference pass, otherwise the largest class of a group is the
-    reference. Raises NothingToCompare if no two passes share a token, and InvalidOption.
+    Replays are not compared. `against` names the reference pass. By default, it is one of the largest class.
+
+    Raises NothingToCompare if no two passes share a sequence, and InvalidOption.
     """
-    run = database.given[0]
-    scores: dict[str, dict[_Key, np.ma.MaskedArray]] = {}
-    for batch in database.connection.sql(_SCORES).to_arrow_reader(1024):
-        for name, step, seq_id, logprobs in zip(*(batch.column(place) for place in range(4)), strict=True):
-            values = logprobs.values
-            known = values.is_valid().to_numpy(zero_copy_only=False)
-            filled = np.where(known, values.to_numpy(zero_copy_only=False), 0).astype(np.float32)
+    scores: dict[str, dict[_Key, _Values]] = {}
+    for batch in database.connection.batches(_SCORES, 1024):
+        for name, step, seq_id, logprobs in zip(*batch.columns, strict=True):
+            known = logprobs.values.is_valid().to_numpy(zero_copy_only=False)
+            values = np.where(known, logprobs.values.to_numpy(zero_copy_only=False), 0).astype(np.float32)
             if known.any():
-                scores.setdefault(name.as_py(), {})[step.as_py(), seq_id.as_py()] = np.ma.array(filled, mask=~known)
+                scores.setdefault(name.as_py(), {})[step.as_py(), seq_id.as_py()] = _Values(values, known)
     if against is not None and against not in scores:
         raise InvalidOption(f"no pass {against!r} with logprobs; choose one of {', '.join(scores)}", option="against")
+    settings = {
+        name: flat_contract({key: value for key, value in json.loads(text).items() if key not in ("source", "path")})
+        for name, text in database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
+    }
     rows = database.connection.execute(_SEQUENCES).fetchall()
-    settings = _settings(database)
-    alone, groups = list[str](), list[_Group]()
-    for names in _connected(scores):
-        if len(names) == 1:
-            alone += names
-        else:
-            groups.append(_group({name: scores[name] for name in names}, rows, settings, against))
+    connected = _connected(scores)
+    groups = [
+        _Group({name: scores[name] for name in names}, rows, settings, against) for names in connected if len(names) > 1
+    ]
     if not groups:
         raise NothingToCompare(
-            f"{run}: no two passes share a token ({len(scores)} with logprobs); import several engines' values of the "
-            "same prompts, or pass a second run"
+            f"{database.given[0]}: no two passes share a sequence ({len(scores)} with logprobs); import several engines' "
+            "values for the same prompts, or pass a second run"
         )
-    keeps = [relation for group in groups for relation in group.relations if relation.is_same and len(relation.settings) == 1]
-    groups.sort(key=lambda group: -len(group.differing))
-    return PassComparison(
-        run=run, steps=database.steps, groups=tuple(group.measured(against, keeps) for group in groups), alone=tuple(alone)
-    )
+    keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
+    found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]
+    alone = tuple(names[0] for names in connected if len(names) == 1)
+    return PassComparison(run=database.given[0], steps=database.steps, groups=tuple(found), alone=alone)
 
 
-def _settings(database: Database) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for name, text in database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall():
-        contract = {key: value for key, value in json.loads(text).items() if key not in ("source", "path")}
-        found[name] = flat_contract(contract)
-    return found
-
-
-def _connected(scores: Mapping[str, Mapping[_Key, np.ma.MaskedArray]]) -> list[list[str]]:
-    """Return passes that share sequences, directly or through others."""
-    of_sequence: dict[_Key, str] = {}
-    parent = {name: name for name in scores}
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = name = parent[parent[name]]
-        return name
-
+def _connected(scores: _Scores) -> list[list[str]]:
+    """Return the passes that share sequences, directly or through other passes."""
+    groups: list[tuple[list[str], set[_Key]]] = []
     for name, rows in scores.items():
-        for key in rows:
-            parent[root(name)] = root(of_sequence.setdefault(key, name))
-    found: dict[str, list[str]] = {}
-    for name in scores:
-        found.setdefault(root(name), []).append(name)
-    return list(found.values())
+        joined = [group for group in groups if not group[1].isdisjoint(rows)]
+        groups = [group for group in groups if group[1].isdisjoint(rows)]
+        groups.append(([*chain(*(names for names, _ in joined)), name], set(rows).union(*(keys for _, keys in joined))))
+    return [names for names, _ in groups]
 
 
 @dataclass(frozen=True, slots=True)
 class _Relation:
-    pair: tuple[str, str]
+    pair: _Pair
     is_class: bool
     is_same: bool
     """True if the bits of all shared tokens are equal."""
-    settings: Mapping[str, tuple[str | None, str | None]]
+    settings: Mapping[str, tuple[_Setting, _Setting]]
     """Settings that differ."""
 
 
-@dataclass(frozen=True, slots=True)
+_Relations = Mapping[tuple[str, frozenset[_Setting]], Sequence[_Pair]]
+"""Pairs of passes that differ in one setting only, by the setting and its two values."""
+
+
+def _by_setting(relations: Iterable[_Relation]) -> _Relations:
+    found: dict[tuple[str, frozenset[_Setting]], list[_Pair]] = {}
+    for relation in relations:
+        if len(relation.settings) == 1:
+            ((key, values),) = relation.settings.items()
+            found.setdefault((key, frozenset(values)), []).append(relation.pair)
+    return found
+
+
 class _Group:
-    classes: Sequence[_Values]
-    rows: Sequence[_Row]
-    starts: np.ndarray
-    """[rows + 1] first token of each row."""
-    differing: Mapping[str, Mapping[str, str | None]]
-    relations: Sequence[_Relation]
+    def __init__(
+        self, scores: _Scores, rows: Sequence[tuple[int, str, str, int]], settings: Mapping[str, Mapping[str, str]],
+        against: str | None,
+    ):  # fmt: skip
+        there = {key for of_pass in scores.values() for key in of_pass}
+        self.rows = [row for row in rows if row[:2] in there]
+        ends = np.cumsum([row[3] for row in self.rows])
+        self.parts = [slice(int(end) - row[3], int(end)) for row, end in zip(self.rows, ends, strict=True)]
+        classes: dict[bytes, _Values] = {}
+        for name, of_pass in scores.items():
+            found = _Values(np.zeros(ends[-1], np.float32), np.zeros(ends[-1], bool))
+            for row, part in zip(self.rows, self.parts, strict=True):
+                if (values := of_pass.get(row[:2])) is not None:
+                    found.logprobs_T[part], found.known_T[part] = values.logprobs_T, values.known_T
+            digest = sha256(found.known_T.tobytes() + found.logprobs_T.tobytes()).digest()
+            classes.setdefault(digest, found).passes.append(name)
+        self.classes = sorted(
+            classes.values(), key=lambda one: (against not in one.passes, -len(one.passes), one.passes)
+        )
+        self.states = any(value != "null" for name in scores for value in settings.get(name, {}).values())
+        self.settings = _differing([name for one in self.classes for name in one.passes], settings)
+        self.odd_tokens: list[OddToken] = []
+        self.judged_CT = np.array([one.known_T for one in self.classes])
+        """[C, T] tokens whose bits are held against the settings: all but the odd ones."""
+        self._find_odd_tokens()
+        self.relations = list(self._relations())
 
-    def measured(self, against: str | None, keeps: Sequence[_Relation]) -> PassGroup:
-        reference, rows, starts = self.classes[0], self.rows, self.starts
-        return PassGroup(
-            reference=against if against in reference.passes else reference.passes[0], num_passes=len(self.differing),
-            num_sequences=len(rows), num_tokens=int(np.logical_or.reduce([one.known_T for one in self.classes]).sum()),
-            classes=tuple(_measured(one, reference, rows, starts, self.differing) for one in self.classes),
-            contradictions=_contradictions(self, keeps),
-            odd_tokens=tuple(sorted(_odd_tokens(self.classes, rows, starts), key=lambda odd: (-odd.ratio, -odd.abs_d))),
-        )  # fmt: skip
-
-
-def _group(
-    scores: Mapping[str, Mapping[_Key, np.ma.MaskedArray]], rows: Sequence[_Row],
-    settings: Mapping[str, Mapping[str, str]], against: str | None,
-) -> _Group:  # fmt: skip
-    there = {key for of_pass in scores.values() for key in of_pass}
-    rows = [row for row in rows if (row[0], row[1]) in there]
-    starts = np.concatenate([[0], np.cumsum([row[3] for row in rows])]).astype(np.int64)
-    classes: dict[bytes, _Values] = {}
-    for name, of_pass in scores.items():
-        found = _Values(np.zeros(starts[-1], np.float32), np.zeros(starts[-1], bool))
-        for (step, seq_id, _, num), start in zip(rows, starts, strict=False):
-            if (values := of_pass.get((step, seq_id))) is not None:
-                found.logprobs_T[start : start + num] = values.data
-                found.known_T[start : start + num] = ~values.mask
-        digest = sha256(found.known_T.tobytes() + found.logprobs_T.tobytes()).digest()
-        classes.setdefault(digest, found).passes.append(name)
-    ordered = sorted(classes.values(), key=lambda one: (against not in one.passes, -len(one.passes), one.passes))
-    differing = _differing([name for one in ordered for name in one.passes], settings)
-    return _Group(ordered, rows, starts, differing, list(_relations(ordered, differing)))
-
-
-def _relations(classes: Sequence[_Values], differing: Mapping[str, Mapping[str, str | None]]) -> Iterator[_Relation]:
-    for number, one in enumerate(classes):
-        for other in classes[number:]:
-            shared_T = one.shares(other)
+    def _relations(self) -> Iterator[_Relation]:
+        for (one, judged_T), (other, others_T) in combinations_with_replacement(
+            zip(self.classes, self.judged_CT, strict=True), 2
+        ):
+            shared_T = judged_T & others_T
             if not shared_T.any():
                 continue
             is_same = bool(one.equals(other)[shared_T].all())
-            pairs = combinations(one.passes, 2) if other is one else product(one.passes, other.passes)
-            for a, b in pairs:
-                values = {key: (value, differing[b][key]) for key, value in differing[a].items()}
-                settings = {key: both for key, both in values.items() if both[0] != both[1]}
-                yield _Relation((a, b), other is one, is_same, settings)
+            for a, b in combinations(one.passes, 2) if one is other else product(one.passes, other.passes):
+                values = ((key, (value, self.settings[b][key])) for key, value in self.settings[a].items())
+                yield _Relation(
+                    (a, b), one is other, is_same, {key: both for key, both in values if both[0] != both[1]}
+                )
 
+    def measured(self, against: str | None, keeps: _Relations) -> PassGroup:
+        first = self.classes[0].passes
+        return PassGroup(
+            reference=against if against is not None and against in first else first[0], num_passes=len(self.settings),
+            num_sequences=len(self.rows), num_tokens=int(np.logical_or.reduce([one.known_T for one in self.classes]).sum()),
+            classes=tuple(self._class(one, self.classes[0]) for one in self.classes),
+            contradictions=tuple(self._contradictions(keeps)),
+            odd_tokens=tuple(sorted(self.odd_tokens, key=lambda odd: (-odd.ratio, -odd.abs_d))),
+        )  # fmt: skip
 
-def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str | None]]:
-    """Return the settings that differ between passes, by pass. Settings with the same pattern are joined."""
-    of_pattern: dict[tuple[int, ...], list[str]] = {}
-    keys = sorted({key for name in names for key in settings.get(name, {})})
-    for key in keys:
-        values = [settings.get(name, {}).get(key) for name in names]
-        seen = list(dict.fromkeys(values))
-        if len(seen) > 1:
-            of_pattern.setdefault(tuple(seen.index(value) for value in values), []).append(key)
-    found: dict[str, dict[str, str | None]] = {name: {} for name in names}
-    for joined in of_pattern.values():
-        for name in names:
-            values = [settings.get(name, {}).get(key) for key in joined]
-            found[name][", ".join(joined)] = next(iter(values)) if len(set(values)) == 1 else ", ".join(map(str, values))
-    return found
+    def _place(self, token: int) -> tuple[str, int]:
+        row = next(row for row, part in enumerate(self.parts) if token < part.stop)
+        return self.rows[row][1], token - self.parts[row].start
 
+    def _class(self, one: _Values, reference: _Values) -> PassClass:
+        shared_T = one.known_T & reference.known_T
+        with np.errstate(invalid="ignore"):
+            abs_T = np.abs(one.logprobs_T.astype(np.float64) - reference.logprobs_T)
+        finite_T = shared_T & np.isfinite(abs_T)
+        d = abs_T[finite_T]
+        diverged = self._divergences(one, reference)
+        own, others = (
+            {key: values[0] for key in self.settings[each.passes[0]] if len(values := [*{self.settings[name][key] for name in each.passes}]) == 1}
+            for each in (one, reference)
+        )  # fmt: skip
+        return PassClass(
+            passes=tuple(one.passes), num_tokens=int(one.known_T.sum()), num_shared=int(shared_T.sum()),
+            num_equal=int(one.equals(reference).sum()), num_not_finite=int(shared_T.sum()) - len(d),
+            mean_abs_d=float(d.mean()) if len(d) else None, max_abs_d=float(d.max()) if len(d) else None,
+            max_at=self._place(int(np.flatnonzero(finite_T)[np.argmax(d)])) if len(d) else None,
+            diverges_at=self._place(diverged[0]) if diverged else None, num_diverged=len(diverged),
+            settings={key: (own[key], others[key]) for key in own if key in others and own[key] != others[key]},
+        )  # fmt: skip
 
-def _measured(
-    one: _Values, reference: _Values, rows: Sequence[_Row], starts: np.ndarray,
-    differing: Mapping[str, Mapping[str, str | None]],
-) -> PassClass:  # fmt: skip
-    def place(token: int) -> tuple[str, int]:
-        row = int(np.searchsorted(starts, token, side="right")) - 1
-        return rows[row][1], token - int(starts[row])
+    def _divergences(self, one: _Values, other: _Values) -> list[int]:
+        """Return, for each prompt that both classes continue with different tokens, the first divergent token."""
+        prompts: dict[tuple[int, str], list[slice]] = {}
+        for row, part in zip(self.rows, self.parts, strict=True):
+            prompts.setdefault((row[0], row[2]), []).append(part)
+        found = []
+        for parts in prompts.values():
+            shared = [np.flatnonzero((one.known_T & other.known_T)[part]) for part in parts]
+            common = max(int(tokens[-1]) + 1 if len(tokens) else 0 for tokens in shared)
+            mine, theirs = ([part for part in parts if side.known_T[part][common:].any()] for side in (one, other))
+            if mine and theirs:
+                found.append(theirs[0].start + common)
+        return found
 
-    shared_T = one.shares(reference)
-    with np.errstate(invalid="ignore"):
-        abs_T = np.abs(one.logprobs_T.astype(np.float64) - reference.logprobs_T)
-    finite_T = shared_T & np.isfinite(abs_T)
-    d = abs_T[finite_T]
-    largest = int(np.flatnonzero(finite_T)[np.argmax(d)]) if len(d) else None
-    ends = _divergences(one, reference, rows, starts)
-    agreed = [_agreed(each.passes, differing) for each in (one, reference)]
-    return PassClass(
-        passes=tuple(one.passes), num_tokens=int(one.known_T.sum()), num_shared=int(shared_T.sum()),
-        num_equal=int((shared_T & one.equals(reference)).sum()), mean_abs_d=float(d.mean()) if len(d) else None,
-        max_abs_d=float(d.max()) if len(d) else None, max_at=None if largest is None else place(largest),
-        num_not_finite=int(shared_T.sum()) - len(d), diverges_at=place(ends[0]) if ends else None, num_diverged=len(ends),
-        settings={
-            key: (agreed[0][key], agreed[1][key])
-            for key in agreed[0]
-            if key in agreed[1] and agreed[0][key] != agreed[1][key]
-        },
-    )  # fmt: skip
+    def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
+        """Hold each pair of passes against other pairs that differ in one setting only, by the same two values.
 
+        Whether a setting changes the bits depends on model and prompt, so only this group shows it. That it keeps them
+        is learned from all groups.
+        """
+        changes = _by_setting(one for one in self.relations if not one.is_same)
+        class_of = {name: tuple(one.passes) for one in self.classes for name in one.passes}
+        found: dict[tuple[str, str, frozenset[str]], SettingContradiction] = {}
+        for relation in self.relations:
+            if self.states and not relation.settings and not relation.is_same:
+                few, many = sorted((class_of[name] for name in relation.pair), key=len)
+                alike = [
+                    tuple(name for name in each if self.settings[name] == self.settings[relation.pair[0]])
+                    for each in (few, many)
+                ]
+                found[SAME_SETTINGS, "", frozenset(chain(*alike))] = SettingContradiction(
+                    code=SAME_SETTINGS, passes=alike[0], others=alike[1]
+                )
+            for key, values in relation.settings.items():
+                different, same = (
+                    [pair for pair in each.get((key, frozenset(values)), ()) if not {*pair} & {*relation.pair}]
+                    for each in (changes, keeps)
+                )
+                if relation.is_class and len(different) > len(same):
+                    code, passes, example = OTHER_SETTING, class_of[relation.pair[0]], different[0]
+                elif not relation.is_same and len(relation.settings) == 1 and len(same) > len(different):
+                    code, passes, example = INERT_SETTING, relation.pair, same[0]
+                else:
+                    continue
+                sides = [tuple(name for name in passes if self.settings[name][key] == value) for value in values]
+                few, many = sorted(sides, key=len)  # the smaller side is more likely to be wrong
+                known = found.get((code, key, frozenset((*few, *many))))
+                if known is None or known.num_different < len(different):
+                    found[code, key, frozenset((*few, *many))] = SettingContradiction(
+                        code=code, passes=few, others=many, setting=key, value=self.settings[few[0]][key],
+                        other_value=self.settings[many[0]][key], num_different=len(different), num_same=len(same), example=example,
+                    )  # fmt: skip
+        times = Counter(name for one in found.values() for name in one.passes)
+        return sorted(found.values(), key=lambda one: (-max(times[name] for name in one.passes), -len(one.others)))
 
-def _agreed(passes: Sequence[str], differing: Mapping[str, Mapping[str, str | None]]) -> dict[str, str | None]:
-    first = differing[passes[0]]
-    return {key: value for key, value in first.items() if all(differing[name][key] == value for name in passes)}
-
-
-def _divergences(
-    one: _Values, other: _Values, rows: Sequence[_Row], starts: np.ndarray
-) -> list[int]:
-    """Return, for each prompt to which both classes respond differently, the first divergent token of `other`."""
-    of_prompt: dict[tuple[int, str], list[slice]] = {}
-    for (step, _, group, num), start in zip(rows, starts, strict=False):
-        of_prompt.setdefault((step, group), []).append(slice(int(start), int(start) + num))
-    shared_T = one.shares(other)
-    found = []
-    for parts in of_prompt.values():
-        common = max(int(np.flatnonzero(shared_T[part])[-1]) + 1 if shared_T[part].any() else 0 for part in parts)
-        mine, theirs = ([part for part in parts if side.known_T[part][common:].any()] for side in (one, other))
-        if mine and theirs:
-            found.append(theirs[0].start + common)
-    return found
-
-
-def _contradictions(group: _Group, keeps: Sequence[_Relation]) -> tuple[SettingContradiction, ...]:
-    """Hold each pair of passes against the other pairs that differ in one setting only, by the same two values.
-
-    Whether a setting changes the bits depends on model and prompt, so only this group shows it. That it keeps them is
-    learned from all groups (`keeps`).
-    """
-    found: dict[tuple[str, str, frozenset[str]], SettingContradiction] = {}
-    changes = [one for one in group.relations if not one.is_same and len(one.settings) == 1]
-    for relation in group.relations:
-        if not relation.settings and not relation.is_same:
-            a, b = relation.pair
-            found[SAME_SETTINGS, a, frozenset((b,))] = SettingContradiction(code=SAME_SETTINGS, passes=(a,), others=(b,))
-        for key, values in relation.settings.items():
-            different, same = (_elsewhere(pairs, key, values, relation.pair) for pairs in (changes, keeps))
-            if relation.is_class and len(different) > len(same):
-                code, example = OTHER_SETTING, different[0]
-                passes = next(one.passes for one in group.classes if relation.pair[0] in one.passes)
-            elif not relation.is_same and len(relation.settings) == 1 and len(same) > len(different):
-                code, example, passes = INERT_SETTING, same[0], [*relation.pair]
-            else:
-                continue
-            sides = [tuple(name for name in passes if group.differing[name][key] == value) for value in values]
-            few, many = sorted(sides, key=len)  # the smaller side is more likely to be wrong
-            known = found.get((code, key, frozenset((*few, *many))))
-            if known is None or known.num_different < len(different):
-                found[code, key, frozenset((*few, *many))] = SettingContradiction(
-                    code=code, passes=few, others=many, setting=key, value=group.differing[few[0]][key],
-                    other_value=group.differing[many[0]][key], num_different=len(different), num_same=len(same), example=example,
+    def _find_odd_tokens(self) -> None:
+        values_CT = np.array([np.where(one.known_T, one.logprobs_T, np.nan) for one in self.classes], np.float64)
+        values_CT[~np.isfinite(values_CT)] = np.nan
+        compared = np.flatnonzero(np.isfinite(values_CT).sum(axis=0) >= 2)
+        abs_CT = (
+            np.abs(values_CT[:, compared] - np.nanmedian(values_CT[:, compared], axis=0))
+            if len(compared)
+            else values_CT[:, :0]
+        )
+        for number, (one, abs_T) in enumerate(zip(self.classes, abs_CT, strict=True)):
+            order = np.argsort(-np.nan_to_num(abs_T))
+            own, others = abs_T[order[: int((abs_T > 0).sum())]], np.delete(abs_CT, number, axis=0)
+            chances: list[float | None] = [*beyond_chance(own, others[others > 0], int(np.isfinite(abs_CT).sum()))]
+            if len(own) == 1 and not chances and np.isfinite(abs_T).sum() > TAIL:
+                chances = [None]
+            for at, expected in zip(order, chances, strict=False):
+                token = int(compared[at])
+                (seq_id, place), values = self._place(token), np.delete(values_CT[:, token], number)
+                self.judged_CT[number, token] = False
+                odd = OddToken(
+                    passes=tuple(one.passes), seq_id=seq_id, token=place, value=float(values_CT[number, token]),
+                    others=float(np.nanmedian(values)), num_others=int(np.isfinite(values).sum()), abs_d=float(abs_T[at]),
+                    typical=float(np.median(own[len(chances) :])) if len(own) > len(chances) else None, expected=expected,
                 )  # fmt: skip
-    times = Counter(name for one in found.values() for name in one.passes)
-    return tuple(sorted(found.values(), key=lambda one: (-max(times[name] for name in one.passes), -len(one.others))))
+                self.odd_tokens.append(odd)
 
 
-def _elsewhere(
-    relations: Sequence[_Relation], key: str, values: tuple[str | None, str | None], pair: tuple[str, str]
-) -> list[tuple[str, str]]:
-    return [
-        one.pair
-        for one in relations
-        if key in one.settings and {*one.settings[key]} == {*values} and not {*one.pair} & {*pair}
-    ]
+def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
+    """Return each pass's settings that other passes do not share. Settings that always change together are one."""
+    joined: dict[tuple[int, ...], list[str]] = {}
+    for key in sorted({key for name in names for key in settings.get(name, {})}):
+        values = [settings.get(name, {}).get(key) for name in names]
+        joined.setdefault(tuple(values.index(value) for value in values), []).append(key)
+    found: dict[str, dict[str, _Setting]] = {name: {} for name in names}
+    for pattern, keys in joined.items():
+        for name in names if any(pattern) else ():
+            stated = dict.fromkeys(settings.get(name, {}).get(key) for key in keys)
+            found[name][", ".join(keys)] = next(iter(stated)) if len(stated) == 1 else ", ".join(map(str, stated))
+    return found
 
 
-def _odd_tokens(
-    classes: Sequence[_Values], rows: Sequence[_Row], starts: np.ndarray
-) -> Iterator[OddToken]:
-    values_CT = np.array([np.where(one.known_T, one.logprobs_T, np.nan) for one in classes], np.float64)
-    values_CT[~np.isfinite(values_CT)] = np.nan
-    compared = np.flatnonzero(np.isfinite(values_CT).sum(axis=0) >= 2)
-    if not len(compared):
-        return
-    abs_CT = np.abs(values_CT[:, compared] - np.nanmedian(values_CT[:, compared], axis=0))
-    num_tested = int(np.isfinite(abs_CT).sum())
-    for number, (one, abs_T) in enumerate(zip(classes, abs_CT, strict=True)):
-        order = np.argsort(-np.nan_to_num(abs_T))
-        own = abs_T[order[: int((abs_T > 0).sum())]]
-        others = np.delete(abs_CT, number, axis=0)
-        expected = _beyond_chance(own, own if len(own) > TAIL else others[others > 0], num_tested)
-        if len(own) == 1 and not expected and np.isfinite(abs_T).sum() > TAIL:
-            expected = [None]
-        for at, chance in zip(order, expected, strict=False):
-            token = int(compared[at])
-            row = int(np.searchsorted(starts, token, side="right")) - 1
-            values = np.delete(values_CT[:, token], number)
-            yield OddToken(
-                passes=tuple(one.passes), step=rows[row][0], seq_id=rows[row][1], token=token - int(starts[row]),
-                value=float(values_CT[number, token]), others=float(np.nanmedian(values)),
-                num_others=int(np.isfinite(values).sum()), abs_d=float(abs_T[at]),
-                typical=float(np.median(own[len(expected) :])) if len(own) > len(expected) else None, expected=chance,
-            )  # fmt: skip
+def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int) -> list[float]:
+    """Return the expected number of tokens with a |d| at or beyond the given ones, for those that are beyond chance.
 
-
-def _beyond_chance(own: np.ndarray, known: np.ndarray, num_tested: int) -> list[float | None]:
-    """Return, for each of the largest |d| that are beyond chance, the expected number of tokens at or beyond it.
-
-    The tail below the tested values is taken as a power law with Hill's estimate of its exponent (Annals of Statistics
-    3, 1975), from its largest eighth. Rounding errors have a shorter tail, so the number is then an upper bound.
+    `own` holds a class's |d| above 0, largest first. The tail below each value is taken as a power law with Hill's
+    estimate of its exponent (Annals of Statistics 3, 1975) from its largest eighth. A class with few values is judged by
+    the tail of the `others`. Rounding errors have a shorter tail, so the number is an upper bound.
     """
-    logs = np.log(np.sort(known)[::-1])
+    is_own = len(own) > TAIL
+    logs = np.log(own if is_own else np.sort(others)[::-1])
     sums = np.concatenate([[0.0], np.cumsum(logs)])
-    found: list[float | None] = []
-    best = 0
+    found: list[float] = []
+    num_odd = 0
     for place, value in enumerate(own[: min(max(len(own) // 4, 1), MOST_ODD)]):
-        first = place + 1 if known is own else 0
-        num = len(logs) - first
-        tail = max(TAIL, num // 8)
-        if num <= tail:
+        first = place + 1 if is_own else 0
+        tail = max(TAIL, (len(logs) - first) // 8)
+        if len(logs) - first <= tail:
             break
         bound = logs[first + tail]
-        inverse = max((sums[first + tail] - sums[first]) / tail - bound, 1e-9)
-        found.append(num_tested * tail / num * math.exp(min(-(math.log(value) - bound) / inverse, 0.0)))
-        best = place + 1 if found[-1] < CHANCE else best
-    return found[:best]
+        mean = max((sums[first + tail] - sums[first]) / tail - bound, 1e-9)
+        share = tail / (len(logs) - first) * math.exp(min((bound - math.log(value)) / mean, 0.0))
+        found.append(num_tested * share)
+        num_odd = place + 1 if found[-1] < CHANCE else num_odd
+    return found[:num_odd]

@@ -5,7 +5,15 @@ from dataclasses import asdict
 from typing import Any
 
 from ..rows import Rows, of_steps, shown, to_text, wrapped
-from .passes import INERT_SETTING, OTHER_SETTING, SAME_SETTINGS, OddToken, PassComparison, PassGroup, SettingContradiction
+from .passes import (
+    INERT_SETTING,
+    OTHER_SETTING,
+    SAME_SETTINGS,
+    OddToken,
+    PassComparison,
+    PassGroup,
+    SettingContradiction,
+)
 
 CONTRADICTIONS: Mapping[str, str] = {
     SAME_SETTINGS: "{passes} and {others} state the same settings, but their bits differ.",
@@ -44,13 +52,20 @@ def passes_text(found: PassComparison, width: int | None = None) -> str:
     for group in found.groups:
         parts.append(
             f"{group.num_passes} passes, {_counted(group.num_sequences, 'sequence')}, {group.num_tokens:,} tokens; "
-            f"d is to {group.reference}"
+            f"d = logprob - logprob of {group.reference}"
         )
         lines = [*map(odd_sentence, group.odd_tokens), *map(contradiction_sentence, group.contradictions)]
         parts += [wrapped(line, "", width) for line in lines[: 2 * _SHOWN]]
         if len(lines) > 2 * _SHOWN:
             parts.append(f"({len(lines) - 2 * _SHOWN} more with --json)")
-        parts.append(to_text(_class_rows(group), width, ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")))
+        if len(group.classes) == 1:
+            parts.append(wrapped(f"All have equal bits: {', '.join(group.classes[0].passes)}.", "", width))
+            continue
+        parts.append(
+            to_text(
+                _class_rows(group), width, ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")
+            )
+        )
         parts += [
             wrapped(f"class {number}: {', '.join(one.passes)}", "", width)
             for number, one in enumerate(group.classes, start=1)
@@ -99,7 +114,9 @@ def passes_json(found: PassComparison) -> dict[str, Any]:
     groups = [
         asdict(group)
         | {
-            "odd_tokens": [asdict(one) | {"ratio": one.ratio, "sentence": odd_sentence(one)} for one in group.odd_tokens],
+            "odd_tokens": [
+                asdict(one) | {"ratio": one.ratio, "sentence": odd_sentence(one)} for one in group.odd_tokens
+            ],
             "contradictions": [asdict(one) | {"sentence": contradiction_sentence(one)} for one in group.contradictions],
         }
         for group in found.groups

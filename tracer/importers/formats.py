@@ -16,7 +16,7 @@ from .masked_lines import NEMO_RL, PRIME_RL
 from .megatron import MEGATRON
 from .metrics import SCALARS
 from .miles import MILES
-from .responses import SGLANG, VLLM
+from .responses import NEMO_GYM, SGLANG, TGI, VLLM
 from .skyrl import SKYRL
 from .slime import SLIME
 from .verl import VERL
@@ -218,7 +218,7 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON, VLLM, SGLANG, TGI, NEMO_GYM, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
         SCALARS,
     )
 }  # fmt: skip

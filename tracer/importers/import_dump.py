@@ -19,7 +19,7 @@ from .kinds import Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import import_parquet
 from .row_import import KINDS, Imported, RowImport, open_import
-from .shared_rows import PROMPT_LOGPROBS, TOKENS, SharedRows, pass_names
+from .shared_rows import PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
 AUTO, PARQUET = "auto", "parquet"
@@ -84,7 +84,11 @@ def import_dump(
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
         parts = before.new(folder, parts)
-    named = chosen.passes(folder) if chosen.passes else {name: (label, {}) for name, label in folder.passes.items()}
+    named = (
+        chosen.passes(folder)
+        if chosen.passes
+        else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
+    )
     if named and before is not None and parts:
         raise ImportFailed(
             f"{output}: files were added since it was imported, and their sequences are matched when all are read. "
@@ -160,7 +164,8 @@ def _add_parts(
 
 
 def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = KINDS) -> None:
-    names = {name: name for name in batch.columns if name != PROMPT_LOGPROBS}
+    batch.columns.pop(PROMPT_LOGPROBS, None)
+    names = {name: name for name in batch.columns}
     rows.add_rows(batch, names, {name: name.removesuffix(LOGPROBS) for name in names if name.endswith(LOGPROBS)}, kinds)
 
 
@@ -234,9 +239,7 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _dump_folder(
-    format: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-) -> DumpFolder | None:
+def _dump_folder(format: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> DumpFolder | None:
     if not isinstance(path, (str, os.PathLike)):
         paths = [os.fspath(each) for each in path]
         if not paths:

@@ -19,24 +19,10 @@ from .columns import RowBatch
 from .fields import Fields
 from .format import DumpFolder, Format, Reading, read_rows
 from .responses import STEP
-from .shared_rows import UNKNOWN, pass_names
+from .shared_rows import MODEL_SIZE, NOT_SETTINGS, PROMPT, UNKNOWN, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON, parsed, whole_content
 
 _FILE = r"(?:[^/]*__)?golden_values[^/]*\.json"
-_SIZES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "expert", "etp": "expert_tensor"}
-_SETTINGS = {
-    "cuda_graphs": ("compilation_config", "cudagraph_mode", "on"),
-    "cudagraphs": ("compilation_config", "cudagraph_mode", "on"),
-    "cudagraph": ("compilation_config", "cudagraph_mode", "on"),
-    "prefix_caching": ("cache_config", "enable_prefix_caching", True),
-    "chunked_prefill": ("scheduler_config", "enable_chunked_prefill", True),
-    "async_sched": ("scheduler_config", "async_scheduling", True),
-    "fp8": ("model_config", "quantization", "fp8"),
-}
-_MODES = ("static", "dynamic", "offline")
-_SAID_ELSEWHERE = ("inference", "logitsmatch", "tokensmatch")
-"""Words that are not settings: all names have the first, the others say what the test compares."""
-_MODEL = re.compile(r"\d+(?:\.\d+)?[mb]", re.IGNORECASE)
 
 
 def _case(path: str) -> tuple[list[str], str, str]:
@@ -48,37 +34,17 @@ def _case(path: str) -> tuple[list[str], str, str]:
     return folders, case, file.removesuffix(".json").removeprefix("golden_values").strip("_")
 
 
-def _contract(case: str, platform: str) -> dict[str, Any]:
-    config: dict[str, dict[str, Any]] = {}
-    flags: dict[str, bool] = {}
-    mode = None
-    for phrase in sorted(_SETTINGS, key=len, reverse=True):
-        if re.search(rf"(?:^|_){phrase}(?=_|$)", case):
-            section, key, value = _SETTINGS[phrase]
-            config.setdefault(section, {})[key] = value
-            case = re.sub(rf"(?:^|_){phrase}(?=_|$)", "_", case)
-    for place, word in enumerate(filter(None, case.split("_"))):
-        size = re.fullmatch(r"([a-z]+)(\d{1,9})", word)
-        if size and size[1] in _SIZES:
-            config.setdefault("parallel_config", {})[f"{_SIZES[size[1]]}_parallel_size"] = int(size[2])
-        elif word in _MODES:
-            mode = word
-        elif place and word not in _SAID_ELSEWHERE and not _MODEL.fullmatch(word):
-            flags[word] = True
-    return {"engine": "megatron-lm", "device": platform, "mode": mode, "config": config, **flags}
-
-
 def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return each file's pass name and contract, both from the file's path."""
     cases = {name: _case(f"{folder.root}/{name}") for name, _ in folder.matching(_FILE)}
     shared = set.intersection(*(set(env.split("_")) for _, _, env in cases.values())) if cases else set()
     paths = []
     for folders, case, env in cases.values():
-        said = "_".join(word for word in case.split("_") if word not in _SAID_ELSEWHERE)
+        said = "_".join(word for word in case.split("_") if word not in NOT_SETTINGS)
         paths.append("/".join([*folders, ".".join([said, *(word for word in env.split("_") if word not in shared)])]))
     names = pass_names(paths)
     return {
-        file: (name, _contract(case, env.rpartition("_")[2]))
+        file: (name, {"engine": "megatron-lm", "device": env.rpartition("_")[2], **named_settings(case)})
         for (file, (_, case, env)), name in zip(cases.items(), names, strict=True)
     }
 
@@ -124,11 +90,11 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     num_prompt = len(logprobs) - len(ids)
     file, text = name.rpartition(":")[0], fields.text("prompt")
     folders, case, _ = _case(file)
-    model = [*folders[-1:], *filter(_MODEL.fullmatch, case.split("_"))]
+    model = [*folders[-1:], *filter(MODEL_SIZE.fullmatch, case.split("_"))]
     of = file if text is None else sha256(text.encode(errors="replace")).hexdigest()[:8]
     yield {
         "step": STEP,
-        "group_id": f"{'-'.join(filter(None, model)).lower()}/{of}/{num_prompt}",
+        PROMPT: f"{'-'.join(filter(None, model)).lower()}/{of}/{num_prompt}",
         "response_ids": np.concatenate([np.full(num_prompt, UNKNOWN, np.int32), ids]),
         "rollout_logprobs": logprobs,
     }
