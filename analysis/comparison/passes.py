@@ -323,7 +323,7 @@ class _Group:
         """Hold each pair of passes against other pairs that differ in one setting only, by the same two values.
 
         Whether a setting changes the bits depends on model and prompt, so only this group shows it. That it keeps them
-        is learned from all groups.
+        is learned from all groups, if more pairs say so than this one and those that differ.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
         class_of = {name: tuple(one.passes) for one in self.classes for name in one.passes}
@@ -339,18 +339,23 @@ class _Group:
                     code=SAME_SETTINGS, passes=alike[0], others=alike[1]
                 )
             for key, values in relation.settings.items():
+                passes = class_of[relation.pair[0]] if relation.is_class else relation.pair
+                sides = [tuple(name for name in passes if self.settings[name][key] == value) for value in values]
+                few, many = sorted(sides, key=len)  # the smaller side is more likely to be wrong
                 different, same = (
                     [pair for pair in each.get((key, frozenset(values)), ()) if not {*pair} & {*relation.pair}]
                     for each in (changes, keeps)
                 )
+                if relation.is_class:
+                    suspects = [name for name in relation.pair if len(few) == len(many) or name in few]
+                    kept = keeps.get((key, frozenset(values)), ())
+                    same = min(([pair for pair in kept if name not in pair] for name in suspects), key=len)
                 if relation.is_class and len(different) > len(same):
-                    code, passes, example = OTHER_SETTING, class_of[relation.pair[0]], different[0]
-                elif not relation.is_same and len(relation.settings) == 1 and len(same) > len(different):
-                    code, passes, example = INERT_SETTING, relation.pair, same[0]
+                    code, example = OTHER_SETTING, different[0]
+                elif not relation.is_same and len(relation.settings) == 1 and len(same) > len(different) + 1:
+                    code, example = INERT_SETTING, same[0]
                 else:
                     continue
-                sides = [tuple(name for name in passes if self.settings[name][key] == value) for value in values]
-                few, many = sorted(sides, key=len)  # the smaller side is more likely to be wrong
                 known = found.get((code, key, frozenset((*few, *many))))
                 if known is None or known.num_different < len(different):
                     found[code, key, frozenset((*few, *many))] = SettingContradiction(
@@ -411,16 +416,16 @@ def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int) -> list[
     is_own = len(own) > TAIL
     logs = np.log(own if is_own else np.sort(others)[::-1])
     sums = np.concatenate([[0.0], np.cumsum(logs)])
-    found: list[float] = []
-    num_odd = 0
-    for place, value in enumerate(own[: min(max(len(own) // 4, 1), MOST_ODD)]):
-        first = place + 1 if is_own else 0
+
+    def expected(value: float, num_odd: int) -> float:
+        first = num_odd if is_own else 0
         tail = max(TAIL, (len(logs) - first) // 8)
         if len(logs) - first <= tail:
-            break
+            return math.inf
         bound = logs[first + tail]
         mean = max((sums[first + tail] - sums[first]) / tail - bound, 1e-9)
-        share = tail / (len(logs) - first) * math.exp(min((bound - math.log(value)) / mean, 0.0))
-        found.append(num_tested * share)
-        num_odd = place + 1 if found[-1] < CHANCE else num_odd
-    return found[:num_odd]
+        return float(num_tested * tail / (len(logs) - first) * math.exp(min((bound - math.log(value)) / mean, 0.0)))
+
+    most = min(max(len(own) // 4, 1), MOST_ODD, len(own))
+    num_odd = max((num for num in range(1, most + 1) if expected(own[num - 1], num) < CHANCE), default=0)
+    return [expected(value, num_odd) for value in own[:num_odd]]

@@ -243,7 +243,10 @@ def _tgi_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str,
     details = response.get("details")
     if not isinstance(details, Mapping):
         raise ImportFailed(f"{fields.where}: has no details. Request them with details=true")
-    for place, sequence in enumerate([details, *(details.get("best_of_sequences") or ())]):
+    others = details.get("best_of_sequences") or []
+    if not isinstance(others, list):
+        raise ImportFailed(f"{fields.where}: best_of_sequences is not a list")
+    for place, sequence in enumerate([details, *others]):
         own = fields.of(sequence, f"{fields.where}, sequence {place}")
         prompt, tokens = (_id_logprobs(own, column) for column in ("prompt", "response_ids"))
         if tokens is None:
