@@ -139,7 +139,7 @@ def _add_parts(
     before: _Before | None, named: Mapping[str, tuple[str, Mapping[str, Any]]], *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
     seen: set[str] = set()
-    shared = SharedRows()
+    shared, without = SharedRows(), list[str]()
     if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
         raise ImportFailed(f"{folder.url}: {said}, and all files are matched together. Import fewer of them at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
@@ -151,11 +151,13 @@ def _add_parts(
                     shared.add(batch, named[part.files[0]][0])
                 else:
                     _add(rows, batch)
-            rows.result.notes += tuple(f"skipped {name}: it has no logprobs" for name in reading.without_values)
+            without += reading.without_values
             for name in part.files:
                 lines = reading.last_line.get(name) if format.lines else None
                 rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
             advance(folder.num_bytes(part.files))
+    if without:
+        rows.result.notes += (f"skipped {len(without):,} files without logprobs, such as {without[0]}",)
     contracts = dict(named.values())
     rows.contracts = contracts | {name: contracts[of] for name, of in shared.repeated.items()}
     for batch in shared.batches(folder.url):
