@@ -308,6 +308,9 @@ def test_several_paths_of_other_formats_are_refused(tmp_path):
         (tmp_path / "b.csv").write_text("step,loss\n1,0.5\n")
         with pytest.raises(ImportFailed, match="reads one path"):
             import_dump(format, [tmp_path / "a.csv", tmp_path / "b.csv"], output=tmp_path / "run")
+    row = {"step": 1, "prompt_ids": [1], "response_ids": [2], "rollout_logprobs": [-0.5]}
+    dumps.write_lines(tmp_path / "rows.jsonl", [row])
+    assert import_dump("parquet", [tmp_path / "rows.jsonl"], output=tmp_path / "one").num_sequences == 1
     with pytest.raises(ImportFailed, match="no path"):
         import_dump("vllm", [], output=tmp_path / "run")
 

@@ -22,6 +22,8 @@ from .row_import import KINDS, Imported, RowImport, open_import
 from .shared_rows import PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
+_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
 AUTO, PARQUET = "auto", "parquet"
 
 
@@ -53,6 +55,10 @@ def import_dump(
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+    if not isinstance(path, (str, os.PathLike)) and len(path) < 2:
+        if not path:
+            raise ImportFailed("no path was given. Pass a file or a folder")
+        path = path[0]
     folder = _dump_folder(format, path)
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
@@ -241,14 +247,10 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _dump_folder(format: str, path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> DumpFolder | None:
+def _dump_folder(format: str, path: _Paths) -> DumpFolder | None:
     if not isinstance(path, (str, os.PathLike)):
-        paths = [os.fspath(each) for each in path]
-        if not paths:
-            raise ImportFailed("no path was given. Pass a file or a folder")
-        if len(paths) > 1:
-            return None if format == PARQUET else DumpFolder.of_paths(paths, pass_names(paths))
-        path = paths[0]
+        names = pass_names([os.fspath(each) for each in path])
+        return None if format == PARQUET else DumpFolder.of_paths(path, names)
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)
