@@ -534,10 +534,13 @@ tim-trace import auto outputs/token_exports -o runs/mine
 def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-lm, vllm, sglang, tgi, nemo-gym, trl, areal, open-instruct,
-    torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B).
-    docs/reference/import-formats.md lists the files that each one reads. Importing a folder again is incremental. No
-    code in the files is executed.
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-lm, vllm, sglang, tgi, nemo-gym,
+    trl, areal, open-instruct, torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs,
+    TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder again is
+    incremental. No code in the files is executed.
+
+    Several paths hold several engines' values for the same prompts: each path becomes a pass, and sequences are matched
+    by prompt.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is
@@ -789,9 +792,10 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     """List the differences between two runs, or between all passes of one run.
 
-    With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, contracts, prompts and responses, logprobs for identical tokens, rewards for identical
-    responses, advantages for identical rewards, policy-version lags, and every series in dynamics. For a series,
-    reports the first step where the difference exceeds noise, and its size in standard deviations.
+    With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, contracts,
+    prompts and responses, logprobs for identical tokens, rewards for identical responses, advantages for identical
+    rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where the
+    difference exceeds noise, and its size in standard deviations.
 
     Without RUN2, groups the passes by equal bits (several engines' values of the same tokens, or the trainer's and the
     engine's). Reports each class's distance from the reference, tokens at which one class is far from all others, and

@@ -54,7 +54,8 @@ def compare(
     reference (`against`, or the largest class), tokens at which one class is far from the others, and passes whose
     stated settings contradict their bits. Replays are not compared.
 
-    With `b`, returns a Comparison: the differences, earliest first, with the step at which each begins. Compares settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
+    With `b`, returns a Comparison: the differences, earliest first, with the step at which each begins. Compares
+    settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
 
     - prompts, and responses to identical prompts
     - logprobs, bit for bit, until two responses to one prompt diverge

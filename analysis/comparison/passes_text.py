@@ -17,8 +17,8 @@ from .passes import (
 
 CONTRADICTIONS: Mapping[str, str] = {
     SAME_SETTINGS: "{passes} and {others} state the same settings, but their bits differ.",
-    OTHER_SETTING: "{passes} {states}, but has the bits of {others}, stated with {setting} {other_value}. Elsewhere this "
-    "setting alone changes the bits ({pairs}, e.g. {example}).",
+    OTHER_SETTING: "{passes} {states}, but has the bits of {others} ({setting} {other_value}). Elsewhere this setting "
+    "alone changes the bits ({pairs}, e.g. {example}).",
     INERT_SETTING: "{passes} and {others} differ only in {setting} ({value}, {other_value}), and their bits differ. "
     "Elsewhere this setting keeps the bits ({pairs}, e.g. {example}).",
 }

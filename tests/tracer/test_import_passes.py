@@ -303,7 +303,7 @@ def test_prompt_logprobs_of_sglang_are_compared_too(tmp_path):
 
 
 def test_several_paths_of_other_formats_are_refused(tmp_path):
-    for format in ("parquet", "metrics"):
+    for format in ("parquet", "metrics", "slime"):
         (tmp_path / "a.csv").write_text("step,loss\n1,0.5\n")
         (tmp_path / "b.csv").write_text("step,loss\n1,0.5\n")
         with pytest.raises(ImportFailed, match="reads one path"):

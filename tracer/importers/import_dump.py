@@ -43,13 +43,13 @@ def import_dump(
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
     `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Several paths hold the values of
-    several engines for the same prompts: each becomes a pass, and sequences are matched by prompt. `map` maps field names in the
-    files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of
-    the sequences by hashing their names. Incomplete steps and half-written files are skipped and listed in the result.
-    To add them later, import again. To read as much of them as possible now, set `partial`.
+    several engines for the same prompts: each path becomes a pass, and sequences are matched by prompt. `map` maps
+    field names in the files to columns. A field mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample`
+    selects a share of the sequences by hashing their names. Incomplete steps and half-written files are skipped and
+    listed in the result. To add them later, import again. To read as much of them as possible now, set `partial`.
 
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected. At
-    most one step or 512 JSON Lines rows are held in memory.
+    most one step or 512 JSON Lines rows are held in memory. Several paths, or Megatron-LM's files, are held whole.
 
     Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
@@ -62,9 +62,10 @@ def import_dump(
     folder = _dump_folder(format, path)
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
+    reads_one = folder is None or format in (PARQUET, SCALARS.name) or FORMATS[format].parts is not None
+    if reads_one and not isinstance(path, (str, os.PathLike)):
+        raise ImportFailed(f"the {format} format reads one path, got {len(path)}. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
-        if not isinstance(path, (str, os.PathLike)):
-            raise ImportFailed(f"the {format} format reads one path, got {len(path)}. Pass a folder or a pattern")
         if partial:
             raise ImportFailed(
                 f"does not apply to the {format} format, which has no incomplete steps. Remove this option",
@@ -74,6 +75,7 @@ def import_dump(
             if sample != 1.0:
                 raise ImportFailed("selects sequences, but scalars have none. Remove this option", option="sample")
             return import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
+        assert isinstance(path, (str, os.PathLike))
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]

@@ -8,6 +8,7 @@ own. All others are NULL. So two passes share exactly their common tokens, each 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -62,8 +63,8 @@ class SharedRows:
     def __init__(self) -> None:
         self.repeated: dict[str, str] = {}
         """Pass that each repetition belongs to."""
-        self._prompts: dict[tuple[int, Any], _Prompt] = {}
-        self._seen: dict[tuple[str, int, Any], dict[bytes, tuple[int, int]]] = {}
+        self._prompts: dict[tuple[int | None, Any], _Prompt] = {}
+        self._seen: dict[tuple[str, int | None, Any], dict[bytes, tuple[int, int]]] = {}
         """Place among the distinct responses and number of repetitions of each response, by pass and prompt."""
 
     def add(self, batch: RowBatch, pass_name: str) -> None:
@@ -91,7 +92,7 @@ class SharedRows:
             self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own))
 
     def _add(self, text: str | None, prompt: Values | None, found: _Response) -> None:
-        key = (int(found.cells["step"]), text if prompt is None else prompt.values.tobytes())
+        key = (found.cells.get("step"), text if prompt is None else prompt.values.tobytes())
         label = text if prompt is None and text is not None else str(len(self._prompts))
         of = self._prompts.setdefault(key, _Prompt(label, None if prompt is None else prompt.values))
         seen, response = self._seen.setdefault((found.pass_name, *key), {}), found.ids.tobytes()
@@ -110,7 +111,7 @@ class SharedRows:
     def batches(self, file: str) -> Iterator[RowBatch]:
         """Yield the matched rows, with one column of logprobs per pass."""
         rows, number = DumpRows(file, "sequence"), 0
-        for _, prompt in sorted(self._prompts.items(), key=lambda entry: entry[0][0]):
+        for _, prompt in sorted(self._prompts.items(), key=lambda entry: entry[0][0] or 0):
             for place, responses in enumerate(prompt.responses):
                 for variant, cells in enumerate(_rows(prompt.ids, responses)):
                     number += 1
@@ -183,16 +184,17 @@ def pass_names(paths: Sequence[str]) -> list[str]:
     parts = [PurePath(path).parts for path in paths]
     names = [_clean(re.sub(r"\.jsonl?$", "", path[-1] if path else "")) for path in parts]
     for num in range(2, max(map(len, parts), default=0) + 1):
-        repeated = {name for name in names if names.count(name) > 1}
+        times = Counter(names)
         names = [
-            f"{_clean(path[-num])}/{name}" if name in repeated and len(path) >= num else name
+            f"{_clean(path[-num])}/{name}" if times[name] > 1 and len(path) >= num else name
             for name, path in zip(names, parts, strict=True)
         ]
-    taken = {*STANDARD, REPLAY_PREFIX.rstrip("/")}
-    names = [f"{ROLLOUT}/{name}" if name.partition("/")[0] in taken else name for name in names]
-    return [
-        f"{name}.{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)
-    ]
+    taken, found = {*STANDARD, REPLAY_PREFIX.rstrip("/")}, Counter[str]()
+    for place, name in enumerate(names):
+        found[name] += 1
+        names[place] = f"{ROLLOUT}/{name}" if name.partition("/")[0] in taken else name
+        names[place] += f".{found[name]}" if found[name] > 1 else ""
+    return names
 
 
 _SIZES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "expert", "etp": "expert_tensor"}
