@@ -35,7 +35,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
         first = next(objects(folder.path(name)), (0, {}))[1]
     except ImportFailed:
         first = first_object(folder, name)
-    return key in response_of(first)[0]
+    return isinstance(response_of(first)[0].get(key), (list, Mapping))
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
