@@ -31,19 +31,10 @@ def sentence(found: PassComparison) -> str:
     groups = found.groups
     num = sum(group.num_passes for group in groups)
     over = "the same tokens" if len(groups) == 1 else f"{len(groups)} groups of shared tokens"
-    parts = [
-        _counted(sum(map(len, each)), name)
-        for each, name in (
-            ([group.odd_tokens for group in groups], "odd token"),
-            ([group.contradictions for group in groups], "contradiction"),
-        )
-    ]
+    odd = _counted(sum(len(group.odd_tokens) for group in groups), "odd token")
+    contradictions = _counted(sum(len(group.contradictions) for group in groups), "contradiction")
     classes = _counted(sum(len(group.classes) for group in groups), "class", "classes")
-    return f"{num} passes over {over} fall into {classes} of equal bits, with {parts[0]} and {parts[1]} of settings."
-
-
-def passes_sentence(found: PassComparison) -> str:
-    return sentence(shown(found))
+    return f"{num} passes over {over} fall into {classes} of equal bits, with {odd} and {contradictions} of settings."
 
 
 def passes_text(found: PassComparison, width: int | None = None) -> str:
