@@ -209,6 +209,19 @@ def test_a_repeated_response_is_a_pass_and_another_response_is_a_sequence(tmp_pa
     assert info(str(tmp_path / "run")).passes
 
 
+def test_a_response_repeated_without_end_is_refused(tmp_path):
+    dumps.write_lines(tmp_path / "a.jsonl", [vllm_response([1, 2], [7], [-0.5])] * 1100)
+    dumps.write_lines(tmp_path / "b.jsonl", [vllm_response([1, 2], [7], [-0.5])])
+    with pytest.raises(ImportFailed, match="repeats a prompt and response more than 1,024 times"):
+        import_dump("vllm", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], output=tmp_path / "run")
+
+
+def test_a_file_given_twice_is_refused(tmp_path):
+    dumps.write_lines(tmp_path / "in" / "a.jsonl", [vllm_response([1, 2], [7], [-0.5])])
+    with pytest.raises(ImportFailed, match="was given twice"):
+        import_dump("vllm", [tmp_path / "in", tmp_path / "in" / "a.jsonl"], output=tmp_path / "run")
+
+
 @pytest.mark.parametrize("place", ["first", "later"])
 def test_rows_without_prompt_ids_cannot_be_matched(tmp_path, place):
     lines = [vllm_response([1, 2], [7, 8], values(2)), vllm_response(None, [7, 8], values(2))]
