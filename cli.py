@@ -54,7 +54,7 @@ from .schemas.errors import (
     telling_missing,
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
-from .schemas.passes import ROLLOUT
+from .schemas.passes import ROLLOUT, STANDARD
 from .schemas.steps import ALL_STEPS
 
 if TYPE_CHECKING:
@@ -527,7 +527,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 """)
 @main.command("import")
 @click.argument("format", metavar="FORMAT")
-@click.argument("path")
+@click.argument("path", nargs=-1, required=True, metavar="PATH...")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
 @click.option(
     "--map", multiple=True, metavar="THEIRS=OURS",
@@ -543,13 +543,16 @@ tim-trace import auto outputs/token_exports -o runs/mine
 )
 @click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
-def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
+def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, vllm, sglang, trl, areal,
-    open-instruct, torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard, W&B).
-    docs/reference/import-formats.md lists the files that each one reads. Importing a folder again is incremental. No
-    code in the files is executed.
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, megatron-lm, vllm, sglang, tgi,
+    nemo-gym, trl, areal, open-instruct, torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON,
+    logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
+    again is incremental. No code in the files is executed.
+
+    Several paths hold several engines' values for the same prompts: each path becomes a pass, and sequences are matched
+    by prompt.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is
@@ -798,19 +801,25 @@ def check(trace: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace compare runs/demo runs/other")
+@_example("tim-trace compare runs/demo runs/other\ntim-trace compare runs/demo --against rollout")
 @main.command()
 @click.argument("a", metavar="RUN")
-@click.argument("b", metavar="RUN2")
+@click.argument("b", metavar="[RUN2]", required=False)
 @_pair
+@click.option("--against", metavar="PASS", help="Without RUN2: reference pass. By default, one in the largest class.")
 @_steps
 @_prints()
-def compare(a: str, b: str, form: _Form, **options: Any) -> None:
-    """List the differences between two runs and the step where each begins, earliest first.
+def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
+    """List the differences between two runs, or between all passes of one run.
 
-    Compares settings, sampling, contracts, prompts and responses, logprobs for identical tokens, rewards for identical
-    responses, advantages for identical rewards, policy-version lags, and every series in dynamics. For a series,
-    reports the first step where the difference exceeds noise, and its size in standard deviations.
+    With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, contracts,
+    prompts and responses, logprobs for identical tokens, rewards for identical responses, advantages for identical
+    rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where the
+    difference exceeds noise, and its size in standard deviations.
+
+    Without RUN2, groups the passes by equal bits (several engines' values of the same tokens, or the trainer's and the
+    engine's). Reports each class's distance from the reference, tokens at which one class is far from all others, and
+    passes whose stated settings contradict their bits.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -1472,10 +1481,12 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         return "\n".join(
             [f"imported {imported.num_metrics:,} logged values", *parts, f"next: tim-trace diagnose {output}"]
         )
+    many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
     lines = [
         f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
-        f"{imported.num_metrics:,} metrics, passes {', '.join(imported.passes) or 'none'}",
+        f"{imported.num_metrics:,} metrics, "
+        + (f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"),
         *parts,
-        f"next: tim-trace info {output}{_stats_command(output, pair)}",
+        f"next: tim-trace compare {output}" if many else f"next: tim-trace info {output}{_stats_command(output, pair)}",
     ]
     return "\n".join(lines)

@@ -127,7 +127,7 @@ SEQUENCES_TABLE = Table(
             unit="updates",
         ),
         Column("prompt_ids", TOKENS, "prompt token ids", alignment="one element per prompt token"),
-        Column("response_ids", TOKENS, "response token ids", alignment=PER_RESPONSE_TOKEN, null=""),
+        Column("response_ids", TOKENS, "response token ids, -1 if unknown", alignment=PER_RESPONSE_TOKEN, null=""),
         Column(
             "response_mask",
             FLAGS,

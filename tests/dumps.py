@@ -651,6 +651,82 @@ def write_sglang(folder, steps):
     write_lines(folder / "saved.jsonl", [{"meta_info": {"output_token_logprobs": each}} for each in triples])
 
 
+def golden_request(prompt, logprobs, tokens, **more):
+    """A request as Megatron-LM's examples/inference/utils.py writes it."""
+    num_prompt = len(logprobs) - len(tokens)
+    return {
+        "input_prompt": prompt, "generated_text": "x", "generated_tokens": tokens, "latency": 2.5, "ttft": 0.1,
+        "step_count": len(tokens), "top_n_logprobs": None, "prompt_top_n_logprobs": None,
+        "prompt_logprobs": logprobs[:num_prompt], "generated_logprobs": logprobs[num_prompt:], "logprobs": logprobs, **more,
+    }  # fmt: skip
+
+
+def write_golden(folder, case, *requests, platform="h100", family="gpt"):
+    path = folder / family / case / f"golden_values_dev_dgx_{platform}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {str(place): request for place, request in enumerate(requests)}
+    path.write_text(json.dumps({**found, "throughput": [1.5], "lifetime_prefill_token_count": 3}, indent=1))
+    return path
+
+
+def write_megatron(folder, steps):
+    (samples,) = steps.values()
+    for case in ("gpt_dynamic_inference_tp1_pp1_583m", "gpt_dynamic_inference_tp2_pp1_583m"):
+        requests = [
+            golden_request(f"p{s.index}", [-0.5, *s.rollout.astype(float).tolist()], s.response.tolist())
+            for s in samples
+        ]
+        write_golden(folder, case, *requests)
+
+
+def tgi_response(prompt, prompt_logprobs, tokens, logprobs):
+    """A response of `/generate`, with the fields of text-generation-inference's router/src/lib.rs."""
+
+    def listed(ids, values, **more):
+        return [{"id": int(i), "text": "x", "logprob": v, **more} for i, v in zip(ids, values, strict=True)]
+
+    details = {
+        "finish_reason": "length", "generated_tokens": len(tokens), "seed": None, "best_of_sequences": None,
+        "prefill": listed(prompt, prompt_logprobs), "tokens": listed(tokens, logprobs, special=False),
+    }  # fmt: skip
+    return {"generated_text": "x", "details": details}
+
+
+def write_tgi(folder, steps):
+    (samples,) = steps.values()
+    responses = [
+        tgi_response(s.prompt, [None, *[-1.5] * (len(s.prompt) - 1)], s.response, s.rollout.astype(float).tolist())
+        for s in samples
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "saved.json").write_text(json.dumps(responses))
+
+
+def gym_rollout(sample, **more):
+    """A rollout with two turns, with the fields of NeMo-Gym's openai_utils.py."""
+    half = len(sample.response) // 2 or 1
+
+    def turn(before, part):
+        return {
+            "id": "m", "role": "assistant", "type": "message", "status": "completed", "content": [],
+            "prompt_token_ids": [*sample.prompt.tolist(), *sample.response[:before].tolist()],
+            "generation_token_ids": sample.response[part].tolist(),
+            "generation_log_probs": sample.rollout[part].astype(float).tolist(),
+        }  # fmt: skip
+
+    tool = {"type": "function_call_output", "call_id": "c", "output": "4"}
+    output = [turn(0, slice(0, half)), tool, turn(half, slice(half, None))]
+    return {
+        "responses_create_params": {"input": [], "temperature": 0.7}, "response": {"id": "r", "object": "response", "output": output},
+        "reward": sample.reward, "_ng_task_index": 3, "_ng_rollout_index": sample.index, **more,
+    }  # fmt: skip
+
+
+def write_nemo_gym(folder, steps):
+    (samples,) = steps.values()
+    write_lines(folder / "rollouts.jsonl", [gym_rollout(s) for s in samples])
+
+
 def write_trl(folder, steps):
     (step,) = steps
     columns = {
@@ -716,7 +792,7 @@ def write_verl_text(folder, steps):
 
 
 ONE_SIDED = {
-    "vllm": write_vllm, "sglang": write_sglang, "trl": write_trl, "areal": write_areal,
+    "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym, "trl": write_trl, "areal": write_areal,
     "open-instruct": write_open_instruct, "torchtitan": write_torchtitan, "ms-swift": write_ms_swift,
 }  # fmt: skip
 """The other formats, and what writes them."""

@@ -302,7 +302,7 @@ def options_of(name):
 def test_a_thing_has_one_option_name():
     every = {name: options_of(name) for name in TWINS}
     assert not any("--table" in options for options in every.values())
-    assert {name for name, options in every.items() if "--against" in options} == {"locate"}
+    assert {name for name, options in every.items() if "--against" in options} == {"locate", "compare"}
     assert {name for name, options in every.items() if "--arm" in options} == {
         "replay", "triangulate", "gradient", "locate",
     }  # fmt: skip

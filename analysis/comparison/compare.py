@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from typing import overload
 
 import numpy as np
 
-from ...schemas.errors import NothingToCompare
-from ...schemas.passes import REPLAY_PREFIX
+from ...schemas.errors import InvalidOption, NothingToCompare
+from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..facts.read_series import read_series
@@ -24,20 +25,37 @@ from .comparison import (
     sampling_differences,
     setting_differences,
 )
+from .passes import PassComparison, compare_passes
 from .series import logprob_differences, sequence_differences, series_differences
 
+DEFAULT_PAIR = f"{TRAIN}:{ROLLOUT}"
 
+Trace = str | os.PathLike[str] | Database
+
+
+@overload
+def compare(a: Trace, b: Trace, *, pair: str = ..., steps: str = ..., progress: Progress = ...) -> Comparison: ...
+@overload
+def compare(
+    a: Trace, b: None = None, *, against: str | None = ..., steps: str = ..., progress: Progress = ...
+) -> PassComparison: ...
 def compare(
     a: str | os.PathLike[str] | Database,
-    b: str | os.PathLike[str] | Database,
+    b: str | os.PathLike[str] | Database | None = None,
     *,
-    pair: str = "train:rollout",
+    pair: str = DEFAULT_PAIR,
+    against: str | None = None,
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
-) -> Comparison:
-    """List the differences between two runs, earliest first, with the step at which each begins.
+) -> Comparison | PassComparison:
+    """List the differences between two runs, or between all passes of one run.
 
-    Compares settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
+    Without `b`, groups the passes of run `a` by equal bits and returns a PassComparison: each class's distance from the
+    reference (`against`, or the largest class), tokens at which one class is far from the others, and passes whose
+    stated settings contradict their bits. Replays are not compared.
+
+    With `b`, returns a Comparison: the differences, earliest first, with the step at which each begins. Compares
+    settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
 
     - prompts, and responses to identical prompts
     - logprobs, bit for bit, until two responses to one prompt diverge
@@ -52,6 +70,13 @@ def compare(
 
     Raises NothingToCompare if the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
+    if b is None:
+        if pair != DEFAULT_PAIR:
+            raise InvalidOption("needs a second run; name a reference pass with against instead", option="pair")
+        with progress("comparing passes", 1):
+            return compare_passes(open_database(a, steps), against)
+    if against is not None:
+        raise InvalidOption("applies to the passes of one run, but two runs were given", option="against")
     names = parse_pair(pair)
     of_a, of_b = open_database(a, steps), open_database(b, steps)
     for database in (of_a, of_b):

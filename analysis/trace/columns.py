@@ -116,6 +116,9 @@ def why_nothing(database: Database, pair: Pair) -> str:
     else:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}{_note(database, list(pair))}"
     others = list(counts)
+    if len(others) > 3 and len(database.sources) == 1:
+        trace = shlex.quote(database.sources[0].store.url)
+        return f"{where}: {problem}; `tim-trace compare {trace}` compares all {len(others)} passes with logprobs"
     if (shown := first_pair(others)) is not None:
         return f"{where}: {problem}; compare two of {', '.join(others)}, e.g. with {option('pair', shown)}"
     if others:

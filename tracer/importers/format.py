@@ -28,6 +28,22 @@ class DumpFolder:
     """Paths relative to `root` in natural order (step_2 before step_10)."""
     is_file: bool = False
 
+    passes: Mapping[str, str] = field(default_factory=dict)
+    """Pass of each file, if several paths were given, each of which is a pass."""
+
+    @classmethod
+    def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
+        """List the files of several paths, each of which is a pass."""
+        folders = [cls.of(path) for path in paths]
+        roots = [os.path.realpath(each.root) for each in folders]
+        root = Path(os.path.commonpath(roots))
+        files: dict[str, str] = {}
+        for name, at, folder in zip(names, roots, folders, strict=True):
+            for file in folder.files:
+                if files.setdefault(os.path.relpath(os.path.join(at, file), root), name) != name:
+                    raise ImportFailed(f"{folder.url}: {file} was given twice. Pass each file once")
+        return cls(url=", ".join(each.url for each in folders), root=root, files=tuple(files), passes=files)
+
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
         """List a folder's files, or take a single file. Links pointing outside the folder are not followed."""
@@ -116,6 +132,8 @@ class Reading:
     added: tuple[str, ...] = ()
     """Columns that `map` reads from other fields."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
+    without_values: list[str] = field(default_factory=list)
+    """Files that were skipped because no request in them has logprobs. Set by the reader."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
@@ -164,6 +182,8 @@ class Format:
     """Detects this format in a folder. None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
     """Groups a folder's files by step. None if each file is read on its own."""
+    passes: Callable[[DumpFolder], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
+    """Names each file's pass, with its contract. None if all files belong to the same passes."""
     rows: RowsOf | None = None
     """Converts a line to rows. None if each line is one row with plain fields."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None

@@ -15,8 +15,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 from .fields import Fields, Values
 from .format import DumpFolder, Format, Reading, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
+from .megatron import MEGATRON
 from .metrics import SCALARS
-from .responses import SGLANG, VLLM
+from .responses import NEMO_GYM, SGLANG, TGI, VLLM
 from .rollout_bank import MEGATRON_RL
 from .skyrl import SKYRL
 from .slime_dumps import MILES, SLIME
@@ -229,8 +230,8 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN,
-        MS_SWIFT, SCALARS,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, MEGATRON, VLLM, SGLANG, TGI, NEMO_GYM, TRL, AREAL,
+        OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT, SCALARS,
     )
 }  # fmt: skip
 

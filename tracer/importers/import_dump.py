@@ -1,30 +1,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ...schemas.checksums import SealedFile
 from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
-from ..store import Store
-from .columns import Selection, check_sample, listed_names
+from ..store import Store, too_large
+from .columns import RowBatch, Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
+from .kinds import Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
-from .row_import import KNOWN, Imported, RowImport, open_import
+from .row_import import KINDS, KNOWN, Imported, RowImport, open_import
+from .shared_rows import PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
+from .textfiles import TIMES_AS_JSON
+
+_Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 AUTO, PARQUET = "auto", "parquet"
 
 
 def import_dump(
     format: str,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     output: str | os.PathLike[str],
     map: Mapping[str, str] | None = None,
@@ -37,19 +43,25 @@ def import_dump(
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
-    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. `map` maps field names in the
-    files to columns, also to those that the format lacks. A field mapped to "" is skipped. `steps` (3:80, -10:) selects
-    steps. `sample` selects a share of the sequences by hashing their names. Incomplete steps and half-written files are
-    skipped and listed in the result. To add them later, import again. To read as much of them as possible now, set
-    `partial`.
+    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Several paths hold the values of
+    several engines for the same prompts: each path becomes a pass, and sequences are matched by prompt. `map` maps
+    field names in the files to columns, also to those that the format lacks. A field mapped to "" is skipped. `steps`
+    (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing their names. Incomplete steps and
+    half-written files are skipped and listed in the result. To add them later, import again. To read as much of them as
+    possible now, set `partial`.
 
     Nothing in the files is executed: pickles are read as data, and an object of another class is an error only in a
-    field that is read. At most one step or 512 JSON Lines rows are held in memory.
+    field that is read. At most one step or 512 JSON Lines rows are held in memory. Several paths, or Megatron-LM's
+    files, are held whole.
 
     Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+    if not isinstance(path, (str, os.PathLike)) and len(path) < 2:
+        if not path:
+            raise ImportFailed("no path was given. Pass a file or a folder")
+        path = path[0]
     folder = _dump_folder(format, path)
     hint = None
     if format == AUTO:
@@ -58,6 +70,9 @@ def import_dump(
             hint = how_to_dump(folder, FORMATS)
             if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
                 raise ImportFailed(f"{folder.url}: contains no dump. {hint}{curves_in(folder)}")
+    reads_one = folder is None or format in (PARQUET, SCALARS.name) or FORMATS[format].parts is not None
+    if reads_one and not isinstance(path, (str, os.PathLike)):
+        raise ImportFailed(f"the {format} format reads one path, got {len(path)}. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
@@ -70,6 +85,7 @@ def import_dump(
             result = import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
             result.notes += (f"no tokens: {hint}",) if hint else ()
             return result
+        assert isinstance(path, (str, os.PathLike))
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
@@ -87,6 +103,16 @@ def import_dump(
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
         parts = before.new(folder, parts)
+    named = (
+        chosen.passes(folder)
+        if chosen.passes
+        else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
+    )
+    if named and before is not None and parts:
+        raise ImportFailed(
+            f"{output}: files were added since it was imported, and their sequences are matched when all are read. "
+            "Replace the trace with --force"
+        )
     if not parts:
         if before is None:
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
@@ -97,13 +123,15 @@ def import_dump(
             force=force,
         ) as rows:  # fmt: skip
             rows.contracts = chosen.contracts
-            seen = _add_parts(chosen, folder, parts, columns, rows, before, partial=partial, progress=progress)
+            seen = _add_parts(chosen, folder, parts, columns, rows, before, named, partial=partial, progress=progress)
             if before is None:
                 rows.check_any()
             unread = [name for name, ours in given.items() if ours and name not in seen]
             if unread:
                 raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
             lacks = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **chosen.lacks}
+            if named and rows.scored:
+                del lacks[ROLLOUT]
             rows.lacks = {name: note for name, note in lacks.items() if before is None or name not in before.passes}
             rows.state.import_options = options
         result = rows.result
@@ -143,9 +171,12 @@ def _are_ordered(format: Format, parts: list[Part]) -> bool:
 
 def _add_parts(
     format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
-    before: _Before | None, *, partial: bool, progress: Progress,
+    before: _Before | None, named: Mapping[str, tuple[str, Mapping[str, Any]]], *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
     seen: set[str] = set()
+    shared, without = SharedRows(), list[str]()
+    if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
+        raise ImportFailed(f"{folder.url}: {said}, and all files are matched together. Import fewer of them at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
@@ -154,14 +185,28 @@ def _add_parts(
                 added=tuple(name for name in columns if name in KNOWN and columns[name] != format.columns.get(name)),
             )  # fmt: skip
             for batch in format.batches(reading):
-                names = {name: name for name in batch.columns}
-                passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
-                rows.add_rows(batch, names, passes)
+                if named:
+                    shared.add(batch, named[part.files[0]][0])
+                else:
+                    _add(rows, batch)
+            without += reading.without_values
             for name in part.files:
                 lines = reading.last_line.get(name) if format.lines else None
                 rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
             advance(folder.num_bytes(part.files))
+    if without:
+        rows.result.notes += (f"skipped {len(without):,} files without logprobs, such as {without[0]}",)
+    contracts = dict(named.values())
+    rows.contracts = {**rows.contracts, **contracts} | {name: contracts[of] for name, of in shared.repeated.items()}
+    for batch in shared.batches(folder.url):
+        _add(rows, batch, KINDS | {"response_ids": TOKENS})
     return seen
+
+
+def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = KINDS) -> None:
+    batch.columns.pop(PROMPT_LOGPROBS, None)
+    names = {name: name for name in batch.columns}
+    rows.add_rows(batch, names, {name: name.removesuffix(LOGPROBS) for name in names if name.endswith(LOGPROBS)}, kinds)
 
 
 _NO_LOGPROBS = "the files have no logprobs for this pass"
@@ -234,7 +279,10 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
+def _dump_folder(format: str, path: _Paths) -> DumpFolder | None:
+    if not isinstance(path, (str, os.PathLike)):
+        names = pass_names([os.fspath(each) for each in path])
+        return None if format == PARQUET else DumpFolder.of_paths(path, names)
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)

@@ -1,4 +1,8 @@
-"""Import saved vLLM and SGLang responses from JSON Lines or a JSON array. They have only the engine's logprobs."""
+"""Import responses saved from vLLM, SGLang, text-generation-inference or NeMo-Gym, as JSON Lines or a JSON array.
+
+They have only the engine's logprobs. Fields of text-generation-inference as in router/src/lib.rs
+(huggingface/text-generation-inference, db931fcf), of NeMo-Gym as in nemo_gym/openai_utils.py (NVIDIA-NeMo/Gym, 07d6b0d0).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
 from .fields import Fields, Values
 from .format import DumpFolder, Format, first_object, read_rows
+from .shared_rows import PROMPT_LOGPROBS
 from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
@@ -30,7 +35,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
         first = next(objects(folder.path(name)), (0, {}))[1]
     except ImportFailed:
         first = first_object(folder, name)
-    return key in response_of(first)[0]
+    return isinstance(response_of(first)[0].get(key), (list, Mapping))
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -50,7 +55,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Split a saved object into response and request. Either one defaults to the object itself."""
-    inside, request = record.get("response"), record.get("request")
+    inside, request = record.get("response"), record.get("request", record.get("responses_create_params"))
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
         response = response["body"]
@@ -67,8 +72,10 @@ def response_format(
         response, request = response_of(fields.record)
         settings = fields.of(request, fields.where).cells(*SETTINGS)
         settings["step"] = STEP if settings["step"] is None else settings["step"]
+        settings |= fields.cells("reward") if "reward" in columns else {}
+        group = fields.text("group_id")
         for place, cells in enumerate(rows_of(fields.of(response, fields.where), response)):
-            names = {"seq_id": f"{name}.{place}", "group_id": name}
+            names = {"seq_id": f"{name}.{place}", "group_id": name if group is None else group}
             yield {**settings, **names, **cells, **fields.added_cells({*settings, *cells})}
 
     return Format(
@@ -106,11 +113,16 @@ def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[s
     if ids is None:
         raise ImportFailed(f"{fields.where}: has no token ids. Request them from SGLang with return_logprob=true")
     prompt = fields.ids("prompt_ids")
-    before = _triples(own, "prompt") if prompt is None else None
+    before = _triples(own, "prompt")
+    if before is not None:
+        prompt = before[1] if prompt is None else prompt
     reason = meta.get("finish_reason")
     version = own.text("policy_version")
     yield {
-        "prompt_ids": prompt if before is None else before[1],
+        "prompt_ids": prompt,
+        PROMPT_LOGPROBS: before[0]
+        if before is not None and prompt is not None and np.array_equal(before[1], prompt)
+        else None,
         "response_ids": ids,
         "rollout_logprobs": values,
         _SAMPLED: _sampling(own),
@@ -179,7 +191,17 @@ def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str
             cells["response_ids"] = _ids(tokens, where)
         if cells["prompt_ids"] is None:
             cells["prompt_ids"] = fields.ids("prompt_ids")
+        before = choice.get(PROMPT_LOGPROBS, response.get(PROMPT_LOGPROBS))
+        if isinstance(before, list) and cells["prompt_ids"] is not None and len(before) == len(cells["prompt_ids"]):
+            given = [_of_token(entry, token) for entry, token in zip(before, cells["prompt_ids"], strict=True)]
+            cells[PROMPT_LOGPROBS] = fields.of({"v": given}, where, v="v").values("v")
         yield cells
+
+
+def _of_token(entry: Any, token: int) -> Any:
+    """Return a prompt token's logprob from vLLM's {token id: {logprob, rank, decoded_token}}."""
+    found = entry.get(str(token)) if isinstance(entry, Mapping) else None
+    return found.get("logprob") if isinstance(found, Mapping) else None
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
@@ -215,4 +237,79 @@ VLLM = response_format(
     writes="your client from `/v1/completions` or `/v1/chat/completions` responses, requested with logprobs and return_token_ids=true",
     alignment="logprobs are aligned with the choice's token_ids, or with tokens written as token_id:<id>",
     rollout="the responses have no logprobs. Request them with logprobs=1 (chat: logprobs=true)",
+)
+
+
+def _tgi_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    details = response.get("details")
+    if not isinstance(details, Mapping):
+        raise ImportFailed(f"{fields.where}: has no details. Request them with details=true")
+    others = details.get("best_of_sequences") or []
+    if not isinstance(others, list):
+        raise ImportFailed(f"{fields.where}: best_of_sequences is not a list")
+    for place, sequence in enumerate([details, *others]):
+        own = fields.of(sequence, f"{fields.where}, sequence {place}")
+        prompt, tokens = (_id_logprobs(own, column) for column in ("prompt", "response_ids"))
+        if tokens is None:
+            raise ImportFailed(f"{own.where}: has no tokens. Request them with details=true")
+        with_prompt = prompt is not None and len(prompt[1]) > 0
+        yield {
+            "prompt_ids": prompt[1] if prompt is not None and with_prompt else None,
+            PROMPT_LOGPROBS: prompt[0] if prompt is not None and with_prompt else None,
+            "response_ids": tokens[1],
+            "rollout_logprobs": tokens[0],
+            "finish_reason": own.text("finish_reason"),
+        }
+
+
+def _id_logprobs(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
+    found = fields.get(column)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
+        raise ImportFailed(f"{fields.where}: {column} is not a list of tokens with id and logprob")
+    return _triples(fields.of({"t": [[one.get("logprob"), one.get("id")] for one in found]}, fields.where, t="t"), "t")
+
+
+TGI = response_format(
+    "details",
+    _tgi_rows,
+    {"prompt": ("prefill",), "response_ids": ("tokens",), "finish_reason": ("finish_reason",)},
+    name="tgi",
+    writes="your client from text-generation-inference's `/generate` responses, requested with details=true and "
+    "decoder_input_details=true",
+    alignment="each token in tokens and prefill has an id and a logprob. Each of best_of_sequences is a row",
+    rollout="the responses have no logprobs. Request them with details=true",
+)
+
+
+def _nemo_gym_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    output = response.get("output")
+    if not isinstance(output, list):
+        raise ImportFailed(f"{fields.where}: has no output items")
+    turns = [item for item in output if isinstance(item, Mapping) and item.get("generation_token_ids") is not None]
+    if not turns:
+        raise ImportFailed(
+            f"{fields.where}: no output item has generation_token_ids. Collect the rollouts with a model server that "
+            "returns token ids"
+        )
+    for place, turn in enumerate(turns):
+        yield fields.of(turn, f"{fields.where}, turn {place}").cells("prompt_ids", "response_ids", "rollout_logprobs")
+
+
+NEMO_GYM = response_format(
+    "output",
+    _nemo_gym_rows,
+    {
+        "prompt_ids": ("prompt_token_ids",),
+        "response_ids": ("generation_token_ids",),
+        "rollout_logprobs": ("generation_log_probs",),
+        "reward": ("reward",),
+        "group_id": ("_ng_task_index",),
+    },
+    name="nemo-gym",
+    writes="NeMo-Gym's rollout collection, with a model server that returns token ids",
+    alignment="generation_log_probs are aligned with generation_token_ids. Each turn is a row, whose prompt holds the "
+    "turns before it. The reward is the rollout's",
+    rollout="the turns have no generation_log_probs",
 )

@@ -87,6 +87,7 @@ class RowImport:
         self.scored: set[str] = set()
         self.lacks: Mapping[str, str] = {}
         self.contracts: Mapping[str, Mapping[str, Any]] = {}
+        """Settings of each pass, if known."""
         self._where = path
 
     @property
@@ -115,10 +116,12 @@ class RowImport:
     def add_pass(self, name: str, **contract: Any) -> None:
         self._recorder.add_contract(name, {**self._contract, **self.contracts.get(name, {}), **contract})
 
-    def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
+    def add_rows(
+        self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str], kinds: Mapping[str, Kind] = KINDS
+    ) -> None:
         self._where = rows.file
         self._writer.check(rows.file)
-        columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
+        columns = Columns.of(rows, names, {ours: kinds.get(ours, VALUES) for ours in names.values()})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
             raise ImportFailed(

@@ -1,0 +1,240 @@
+"""Match the sequences of several files by prompt, so that each file becomes a pass over the same tokens.
+
+Two engines may continue a prompt differently. Their values are comparable up to the first token at which they diverge.
+Each distinct response is a row, and a value is stored in the first row that has the same tokens up to and including its
+own. All others are NULL. So two passes share exactly their common tokens, each of them once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ...schemas.errors import ImportFailed
+from ...schemas.passes import LOGPROBS, REPLAY_PREFIX, ROLLOUT, STANDARD
+from .columns import ROWS_AT_ONCE, Columns, RowBatch
+from .dump_rows import DumpRows
+from .fields import Values
+from .kinds import INT32_MAX, TEXT, VALUES, integer, list_of, required
+from .row_import import KINDS
+
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""Column with the engine's logprobs of the prompt tokens. The first has none."""
+UNKNOWN = -1
+"""Id of a response token whose id was not recorded."""
+TOKENS = list_of(required(integer("a token id", pa.int32(), UNKNOWN, INT32_MAX)), "a list of token ids")
+PROMPT = "prompt"
+"""Column with a name for a prompt whose token ids are unknown."""
+MOST_REPEATS = 1024
+_CELLS = ("step", "temperature", "top_p", "top_k", "reward", "finish_reason", "policy_version")
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    pass_name: str
+    ids: np.ndarray
+    logprobs: Values
+    prompt_logprobs: Values | None
+    cells: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    label: str
+    ids: np.ndarray | None
+    responses: list[list[_Response]] = field(default_factory=list)
+    """Responses to match: the n-th of each file."""
+
+
+class SharedRows:
+    """Sequences of several passes by step and prompt.
+
+    If a file repeats a prompt, its n-th distinct response is matched with the n-th in the other files. If it repeats
+    the response too, the repetition becomes a pass of its own, named `<pass>.1`.
+    """
+
+    def __init__(self) -> None:
+        self.repeated: dict[str, str] = {}
+        """Pass that each repetition belongs to."""
+        self._prompts: dict[tuple[int | None, Any], _Prompt] = {}
+        self._seen: dict[tuple[str, int | None, Any], dict[bytes, tuple[int, int]]] = {}
+        """Place among the distinct responses and number of repetitions of each response, by pass and prompt."""
+
+    def add(self, batch: RowBatch, pass_name: str) -> None:
+        """Add the rows of one pass. Raises ImportFailed if a row cannot be matched or has values for other tokens."""
+        kinds = {**KINDS, "response_ids": TOKENS, PROMPT_LOGPROBS: VALUES, PROMPT: TEXT}
+        columns = {name: values for name, values in batch.columns.items() if name in kinds}
+        rows = Columns.of(replace(batch, columns=columns), {name: name for name in columns}, kinds)
+        prompts, responses, logprobs, before = (
+            _lists(rows, name) for name in ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}", PROMPT_LOGPROBS)
+        )
+        texts = rows.list(PROMPT) or [None] * rows.num_rows
+        cells = {name: values for name in _CELLS if (values := rows.list(name)) is not None}
+        for row, (prompt, ids, scored) in enumerate(zip(prompts, responses, logprobs, strict=True)):
+            where = f"{batch.file}, {batch.place(row)}"
+            if prompt is None and texts[row] is None:
+                raise ImportFailed(
+                    f"{where}: has no prompt token ids, by which the sequences of several paths are matched"
+                )
+            if ids is None or scored is None:
+                continue
+            if len(scored) != len(ids):
+                raise ImportFailed(f"{where}: {len(scored)} logprobs for {len(ids)} tokens, expected one per token")
+            own = {name: column[row] for name, column in cells.items()}
+            given = before[row] if prompt is not None and len(before[row] or ()) == len(prompt) else None
+            self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own))
+
+    def _add(self, text: str | None, prompt: Values | None, found: _Response) -> None:
+        key = (found.cells.get("step"), text if prompt is None else prompt.values.tobytes())
+        label = text if prompt is None and text is not None else str(len(self._prompts))
+        of = self._prompts.setdefault(key, _Prompt(label, None if prompt is None else prompt.values))
+        seen, response = self._seen.setdefault((found.pass_name, *key), {}), found.ids.tobytes()
+        place, number = seen.get(response, (len(seen), -1))
+        number += 1
+        seen[response] = place, number
+        if number:
+            name = f"{found.pass_name}.{number}"
+            self.repeated[name] = found.pass_name
+            if number > MOST_REPEATS:
+                raise ImportFailed(f"{found.pass_name}: repeats a prompt and response more than {MOST_REPEATS:,} times")
+            found = replace(found, pass_name=name)
+        of.responses += [[] for _ in range(place + 1 - len(of.responses))]
+        of.responses[place].append(found)
+
+    def batches(self, file: str) -> Iterator[RowBatch]:
+        """Yield the matched rows, with one column of logprobs per pass."""
+        rows, number = DumpRows(file, "sequence"), 0
+        for _, prompt in sorted(self._prompts.items(), key=lambda entry: entry[0][0] or 0):
+            for place, responses in enumerate(prompt.responses):
+                for variant, cells in enumerate(_rows(prompt.ids, responses)):
+                    number += 1
+                    group = f"{prompt.label}.{place}"
+                    rows.add(number, **cells, seq_id=f"{group}.{variant}", group_id=group)
+                    if len(rows) >= ROWS_AT_ONCE:
+                        yield rows.batch()
+                        rows = DumpRows(file, "sequence")
+        if len(rows):
+            yield rows.batch()
+
+
+def _lists(rows: Columns, name: str) -> list[Values | None]:
+    ragged = rows.ragged(name)
+    if ragged is None:
+        return [None] * rows.num_rows
+    known = np.ones(len(ragged.values), bool) if ragged.valid is None else ragged.valid
+    ends = np.cumsum(ragged.lengths)
+    parts = [slice(end - length, end) for end, length in zip(ends, ragged.lengths, strict=True)]
+    return [
+        Values(ragged.values[part], known[part]) if has else None
+        for part, has in zip(parts, rows.has(name), strict=True)
+    ]
+
+
+def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator[dict[str, Any]]:
+    """Yield a row per distinct response, the most frequent first.
+
+    If any pass scored the prompt, its tokens after the first become response tokens.
+    """
+    before = np.empty(0, np.int32)
+    if prompt is not None and any(found.prompt_logprobs is not None for found in responses):
+        prompt, before = prompt[:1], prompt[1:]
+    variants: dict[bytes, list[_Response]] = {}
+    for found in responses:
+        variants.setdefault(found.ids.tobytes(), []).append(found)
+    ordered = sorted(variants.values(), key=lambda same: -len(same))
+    ids = [np.concatenate([before, same[0].ids]).astype(np.int32) for same in ordered]
+    columns: list[dict[str, Values]] = [{} for _ in ordered]
+    for place, same in enumerate(ordered):
+        done = 0
+        for row in range(place + 1):
+            until = _num_common(ids[row], ids[place])
+            for found in same if until > done else ():
+                values, known = np.zeros((2, len(ids[row])))
+                scored, own = found.prompt_logprobs, found.logprobs
+                whole = np.concatenate([np.zeros(len(before)) if scored is None else scored.values[1:], own.values])
+                there = np.concatenate([np.zeros(len(before), bool) if scored is None else scored.known[1:], own.known])
+                values[done:until], known[done:until] = whole[done:until], there[done:until]
+                columns[row][f"{found.pass_name}{LOGPROBS}"] = Values(values, known.astype(bool))
+            done = max(done, until)
+    for place, same in enumerate(ordered):
+        if not columns[place]:  # the beginning of a longer response, whose row has its values
+            continue
+        yield {**same[0].cells, "prompt_ids": prompt, "response_ids": ids[place], **columns[place]}
+
+
+def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+    num = min(len(a), len(b))
+    differs = np.flatnonzero(a[:num] != b[:num])
+    return int(differs[0]) if len(differs) else num
+
+
+def pass_names(paths: Sequence[str]) -> list[str]:
+    """Return a distinct pass name for each path: its last part without suffix, with as many folders as needed.
+
+    >>> pass_names(["a/tp1.json", "b/tp1.json", "b/tp2.json"])
+    ['a/tp1', 'b/tp1', 'tp2']
+    """
+    parts = [PurePath(path).parts for path in paths]
+    names = [_clean(re.sub(r"\.jsonl?$", "", path[-1] if path else "")) for path in parts]
+    for num in range(2, max(map(len, parts), default=0) + 1):
+        times = Counter(names)
+        names = [
+            f"{_clean(path[-num])}/{name}" if times[name] > 1 and len(path) >= num else name
+            for name, path in zip(names, parts, strict=True)
+        ]
+    taken, found = {*STANDARD, REPLAY_PREFIX.rstrip("/")}, Counter[str]()
+    for place, name in enumerate(names):
+        found[name] += 1
+        names[place] = f"{ROLLOUT}/{name}" if name.partition("/")[0] in taken else name
+        names[place] += f".{found[name]}" if found[name] > 1 else ""
+    return names
+
+
+_SIZES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "ep": "expert", "etp": "expert_tensor"}
+_SETTINGS = {
+    "cuda_?graphs?": ("compilation_config", "cudagraph_mode", "on"),
+    "prefix_caching": ("cache_config", "enable_prefix_caching", True),
+    "chunked_prefill": ("scheduler_config", "enable_chunked_prefill", True),
+    "async_sched": ("scheduler_config", "async_scheduling", True),
+    "fp8": ("model_config", "quantization", "fp8"),
+}
+"""Patterns for words in names, and the vLLM setting of the same meaning."""
+_MODES = ("static", "dynamic", "offline")
+NOT_SETTINGS = ("inference", "logitsmatch", "tokensmatch")
+"""Words that all names have, or that say what a test compares."""
+MODEL_SIZE = re.compile(r"\d+(?:\.\d+)?[mb]", re.IGNORECASE)
+
+
+def named_settings(name: str) -> dict[str, Any]:
+    """Return the settings that a file's name states, as fields of a contract. Each unknown word is a setting, True.
+
+    >>> named_settings("tp8_chunked_prefill_zmq")["config"]["parallel_config"]
+    {'tensor_parallel_size': 8}
+    """
+    name = re.sub(r"[^A-Za-z0-9]+", "_", name)
+    config: dict[str, dict[str, Any]] = {}
+    words: dict[str, Any] = {}
+    for pattern, (section, key, value) in _SETTINGS.items():
+        name, num = re.subn(rf"(?:^|_){pattern}(?=_|$)", "_", name)
+        if num:
+            config.setdefault(section, {})[key] = value
+    for word in filter(None, name.split("_")):
+        size = re.fullmatch(r"([a-z]+)(\d{1,9})", word)
+        if size and size[1] in _SIZES:
+            config.setdefault("parallel_config", {})[f"{_SIZES[size[1]]}_parallel_size"] = int(size[2])
+        elif word in _MODES:
+            words["mode"] = word
+        elif word not in NOT_SETTINGS and not MODEL_SIZE.fullmatch(word):
+            words[word] = True
+    return {**words, "config": config}
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+=-]+", "-", name).lstrip("_.+=-") or "pass"
