@@ -11,6 +11,7 @@ from tim_trace.analysis.attribution.attribution import SUSPECTS
 from tim_trace.analysis.check.data_checks import KINDS
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY
 from tim_trace.analysis.check.text import NOTES
+from tim_trace.analysis.comparison import passes_text
 from tim_trace.analysis.comparison import text as comparison
 from tim_trace.analysis.dynamics import text as dynamics
 from tim_trace.analysis.objective import sentences as objective
@@ -68,6 +69,7 @@ def codes():
         "dynamics: unanswered_codes": dynamics.UNANSWERED,
         "compare: kinds of differences": comparison.FIRST,
         "compare: note_codes": comparison.NOTES,
+        "compare: contradictions": passes_text.CONTRADICTIONS,
         "objective: verdict_codes": objective.VERDICT,
         "objective: note_codes": objective.NOTES,
         "objective: cannot_codes": objective.CANNOT,

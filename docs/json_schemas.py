@@ -146,6 +146,8 @@ def printed(verb):
 def schema_of(verb):
     title = f"tim-trace {verb} --json"
     kinds, kind = ROWS.get(verb, ()), printed(verb)
+    if get_origin(kind) is types.UnionType:
+        return either([(each, Schemas(form_of(each))) for each in get_args(kind)], title)
     schemas = Schemas(form_of(kind) | PLAN_FORM, SHORTER.get(verb))
     rows = of_rows([schemas.of(each) for each in kinds])
     if kind is Rows or (kinds and verb != "info"):
@@ -154,11 +156,19 @@ def schema_of(verb):
     if not kinds:
         return enclosed(found, schemas.definitions, title)
     # One trace is printed as an object, several as rows.
-    several = enclosed(rows, {}, title)
-    one = enclosed(found, schemas.definitions, title)
+    return any_of([enclosed(found, schemas.definitions, title), enclosed(rows, {}, title)], title)
+
+
+def either(kinds, title):
+    """Return the schema of a command that prints one of several types of results."""
+    return any_of([enclosed(schemas.object(kind), schemas.definitions, title) for kind, schemas in kinds], title)
+
+
+def any_of(schemas, title):
     keys = ("type", "properties", "required", "additionalProperties")
-    branches = [{key: each[key] for key in keys} for each in (one, several)]
-    return {"$schema": DIALECT, "title": title, "anyOf": branches, "$defs": one["$defs"]}
+    branches = [{key: each[key] for key in keys} for each in schemas]
+    definitions = {name: found for each in schemas for name, found in each["$defs"].items()}
+    return {"$schema": DIALECT, "title": title, "anyOf": branches, "$defs": dict(sorted(definitions.items()))}
 
 
 def error():

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
-from ..rows import Rows, of_steps, shown, to_text, wrapped
+from ..rows import Form, Rows, of_steps, shown, to_text, wrapped
 from .passes import (
     INERT_SETTING,
     OTHER_SETTING,
@@ -101,20 +99,6 @@ def passes_rows(found: PassComparison) -> Rows:
     )  # fmt: skip
 
 
-def passes_json(found: PassComparison) -> dict[str, Any]:
-    groups = [
-        asdict(group)
-        | {
-            "odd_tokens": [
-                asdict(one) | {"ratio": one.ratio, "sentence": odd_sentence(one)} for one in group.odd_tokens
-            ],
-            "contradictions": [asdict(one) | {"sentence": contradiction_sentence(one)} for one in group.contradictions],
-        }
-        for group in found.groups
-    ]
-    return asdict(found) | {"groups": groups, "sentence": sentence(found)}
-
-
 def odd_sentence(one: OddToken) -> str:
     odd = "" if one.num_others > 1 else " Either of the two may be wrong."
     size = "the only token at which it differs"
@@ -148,3 +132,10 @@ def _named(passes: Sequence[str]) -> str:
 
 def _counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+PASSES_FORM: Form = {
+    PassComparison: {"sentence": sentence},
+    OddToken: {"ratio": OddToken.ratio, "sentence": odd_sentence},
+    SettingContradiction: {"sentence": contradiction_sentence},
+}
