@@ -237,7 +237,7 @@ def test_only_of_k1_a_negative_value_alarms_like_a_positive_one():
 
 
 def test_an_alarm_says_which_step_its_figure_is_of():
-    (k1,) = readings("k1", 0.01, -0.3, 0.2, 0.02)
+    k1, _ = readings("k1", 0.01, -0.3, 0.2, 0.02)  # verl's level, then Tinker's
     assert (k1.own, k1.worst_step, k1.first_step, k1.last_step, k1.num_steps, k1.still) == (-0.3, 2, 2, 3, 2, False)
     assert alarm_sentence(k1) == "verl: k1 > 0.1 (worst: -0.3 at step 2), from step 2 to 3"
     (ess,) = readings("ess_token", 0.9, 0.4, 0.8)
