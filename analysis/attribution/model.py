@@ -67,8 +67,8 @@ def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Diverg
     """Return the facts in which a run differs from its baseline, and the step and kind of their first difference."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
-    if facts.fall is not None and control.fall is not None:
-        found.append(fact("control_fell", control.fall.share / max(facts.fall.share, 1e-12)))
+    if facts.fall is not None and facts.fall.share > 0 and control.fall is not None:
+        found.append(fact("control_fell", control.fall.share / facts.fall.share))
     return _sorted(found, parted.code if parted else ""), parted
 
 

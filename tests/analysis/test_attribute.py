@@ -418,6 +418,15 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert supposed.suspects[0].title in answer.short
 
 
+def test_where_nothing_fell_no_evidence_states_a_drop(tmp_path):
+    rises = Story(
+        apart=drops(40, 0.0, 2.0), reward=lambda step: 0.4 + step / 300, evaluation=lambda step: 0.3 + step / 400
+    )
+    supposed = attribute(record(tmp_path / "run", rises)).supposed
+    assert supposed.step == 40
+    assert "reward_hides_fall" not in {each.code for suspect in supposed.suspects for each in suspect.evidence}
+
+
 @pytest.mark.slow
 def test_rewards_that_are_not_the_control_s_are_told_where_nothing_fell(tmp_path):
     run, control = record(tmp_path / "run", INVERTED), record(tmp_path / "control")

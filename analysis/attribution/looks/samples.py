@@ -70,7 +70,9 @@ def alone(facts: Facts) -> Iterator[Fact]:
 def hidden(facts: Facts) -> Iterator[Fact]:
     fall, reward = facts.fall, facts.values("reward")
     known = np.flatnonzero(np.isfinite(reward))
-    if fall is None or fall.kind == FLAT or facts.outcome is None or not facts.outcome.is_evaluation or len(known) < 9:
+    if fall is None or fall.kind == FLAT or fall.share <= 0 or len(known) < 9:  # a supposed drop has no size
+        return
+    if facts.outcome is None or not facts.outcome.is_evaluation:
         return
     width = max(len(known) // 10, 3)
     until = known[facts.steps[known] <= max(fall.step, facts.steps[known[2]])]
