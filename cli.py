@@ -174,6 +174,13 @@ _SUMMED_TOKENS = 1_000_000
 _QUIET = f"{__name__}.quiet"
 
 
+class _Place(click.Path):
+    """A path that shells complete. Unlike click.Path, it is not looked up: its file system may not respond."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value
+
+
 class Commands(click.Group):
     """Groups commands in its help, and prints a TimTraceError as one line."""
 
@@ -183,7 +190,7 @@ class Commands(click.Group):
                 param.show_default = True
             value = (param.metavar or param.human_readable_name).lstrip("[")
             if param.type is click.STRING and value.startswith(("RUN", "DIR", "FILE", "PATH")):
-                param.type = click.Path(readable=False)  # so that shells complete it
+                param.type = _Place()
         cmd.params.append(
             click.Option(
                 ["-q", "--quiet"], is_flag=True, expose_value=False, help="Hide progress bars.",

@@ -792,7 +792,7 @@ def write_verl_text(folder, steps):
 
 
 ONE_SIDED = {
-    "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym, "trl": write_trl, "areal": write_areal,
+    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym, "trl": write_trl, "areal": write_areal,
     "open-instruct": write_open_instruct, "torchtitan": write_torchtitan, "ms-swift": write_ms_swift,
 }  # fmt: skip
 """The other formats, and what writes them."""

@@ -16,19 +16,15 @@ RAN = {
         "tracer/test_trl.py::test_a_trainer_is_known_by_its_functions_wherever_its_class_comes_from",
         "tracer/test_trl.py::test_two_ranks_of_a_trainer_write_one_trace",
         "replay/test_replay.py::test_replaying_as_recorded_gives_every_bit_back",
-    ),
-    "TRL with LoRA or DoRA": (
         "replay/test_adapters.py::test_replaying_as_recorded_gives_every_bit_back",
         "replay/test_adapters.py::test_with_an_engine_every_pass_comes_back_bit_for_bit",
+        "tracer/test_trl_async.py::test_sequences_are_the_trained_samples_and_no_token_of_the_tool_has_a_score",
+        "tracer/test_trl_async.py::test_both_sides_tell_the_updates_that_their_weights_have_seen",
+        "tracer/test_trl_async.py::test_every_bit_of_a_packed_row_and_its_gradient_come_back",
     ),
     "TRL with a vLLM server": (
         "tracer/test_vllm_server.py::test_rloo_with_a_server_trains_on_what_it_would_have_trained_on",
         "tracer/test_vllm_server.py::test_the_logprobs_of_rloo_s_server_are_recorded_though_rloo_asks_for_none",
-    ),
-    "TRL's AsyncGRPOTrainer": (
-        "tracer/test_trl_async.py::test_sequences_are_the_trained_samples_and_no_token_of_the_tool_has_a_score",
-        "tracer/test_trl_async.py::test_both_sides_tell_the_updates_that_their_weights_have_seen",
-        "tracer/test_trl_async.py::test_every_bit_of_a_packed_row_and_its_gradient_come_back",
     ),
     "verl 0.9 (PPOTrainer": (
         "tracer/test_verl_live.py::test_verl_s_numbers_come_out_as_verl_logged_them",

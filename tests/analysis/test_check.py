@@ -466,6 +466,7 @@ def test_the_docs_name_every_code_with_its_signals_and_what_is_broken():
     assert set.union(*(signals for _, signals in documented.values())) == shared
     for code, (part, signals) in documented.items():
         assert (part, signals - of_code[code][1]) == (of_code[code][0], set())
+    page += (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
     assert all(f"`{code}`" in page for code in (*NOTES, *WEIGHT_CAUSES))
 
 

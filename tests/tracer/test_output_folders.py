@@ -49,7 +49,7 @@ LEFT = {
     "prime-rl": (
         "configs/rl.toml", "configs/trainer.toml", "configs/orchestrator.toml", "logs/trainer.log", "logs/orchestrator.log",
         "checkpoints/step_2/trainer/__0_0.distcp", "broadcasts/step_2/STABLE", "broadcasts/step_2/model.safetensors",
-        "rollouts/step_2/train/all/traces.jsonl", "rollouts/step_2/rank_0.bin",
+        "rollouts/step_2/train/all/traces.jsonl",
     ),
     "nemo-rl": (
         "results/grpo/step_2/training_info.json", "results/grpo/step_2/config.yaml", "logs/exp_001/val_data_step2.jsonl",
