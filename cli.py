@@ -470,7 +470,7 @@ def example_(path: str, force: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
-    help="Record every policy version's weights, bit for bit (auto: only for models up to --weights-below).",
+    help="Record every policy version's weights, bit for bit (auto: only if the model is smaller than --weights-below).",
 )  # fmt: skip
 @click.option(
     "--weights-below",

@@ -90,7 +90,9 @@ def mcp(traces: Sequence[str | os.PathLike[str]], *, timeout: float = 60.0, memo
     try:
         base = import_module("mcp.server").MCPServer
     except (ImportError, AttributeError) as error:
-        raise NotInstalled("the package mcp 2 is missing; install it with: pip install 'tim-trace[mcp]'") from error
+        raise NotInstalled(
+            "version 2 of the package mcp is not installed; install it with: pip install 'tim-trace[mcp]'"
+        ) from error
     runs = {source.run: source.store.url for source in open_sources(traces)}
     _server(base, RunTools(runs, timeout, memory)).run()
 

@@ -23,7 +23,7 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """Model dtype (torch name): the arm's, or the recorded parameters' dtype."""
+        """Model dtype (torch name), from the arm or else from the recorded parameters."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]

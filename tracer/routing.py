@@ -180,7 +180,7 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
     ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(
-            f"{what}: expert_ids have shape {ids.shape} of {ids.dtype}. Pass integers [N, layers, slots] with N = "
+            f"{what}: expert_ids have shape {ids.shape} and dtype {ids.dtype}. Pass integers [N, layers, slots] with N = "
             f"{num_tokens}. Each row's prompt tokens come before its response tokens"
         )
     if weights is not None and tuple(weights.shape) != ids.shape:

@@ -232,7 +232,7 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return finished files directly in a folder: sizes in bytes by name. Empty if the folder is missing."""
+        """Map each finished file directly in a folder to its size in bytes. Empty if the folder is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 

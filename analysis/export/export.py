@@ -60,7 +60,7 @@ def export_run(
     """Write a run's sequences or per-step metrics in another tool's format.
 
     - `to="parquet"`: `sequences` has one row per sequence, with token ids, mask, rewards, advantages, sampling
-      settings, every pass's logprobs (`PASS_logprobs`, nats; `current` in its first iteration) and `d`: logprob(a) -
+      settings, every pass's logprobs (`PASS_logprobs`, nats; for `current`, those of the first iteration) and `d`: logprob(a) -
       logprob(b) in `pair` for every response token, NULL if either logprob is NULL. `metrics` has the logged values.
       `import parquet` reads both files back.
     - `to="tensorboard"` or `"wandb"`: all `pair_steps` columns as `a-b/NAME`, and every logged number under its

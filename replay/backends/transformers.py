@@ -127,7 +127,7 @@ class ModuleScorer(BatchScorer):
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
                 f"{phrase(name, getattr(arm, name))} is not possible, because the model factory's model returns only "
-                "logits; give it base_model, get_output_embeddings and config, like transformers' models"
+                "logits; give it base_model, get_output_embeddings and config, as transformers models have"
             )
         self._model = model.eval()
         self._head = head

@@ -238,4 +238,7 @@ def test_the_server_ends_with_its_input_and_names_what_is_missing(traces):
     program = "import sys; sys.modules['mcp'] = None; from tim_trace.cli import main; main()"
     done = run(sys.executable, "-c", program, "mcp", "one", cwd=traces, stdin="")
     assert done.code == 2
-    assert done.stderr == "Error: the package mcp 2 is missing; install it with: pip install 'tim-trace[mcp]'\n"
+    assert (
+        done.stderr
+        == "Error: version 2 of the package mcp is not installed; install it with: pip install 'tim-trace[mcp]'\n"
+    )

@@ -129,7 +129,7 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
     ("changes", "words"),
     [
         ({"expert_ids": IDS_A[1:]}, "Pass integers .N, layers, slots. with N = 4. Each row's prompt tokens come"),
-        ({"expert_ids": IDS_A.astype(np.float32)}, r"of float32\. Pass integers"),
+        ({"expert_ids": IDS_A.astype(np.float32)}, r"dtype float32\. Pass integers"),
         ({"expert_weights": WEIGHTS_A[:, :1]}, r"have shape \(4, 1, 2\), but expert_ids have shape \(4, 2, 2\)"),
     ],
 )

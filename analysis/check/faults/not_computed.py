@@ -391,7 +391,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     if value == 0.0:
-        # Certain tokens have an entropy of 0. A recorded filter can make tokens certain even if the recorded entropy
+        # A token with probability 1 has an entropy of 0. A recorded filter can cause that even if the recorded entropy
         # is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
