@@ -190,6 +190,8 @@ class Recorder:
         Set `at_exit` while the interpreter is shutting down. Returns False if recording has stopped.
         """
         is_whole = self.writer.close(at_exit=at_exit)
+        if "weights" in self._warned and (lacking := self._lacking_for_replay()):
+            self._warn_once("replay", f"a replay of these weights will fail, because the trace lacks {lacking}")
         self.writer.raise_invalid()
         return is_whole
 
@@ -418,7 +420,8 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit. `version` is the number of optimizer updates applied to them.
 
-        Warns if `describe` or `add_contract` has not been called, because a replay needs both.
+        Warns if `describe` or `add_contract` has not been called, because a replay needs both. If they are still missing
+        at the end, `close` warns too.
 
         Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
         tensors may change. Each version is saved only once.
@@ -430,14 +433,16 @@ class Recorder:
             raise InvalidRecord(f"version {version}: got {shown(tensors)}; pass a state_dict: tensors by name")
         for name, tensor in tensors.items():
             _check_has(f"version {version}, {name}", tensor, "detach", "torch tensor")
-        if self._checks_logprobs and not environment.rank():
-            calls = {
-                'describe(model={"class": ..., "config": ...})': self.writer.state.model,
-                'add_contract("train", {"engine": ..., "dtype": ...})': self._contracts,
-            }
-            if lacking := " and ".join(call for call, made in calls.items() if not made):
-                self._warn_once("weights", f"a replay of these weights also needs {lacking}")
+        if self._checks_logprobs and not environment.rank() and (lacking := self._lacking_for_replay()):
+            self._warn_once("weights", f"a replay of these weights also needs {lacking}")
         self.writer.keep_weights(version, tensors)
+
+    def _lacking_for_replay(self) -> str:
+        calls = {
+            'describe(model={"class": ..., "config": ...})': self.writer.state.model,
+            'add_contract("train", {"engine": ..., "dtype": ...})': self._contracts,
+        }
+        return " and ".join(call for call, made in calls.items() if not made)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Record logged values. Numbers and one-element tensors are stored as numbers, None as NULL, others as text.

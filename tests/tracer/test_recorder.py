@@ -448,6 +448,23 @@ def test_scores_of_one_pass_lie_together_so_that_queries_can_leave_the_others_al
     assert [(b.min, b.max) for b in bounds] == [("rollout", "rollout"), ("train", "train")]
 
 
+@pytest.mark.parametrize("described", [False, True])
+def test_the_recorder_says_at_its_end_what_a_replay_still_lacks(tmp_path, described):
+    recorder = Recorder(tmp_path / "run")
+    with pytest.warns(TimTraceWarning, match="a replay of these weights also needs"):
+        recorder.add_weights(0, {"w": torch.zeros(2)})
+    recorder.describe(model={"class": "transformers.GPT2LMHeadModel", "config": {}})
+    if described:
+        recorder.add_contract("train", {"engine": "mine", "dtype": "float32"})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        recorder.close()
+    assert [
+        str(each.message).startswith("a replay of these weights will fail, because the trace lacks add_contract(")
+        for each in told
+    ] == ([] if described else [True])
+
+
 def test_weights_that_cannot_be_replayed_are_said_at_the_first_call(tmp_path):
     with Recorder(tmp_path / "bare") as recorder:
         with pytest.warns(TimTraceWarning, match=r"also needs describe\(.*\) and add_contract\("):

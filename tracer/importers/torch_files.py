@@ -167,7 +167,7 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise NotPlain("malformed storage")
     if view and view[0] is not None:
-        raise NotPlain("a storage that views another storage")
+        raise NotPlain("a storage that is a view of another storage")
     return kind.dtype, key, numel
 
 
