@@ -536,7 +536,7 @@ def bank_turns(samples):
     return turns
 
 
-def write_rollout_bank(folder, steps, *, size=2, turns=1):
+def write_rollout_bank(folder, steps, *, size=2, turns=1, more=None):
     """A rollout bank of Megatron-LM d98e8a6 (megatron/rl/rollout_bank.py: append, _encode, _checksum), with `size`
     rollouts a group. The iteration before a step collects its groups."""
     generation = folder / "generations" / "generation-0123"
@@ -550,7 +550,7 @@ def write_rollout_bank(folder, steps, *, size=2, turns=1):
             rollouts = [bank_turns(group[first : first + turns]) for first in range(0, len(group), turns)]
             kept = {
                 "reward": group[0].reward, "env_id": "math", "problem_id": "p", "completion_ids": ["c"], "generation_cap": None,
-                "rollout_status": "ok", "failure_reason": None,
+                "rollout_status": "ok", "failure_reason": None, **(more or {}),
             }  # fmt: skip
             record = {
                 "format_version": 2, "uid": f"gen-{step - 1:06d}/{number}", "collection_iter": step - 1,

@@ -77,6 +77,18 @@ def change_lines(folder, change):
         dumps.write_lines(path, [change(record) for record in records])
 
 
+def change_documents(folder, change):
+    """Change the records of JSON files: a list of them, or one object per name."""
+    for path in folder.rglob("*.json"):
+        found = json.loads(path.read_text())
+        named = (
+            {name: change(one) if isinstance(one, dict) else one for name, one in found.items()}
+            if isinstance(found, dict)
+            else None
+        )
+        path.write_text(json.dumps([change(one) for one in found] if named is None else named))
+
+
 def change_samples(folder, change):
     for path in folder.rglob("*.pt"):
         record = torch.load(path, weights_only=True)
@@ -118,9 +130,14 @@ def write_with(format, folder, given, monkeypatch):
                 super().__init__(batch_dict=batch_dict | added, **more)
 
         monkeypatch.setattr(dumps, "TrainingInputBatch", Changed)
+    if format == "megatron-rl":
+        dumps.write_rollout_bank(folder, steps, more=given({}))
+        return
     {**dumps.WRITERS, **dumps.ONE_SIDED, "verl text": dumps.write_verl_text}[format](folder, steps)
     if format in ("slime", "miles"):
         change_samples(folder, lambda sample: sample | given(sample))
+    elif format in ("megatron-lm", "tgi"):
+        change_documents(folder, lambda record: record | given(record))
     elif format == "trl":
         (path,) = folder.iterdir()
         table = pq.read_table(path).to_pylist()
@@ -139,6 +156,8 @@ def test_every_column_of_a_row_is_mapped_in_every_dump(tmp_path, format, monkeyp
     name = format.removesuffix(" text")
     own = FORMATS[name].columns
     added = {column: value for column, value in OF_ONE_ROW.items() if column not in own}
+    if format == "megatron-lm":  # sequences are grouped by prompt
+        del added["group_id"]
     if format == "skyrl":  # tensors hold numbers
         added = {column: value for column, value in added.items() if isinstance(value, (int, float))}
     write_with(format, tmp_path / "dump", lambda _: {f"their_{c}": v for c, v in added.items()}, monkeypatch)
@@ -197,3 +216,12 @@ def test_a_mapped_field_of_a_batch_needs_a_value_per_row(tmp_path, monkeypatch):
     for name in given:
         with pytest.raises(ImportFailed, match="the field mapped to top_p must have 6 values, one per row"):
             import_dump("verl", tmp_path / "dump", output=tmp_path / "run", map={name: "top_p"})
+
+
+@pytest.mark.parametrize("column", ["group_id", "top2_gap"])
+def test_a_column_that_matched_sequences_cannot_have_is_refused(tmp_path, column):
+    dumps.write_megatron(tmp_path / "dump", dumps.make_steps(1))
+    with pytest.raises(
+        ImportFailed, match=f"'latency' cannot be mapped to '{column}', because sequences are matched by prompt"
+    ):
+        import_dump("megatron-lm", tmp_path / "dump", output=tmp_path / "run", map={"latency": column})

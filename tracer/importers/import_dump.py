@@ -20,7 +20,7 @@ from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
 from .row_import import KINDS, KNOWN, Imported, RowImport, open_import
-from .shared_rows import PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
+from .shared_rows import CELLS, MATCHED, PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -108,6 +108,15 @@ def import_dump(
         if chosen.passes
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
+    other = next(
+        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*CELLS, *MATCHED)), None
+    )
+    if named and other is not None:
+        raise ImportFailed(
+            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Map fields to "
+            f"{', '.join(CELLS)}",
+            option="map",
+        )
     if named and before is not None and parts:
         raise ImportFailed(
             f"{output}: files were added since it was imported, and their sequences are matched when all are read. "

@@ -156,7 +156,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         ]
         for ids, mask, values in [_joined(turns)] if _is_chain(turns) else turns:
             if mask.any():
-                yield common | masked_row(ids, mask, {"rollout_logprobs": values})
+                yield common | own.added_cells(common) | masked_row(ids, mask, {"rollout_logprobs": values})
 
 
 def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str) -> _Turn:

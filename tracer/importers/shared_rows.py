@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS, REPLAY_PREFIX, ROLLOUT, STANDARD
+from ...schemas.tables import GIVEN
 from .columns import ROWS_AT_ONCE, Columns, RowBatch
 from .dump_rows import DumpRows
 from .fields import Values
@@ -33,7 +34,11 @@ TOKENS = list_of(required(integer("a token id", pa.int32(), UNKNOWN, INT32_MAX))
 PROMPT = "prompt"
 """Column with a name for a prompt whose token ids are unknown."""
 MOST_REPEATS = 1024
-_CELLS = ("step", "temperature", "top_p", "top_k", "reward", "finish_reason", "policy_version")
+CELLS = tuple(
+    name for name, column in GIVEN.items() if not pa.types.is_list(column.type) and name not in ("seq_id", "group_id")
+)
+"""Columns with one value per row, which a response keeps. seq_id and group_id are those of the matched sequences."""
+MATCHED = ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +77,9 @@ class SharedRows:
         kinds = {**KINDS, "response_ids": TOKENS, PROMPT_LOGPROBS: VALUES, PROMPT: TEXT}
         columns = {name: values for name, values in batch.columns.items() if name in kinds}
         rows = Columns.of(replace(batch, columns=columns), {name: name for name in columns}, kinds)
-        prompts, responses, logprobs, before = (
-            _lists(rows, name) for name in ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}", PROMPT_LOGPROBS)
-        )
+        prompts, responses, logprobs, before = (_lists(rows, name) for name in (*MATCHED, PROMPT_LOGPROBS))
         texts = rows.list(PROMPT) or [None] * rows.num_rows
-        cells = {name: values for name in _CELLS if (values := rows.list(name)) is not None}
+        cells = {name: values for name in CELLS if (values := rows.list(name)) is not None}
         for row, (prompt, ids, scored) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             where = f"{batch.file}, {batch.place(row)}"
             if prompt is None and texts[row] is None:
@@ -88,6 +91,8 @@ class SharedRows:
             if len(scored) != len(ids):
                 raise ImportFailed(f"{where}: {len(scored)} logprobs for {len(ids)} tokens, expected one per token")
             own = {name: column[row] for name, column in cells.items()}
+            if own.get("rewards") is not None:
+                own["rewards"] = dict(own["rewards"])  # Arrow returns maps as pairs
             given = before[row] if prompt is not None and len(before[row] or ()) == len(prompt) else None
             self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own))
 
