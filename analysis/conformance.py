@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
 import msgspec
@@ -143,62 +142,88 @@ def _columns(where: str, schema: pa.Schema, spec: Table) -> Iterator[Deviation]:
             yield where, name, "missing_column", str(spec.schema.field(name).type), "", None
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    column: str
+    code: str
+    expected: str
+    broken: str
+    """SQL condition of the rows that deviate."""
+
+
 def _rows(database: Database) -> Iterator[Deviation]:
-    for where, field, code, expected, query in _queries():
-        try:
-            ((count, example),) = database.connection.execute(query).fetchall()
-        except Exception as error:  # DuckDB raises arbitrary errors on unreadable values
-            yield where, field, "unreadable", expected, first_line(error), None
-            continue
-        if count:
-            yield where, field, code, expected, str(example), count
-
-
-def _queries() -> Iterator[tuple[str, str, str, str, str]]:
-    """Yield table, column, code, what is expected, and a query for the number of rows without it and one example."""
     for sequences, scores in SPLITS.values():
-        for table in (sequences, scores):
-            key = '"pass", step, seq_id, iteration' if table == scores else "step, seq_id"
-            for column in TABLES[table].columns:
-                if not column.null:
-                    yield table, column.name, "null", "a value", _count(f"all_{table}", f'"{column.name}" IS NULL', key)
-            yield (
-                table, "seq_id", "duplicate_row", f"one row per ({key.replace(chr(34), '')}, attempt)",
-                f"SELECT count(*), any_value(concat_ws(' ', {key})) FROM (SELECT {key} FROM all_{table} "
-                f"GROUP BY {key}, attempt HAVING count(*) > 1)",
-            )  # fmt: skip
-        for ids in ("prompt_ids", "response_ids"):
-            bad = f"len(list_filter({ids}, lambda token: token IS NULL OR token < 0)) > 0"
-            yield sequences, ids, "bad_token_id", "ids from 0", _count(f"all_{sequences}", bad)
-        for count in ("num_prompt_tokens", "num_response_tokens"):
-            ids = count.removeprefix("num_").removesuffix("_tokens") + "_ids"
-            yield (
-                sequences,
-                count,
-                "wrong_length",
-                f"the length of {ids}",
-                _count(f"all_{sequences}", f"{count} <> len({ids})"),
-            )
-        for column in TABLES[sequences].columns:
-            if column.alignment == PER_RESPONSE_TOKEN and column.name != "response_ids":
-                wrong = f"len({column.name}) <> len(response_ids)"
-                yield sequences, column.name, "wrong_length", PER_RESPONSE_TOKEN, _count(f"all_{sequences}", wrong)
         joined = (
             f"all_{scores} AS score LEFT JOIN all_{sequences} AS sequence ON (score.step, score.seq_id) = "
             "(sequence.step, sequence.seq_id) AND score.attempt IS NOT DISTINCT FROM sequence.attempt"
         )
-        key = 'score."pass", score.step, score.seq_id'
-        yield scores, "seq_id", "no_sequence", f"a row in {sequences}", _count(joined, "sequence.seq_id IS NULL", key)
-        for name in TOKEN_SCORES:
-            wrong = f"len(score.{name}) <> len(sequence.response_ids)"
-            yield scores, name, "wrong_length", PER_RESPONSE_TOKEN, _count(joined, wrong, key)
-        positive = "len(list_filter(logprobs, lambda value: isfinite(value) AND value > 0)) > 0"
-        yield scores, "logprobs", "positive_logprob", "natural logarithms, at most 0", _count(f"all_{scores}", positive)
-        named = f"NOT regexp_full_match(\"pass\", '{PASS_NAME}')"
-        yield scores, "pass", "bad_pass_name", re.sub(r"\(\?:", "(", PASS_NAME), _count(f"all_{scores}", named)
-        unknown = "contract IS NOT NULL AND contract NOT IN (SELECT contract FROM passes WHERE contract IS NOT NULL)"
-        yield scores, "contract", "unknown_contract", "the name of a file in passes/", _count(f"all_{scores}", unknown)
+        yield from _broken(database, sequences, f"all_{sequences}", "step, seq_id", _sequence_rules(sequences))
+        yield from _duplicates(database, sequences, "step, seq_id")
+        yield from _broken(database, scores, f"all_{scores}", "step, seq_id", _score_rules(scores))
+        yield from _duplicates(database, scores, '"pass", step, seq_id, iteration')
+        yield from _broken(database, scores, joined, 'score."pass", score.step, score.seq_id', _joined_rules(sequences))
 
 
-def _count(table: str, condition: str, key: str = "step, seq_id") -> str:
-    return f"SELECT count(*), any_value(concat_ws(' ', {key})) FROM {table} WHERE {condition}"
+def _broken(database: Database, table: str, source: str, key: str, rules: Sequence[_Rule]) -> Iterator[Deviation]:
+    """Yield the rules that rows break, with the number of such rows and one example. Scans the source once."""
+    counts = ", ".join(
+        f"count(*) FILTER ({rule.broken}), any_value(concat_ws(' ', {key})) FILTER ({rule.broken})" for rule in rules
+    )
+    try:
+        (found,) = database.connection.execute(f"SELECT {counts} FROM {source}").fetchall()
+    except Exception as error:  # DuckDB raises arbitrary errors on unreadable values
+        yield table, "", "unreadable", "readable values", first_line(error), None
+        return
+    for rule, count, example in zip(rules, found[::2], found[1::2], strict=True):
+        if count:
+            yield table, rule.column, rule.code, rule.expected, str(example), count
+
+
+def _duplicates(database: Database, table: str, key: str) -> Iterator[Deviation]:
+    query = f"SELECT {key} FROM all_{table} GROUP BY {key}, attempt HAVING count(*) > 1"
+    expected = f"one row per ({key.replace(chr(34), '')}, attempt)"
+    rule = _Rule("seq_id", "duplicate_row", expected, "true")
+    yield from _broken(database, table, f"({query})", key, [rule])
+
+
+def _nulls(table: str) -> list[_Rule]:
+    required = [column.name for column in TABLES[table].columns if not column.null]
+    return [_Rule(name, "null", "a value", f'"{name}" IS NULL') for name in required]
+
+
+def _sequence_rules(table: str) -> list[_Rule]:
+    rules = _nulls(table)
+    for ids in ("prompt_ids", "response_ids"):
+        bad = f"len(list_filter({ids}, lambda token: token IS NULL OR token < 0)) > 0"
+        rules.append(_Rule(ids, "bad_token_id", "ids from 0", bad))
+        count = f"num_{ids.removesuffix('_ids')}_tokens"
+        rules.append(_Rule(count, "wrong_length", f"the length of {ids}", f"{count} <> len({ids})"))
+    per_token = [column.name for column in TABLES[table].columns if column.alignment == PER_RESPONSE_TOKEN]
+    return rules + [
+        _Rule(name, "wrong_length", PER_RESPONSE_TOKEN, f"len({name}) <> len(response_ids)")
+        for name in per_token
+        if name != "response_ids"
+    ]
+
+
+def _score_rules(table: str) -> list[_Rule]:
+    positive = "len(list_filter(logprobs, lambda value: isfinite(value) AND value > 0)) > 0"
+    unknown = "contract IS NOT NULL AND contract NOT IN (SELECT contract FROM passes WHERE contract IS NOT NULL)"
+    return [
+        *_nulls(table),
+        _Rule("logprobs", "positive_logprob", "natural logarithms, at most 0", positive),
+        _Rule(
+            "pass", "bad_pass_name", PASS_NAME.replace("(?:", "("), f"NOT regexp_full_match(\"pass\", '{PASS_NAME}')"
+        ),
+        _Rule("contract", "unknown_contract", "the name of a file in passes/", unknown),
+    ]
+
+
+def _joined_rules(sequences: str) -> list[_Rule]:
+    return [
+        _Rule("seq_id", "no_sequence", f"a row in {sequences}", "sequence.seq_id IS NULL"),
+        *(
+            _Rule(name, "wrong_length", PER_RESPONSE_TOKEN, f"len(score.{name}) <> len(sequence.response_ids)")
+            for name in TOKEN_SCORES
+        ),
+    ]

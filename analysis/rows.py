@@ -313,6 +313,15 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "row"), counted(2000, "class", "classes")
+    ('1 row', '2,000 classes')
+    """
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 def of_steps(steps: str) -> str:
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 

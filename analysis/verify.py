@@ -26,7 +26,7 @@ from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.checkpoints import open_weights
 from ..tracer.weights.reader import WeightReader
 from .conformance import conformance
-from .rows import Form, Rows, printable, to_text
+from .rows import Form, Rows, counted, printable, to_text
 from .trace.source import Source, open_source
 from .views import open_database
 
@@ -89,7 +89,10 @@ def verification_text(found: Verification, width: int | None = None) -> str:
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
     if found.num_unchecked:
-        lines.append(f"{found.num_unchecked} files have no checksums, so damage in them cannot be detected")
+        have = "has" if found.num_unchecked == 1 else "have"
+        lines.append(
+            f"{counted(found.num_unchecked, 'file')} {have} no checksums, so damage in them cannot be detected"
+        )
     if found.deviations is not None:
         lines += [_deviation_text(row) for row in found.deviations.dicts()]
         lines += [] if found.deviations else [f"conforms to trace format {FORMAT_VERSION}"]
@@ -100,7 +103,7 @@ def _deviation_text(row: Mapping[str, Any]) -> str:
     where = ": ".join(filter(None, (row["where"], row["field"])))
     expected = f", expected {row['expected']}" if row["expected"] else ""
     found = f", found {row['found']}" if row["found"] else ""
-    rows = "" if row["num_rows"] is None else f" ({row['num_rows']:,} rows; the example is {row['found']})"
+    rows = "" if row["num_rows"] is None else f" ({counted(row['num_rows'], 'row')}, e.g. {row['found']})"
     return printable(f"format: {where}: {row['code'].replace('_', ' ')}{expected}{rows or found}")
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence, Set
 
 from .errors import InvalidRecord
+from .layout import PASS_NAME
 
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
@@ -11,7 +12,7 @@ LOGPROBS = "_logprobs"
 """Suffix for logprob columns in an import file (`train_logprobs`)."""
 REPLAY_PREFIX = "replay/"
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
+_NAME = re.compile(PASS_NAME)
 
 
 def check_pass(name: str, declared: Set[str] = frozenset()) -> str:

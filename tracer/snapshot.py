@@ -193,8 +193,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add the tables' files that no writer lists to their writers' states. Only traces without checksums have such
-    files, and nothing is known about them but their footers."""
+    """Add the tables' files that no writer lists to their writers' states, for traces that may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():
@@ -206,14 +205,7 @@ def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
                     writer=segment.writer, run_id=snapshot.manifest.run_id, state=CLOSED
                 )
                 snapshot.writers.append(states[segment.writer])
-            files = states[segment.writer].files
-            if relative not in files:
-                try:
-                    footer = read_footer(snapshot.store, relative, num_bytes)
-                    rows, digest = footer.num_rows, footer.hash
-                except DamagedTrace:  # reported when the file is opened
-                    rows, digest = None, None
-                files[relative] = SealedFile(num_bytes=num_bytes, hash="", num_rows=rows, footer=digest)
+            states[segment.writer].files.setdefault(relative, SealedFile(num_bytes=num_bytes, hash=""))
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
@@ -329,7 +321,7 @@ def _cached_lacking(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative
 def _check_footer(footer: ParquetFooter, relative: str, where: str, record: SealedFile) -> None:
     if footer.identity not in (None, relative):
         raise DamagedTrace(f"{where}: was written as {footer.identity}. Remove it")
-    if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
+    if record.hash and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is damaged. {_RESTORE}")
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..rows import Form, Rows, of_steps, shown, to_text, wrapped
+from ..rows import Form, Rows, counted, of_steps, shown, to_text, wrapped
 from .passes import (
     INERT_SETTING,
     OTHER_SETTING,
@@ -29,9 +29,9 @@ def sentence(found: PassComparison) -> str:
     groups = found.groups
     num = sum(group.num_passes for group in groups)
     over = "the same tokens" if len(groups) == 1 else f"{len(groups)} groups of shared tokens"
-    odd = _counted(sum(len(group.odd_tokens) for group in groups), "odd token")
-    contradictions = _counted(sum(len(group.contradictions) for group in groups), "contradiction")
-    classes = _counted(sum(len(group.classes) for group in groups), "class", "classes")
+    odd = counted(sum(len(group.odd_tokens) for group in groups), "odd token")
+    contradictions = counted(sum(len(group.contradictions) for group in groups), "contradiction")
+    classes = counted(sum(len(group.classes) for group in groups), "class", "classes")
     return f"{num} passes over {over} fall into {classes} of equal bits, with {odd} and {contradictions} of settings."
 
 
@@ -40,7 +40,7 @@ def passes_text(found: PassComparison, width: int | None = None) -> str:
     parts = [wrapped(sentence(found), "", width), f"run: {found.run}{of_steps(found.steps)}"]
     for group in found.groups:
         parts.append(
-            f"{group.num_passes} passes, {_counted(group.num_sequences, 'sequence')}, {group.num_tokens:,} tokens; "
+            f"{group.num_passes} passes, {counted(group.num_sequences, 'sequence')}, {group.num_tokens:,} tokens; "
             f"d = logprob - logprob of {group.reference}"
         )
         lines = [*map(odd_sentence, group.odd_tokens), *map(contradiction_sentence, group.contradictions)]
@@ -117,7 +117,7 @@ def contradiction_sentence(one: SettingContradiction) -> str:
     return CONTRADICTIONS[one.code].format(
         passes=_named(one.passes), others=_named(one.others), setting=name, value=value, other_value=other,
         states=f"states {name} {value}" if one.value is not None else f"does not state {name}",
-        pairs=_counted(one.num_different if one.code == OTHER_SETTING else one.num_same, "pair"),
+        pairs=counted(one.num_different if one.code == OTHER_SETTING else one.num_same, "pair"),
         example=" and ".join(one.example or ()),
     )  # fmt: skip
 
@@ -128,10 +128,6 @@ def _short(setting: str) -> str:
 
 def _named(passes: Sequence[str]) -> str:
     return ", ".join(passes) if len(passes) < 3 else f"{passes[0]} and {len(passes) - 1} more"
-
-
-def _counted(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 PASSES_FORM: Form = {

@@ -16,8 +16,6 @@ from ..facts.series import FLAT, Fall
 from ..locate_text import location_sentence
 from ..location import Location
 from ..rows import Form, Rows, shown, to_text, wrapped
-from ..watch.screen import drawn_text
-from ..watch.view import alarm_count, alarm_table
 from .diagnosis import BrokenSide, Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
 
 
@@ -155,10 +153,8 @@ def _tables(found: Diagnosis, width: int | None) -> list[str]:
 
 def numerics_text(numerics: Numerics) -> str:
     parts = []
-    sides = zip(
-        numerics.passes, numerics.declared, numerics.logits, numerics.values, numerics.in_file, strict=True
-    )  # fmt: skip
-    for name, dtype, logits, values, in_file in sides:
+    sides = (numerics.passes, numerics.declared, numerics.logits, numerics.values, numerics.in_file)
+    for name, dtype, logits, values, in_file in zip(*sides, strict=True):
         recorded = f"recorded as {dtype}" if dtype else "has no recorded dtype"
         if in_file:
             parts.append(
@@ -261,6 +257,9 @@ def _figures(found: Diagnosis) -> Rows:
 
 
 def _alarms(found: Diagnosis, width: int | None) -> str:
+    from ..watch.screen import drawn_text  # deferred: only --verbose needs rich
+    from ..watch.view import alarm_count, alarm_table
+
     lines = drawn_text(alarm_table(found.alarms.raised), width).splitlines()
     return "\n".join([alarm_count(found.alarms), *map(str.rstrip, lines)])
 

@@ -25,8 +25,11 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
 
 def worst_steps(found: Objective) -> Rows:
     """Return the rows of the NUM_WORST updates with the largest bias (without a bias, the largest mismatch)."""
-    worst = sorted(found.steps.dicts(), key=lambda row: -abs(row[_worst_by(found)] or 0.0))[:NUM_WORST]
-    return Rows(found.steps.columns, [tuple(row.values()) for row in worst])
+    if not found.steps.rows:
+        return found.steps
+    place = found.steps.columns.index(_worst_by(found))
+    worst = sorted(found.steps.rows, key=lambda row: -abs(row[place] or 0.0))
+    return Rows(found.steps.columns, worst[:NUM_WORST])
 
 
 def _worst_by(found: Objective) -> str:

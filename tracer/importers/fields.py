@@ -165,6 +165,9 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
+        """Return the reward functions: the field mapped to `rewards`, or every number that is no column nor in `but`."""
+        if mapped := self.rewards("rewards"):
+            return mapped
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self.record.items() if name not in known and name not in but}
         return {

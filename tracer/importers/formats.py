@@ -71,7 +71,7 @@ _TEXTS = ("step", "prompt", "completion", "entropy")
 def _swift_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     for place, record in enumerate(_swift_records(fields.record, fields.where)):
         row = fields.of(record, fields.where)
-        cells = {**row.cells("step", "advantage"), "rewards": row.rewards("rewards") or row.numbers(_TEXTS)}
+        cells = {**row.cells("step", "advantage"), "rewards": row.numbers(_TEXTS)}
         yield {"seq_id": f"{number}.{place}", **cells, **row.added_cells(cells)}
 
 
@@ -132,7 +132,7 @@ def _read_trl(reading: Reading) -> Iterator[RowBatch]:
 
 def _trl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
     cells = fields.cells("step", "advantage")
-    return [{"seq_id": str(number - 1), **cells, "rewards": fields.rewards("rewards") or fields.numbers(_NOT_REWARDS)}]
+    return [{"seq_id": str(number - 1), **cells, "rewards": fields.numbers(_NOT_REWARDS)}]
 
 
 TRL = Format(

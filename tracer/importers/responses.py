@@ -252,10 +252,10 @@ def _tgi_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str,
         prompt, tokens = (_id_logprobs(own, column) for column in ("prompt", "response_ids"))
         if tokens is None:
             raise ImportFailed(f"{own.where}: has no tokens. Request them with details=true")
-        with_prompt = prompt is not None and len(prompt[1]) > 0
+        before, prompt_ids = prompt if prompt is not None and len(prompt[1]) else (None, None)
         yield {
-            "prompt_ids": prompt[1] if prompt is not None and with_prompt else None,
-            PROMPT_LOGPROBS: prompt[0] if prompt is not None and with_prompt else None,
+            "prompt_ids": prompt_ids,
+            PROMPT_LOGPROBS: before,
             "response_ids": tokens[1],
             "rollout_logprobs": tokens[0],
             "finish_reason": own.text("finish_reason"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     if batches and texts:
         raise ImportFailed(
             f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass the batches, "
-            f"e.g. tim-trace import verl {folder.root / names[0]} -o RUN"
+            f"e.g. tim-trace import verl {shlex.quote(str(folder.root / names[0]))} -o RUN"
         )
     return batches or texts
 
@@ -209,7 +210,7 @@ def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
     return [
         {
             **fields.cells("step", "group_id", "reward"),
-            "rewards": fields.rewards("rewards") or fields.numbers(_TEXT_FIELDS),
+            "rewards": fields.numbers(_TEXT_FIELDS),
         }
     ]
 
