@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from builders import TIM_TRACE, add_step, make_batch, tim_trace
+from builders import ROOT, TIM_TRACE, add_step, make_batch, run, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.schemas.documents import to_document
@@ -19,15 +20,31 @@ from tim_trace.tracer.seal import adopt
 NEVER = "ffffffff-0000-4000-8000-000000000000"
 
 
+KILLED = """
+import os, signal, sys
+from builders import add_step, make_batch
+from tim_trace.tracer.recorder import Recorder
+
+recorder = Recorder(sys.argv[1])
+add_step(recorder, 1, make_batch())
+recorder.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory):
+    path = tmp_path_factory.mktemp("killed") / "run"
+    # A new interpreter: a fork of this process, which has threads and many libraries, sometimes crashes.
+    done = run(sys.executable, "-c", KILLED, path, cwd=ROOT / "tests")
+    assert done.code == -signal.SIGKILL, done.stderr
+    return path
+
+
 @pytest.fixture
-def killed(tmp_path):
+def killed(killed_once, tmp_path):
     """A trace whose writer was killed with everything in its journal."""
-    if (child := os.fork()) == 0:
-        recorder = Recorder(tmp_path / "run")
-        add_step(recorder, 1, make_batch())
-        recorder.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+    shutil.copytree(killed_once, tmp_path / "run")
     return tmp_path / "run"
 
 
