@@ -777,7 +777,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
         from .analysis.attribution.brief import attribution_brief
         from .analysis.diagnosis.text import story
 
-        _say(attribution_brief(found.attribution, story(found)))
+        _say(attribution_brief(found.attribution, form.width, story(found)))
     else:
         from .analysis.diagnosis.text import SHORT_FORM
 
@@ -801,6 +801,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     Covers temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or
     partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Faults are listed by
     likelihood, each with its evidence, size, share of affected tokens and a command to confirm it.
+
+    A trace with several engines' passes and neither a train nor a rollout pass is checked over all its passes, as in
+    compare.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -1144,7 +1147,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 
     found = _asked(analysis.attribute, trace, **options)
     render = attribution_brief if form.is_brief else attribution_text
-    form.answer(json=lambda: result_json(found), text=lambda width: render(found))
+    form.answer(json=lambda: result_json(found), text=lambda width: render(found, width))
 
 
 @_example("tim-trace report runs/demo -o demo.html")

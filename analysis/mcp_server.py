@@ -171,6 +171,16 @@ class RunTools:
         from .check.check import check
 
         found = result_json(check(self._path(run), pair=pair, steps=steps))
+        if "groups" in found:  # several engines' passes, all compared
+            told = ("odd_tokens", "contradictions")
+            return {
+                **_some(found, "is_valid", "sentence"),
+                "groups": [
+                    _some(group, "reference", "num_passes", "num_tokens")
+                    | {key: [one["sentence"] for one in group[key]] for key in told}
+                    for group in found["groups"]
+                ],
+            }
         finding = ("code", "cause", "side", "effect", "share", "fails", "evidence", "next")
         return {
             **_some(found, "is_valid", "broken", "num_tokens", "rms_d", "owners", "notes"),

@@ -313,6 +313,19 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
+def wrapped_lines(text: str, width: int | None) -> str:
+    """Wrap every line except commands and queries, which are copied. Continuation lines are two columns deeper."""
+    if width is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        if not line.lstrip().startswith(("next: tim-trace", "tim-trace ", "SELECT ")):
+            line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def counted(number: int, one: str, many: str = "") -> str:
     """Return a number with its noun.
 

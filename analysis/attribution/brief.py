@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shlex
 
+from ..rows import wrapped_lines
 from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
@@ -44,7 +45,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def attribution_brief(result: Attribution, story: str = "") -> str:
+def attribution_brief(result: Attribution, width: int | None = None, story: str = "") -> str:
     change = result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
@@ -56,7 +57,7 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
     parts += [_rows(result), _questions(result, suspects)]
     if notes := note_sentences(result):
         parts.append("\n".join(f"Note: {note}" for note in notes))
-    return "\n\n".join(parts)
+    return wrapped_lines("\n\n".join(parts), width)
 
 
 def _facts(result: Attribution) -> str:

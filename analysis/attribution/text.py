@@ -6,7 +6,7 @@ from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
 from ..facts.recorded import change_sentence, interval_text
 from ..facts.series import FLAT, Fall
-from ..rows import Form, of_steps, shown
+from ..rows import Form, of_steps, shown, wrapped_lines
 from ..statement import Statement, sentences
 from .attribution import Attribution, Evidence, NotFinite, Suspect
 from .fact import Fact
@@ -189,7 +189,7 @@ def unsure_clause(result: Attribution) -> str:
     return f"Cause unknown. Most likely of those tested: {named.titled()}; {second.titled()}"
 
 
-def attribution_text(result: Attribution) -> str:
+def attribution_text(result: Attribution, width: int | None = None) -> str:
     result = shown(result)
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]
@@ -205,7 +205,7 @@ def attribution_text(result: Attribution) -> str:
         parts.append(f"Unlikely (<{_SHOWN:.0%}): " + ", ".join(others))
     if notes := note_sentences(result):
         parts.append("\n".join(f"Note: {note}" for note in notes))
-    return "\n\n".join(parts)
+    return wrapped_lines("\n\n".join(parts), width)
 
 
 def _first_suspect(result: Attribution) -> str | None:

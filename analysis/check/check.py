@@ -9,11 +9,21 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
+from ...schemas.passes import ROLLOUT, TRAIN
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..comparison.passes import PassComparison, compare_passes
 from ..engine_weights import read_engine_verdict
-from ..trace.columns import AttemptInfo, attempts, parse_pair, scored_passes, tell_sampled, why_nothing
+from ..trace.columns import (
+    AttemptInfo,
+    attempts,
+    has_only_other_passes,
+    parse_pair,
+    scored_passes,
+    tell_sampled,
+    why_nothing,
+)
 from ..trace.database import Database, cached
 from ..trace.source import Pair
 from ..trace.tokens import spread
@@ -75,13 +85,16 @@ class CheckResult(Result):
 def check(
     trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = ALL_STEPS, partial: bool = False,
     ray: str | None = None, progress: Progress = no_progress,
-) -> CheckResult:  # fmt: skip
+) -> CheckResult | PassComparison:  # fmt: skip
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     Each fault comes with evidence, its effect in nats, the share of affected tokens, and a command that confirms it.
     The check uses sums over the whole run and inspects tokens in a sample of steps. `steps` (3:80, -10:, 2:200:2)
     restricts it to part of the run. With `ray`, a Ray cluster's address (`auto`, `host:port`, or `local` to start one),
     actors compute the sums.
+
+    A trace with several engines' passes and neither `train` nor `rollout` is checked over all passes: returns a
+    PassComparison, as `compare` does.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace if
     part of the trace is missing or unreadable and `partial` is not set.
@@ -90,6 +103,8 @@ def check(
     database.check_whole(partial=partial)
     with database.telling(progress):
         names = parse_pair(pair)
+        if names == (TRAIN, ROLLOUT) and has_only_other_passes(database, names):
+            return compare_passes(database)
         data = gather(database, names, trace=os.fspath(trace))
         return judge(data, ":".join(names), data_findings(database, data.sample))
 

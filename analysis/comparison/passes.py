@@ -135,6 +135,11 @@ class PassComparison(Result):
     alone: tuple[str, ...] = ()
     """Passes that share no token with another pass."""
 
+    @property
+    def is_valid(self) -> bool:
+        """True if no token is odd and no pass contradicts its settings."""
+        return not any(group.odd_tokens or group.contradictions for group in self.groups)
+
 
 _SCORES = f"""
 SELECT "pass", step, seq_id, logprobs FROM scores

@@ -131,7 +131,7 @@ def _named(passes: Sequence[str]) -> str:
 
 
 PASSES_FORM: Form = {
-    PassComparison: {"sentence": sentence},
+    PassComparison: {"is_valid": PassComparison.is_valid, "sentence": sentence},
     OddToken: {"ratio": OddToken.ratio, "sentence": odd_sentence},
     SettingContradiction: {"sentence": contradiction_sentence},
 }

@@ -121,12 +121,19 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
 def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
     from ..check.check import check  # no other condition needs the detectors of `check`
     from ..check.faults import evidence_text
+    from ..comparison.passes import PassComparison
+    from ..comparison.passes_text import sentence
 
     checked = check(trace, pair=pair, partial=partial, progress=progress)
-    faults = [finding for finding in checked.findings if finding.fails]
-    told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
+    if isinstance(checked, PassComparison):
+        num = sum(len(group.odd_tokens) + len(group.contradictions) for group in checked.groups)
+        told = sentence(checked)
+    else:
+        faults = [finding for finding in checked.findings if finding.fails]
+        told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
+        num = len(faults)
     return Verdict(
-        condition=CHECK, metric=CHECK, value=float(len(faults)), low=None, high=None, bound=None,
+        condition=CHECK, metric=CHECK, value=float(num), low=None, high=None, bound=None,
         verdict=PASSED if checked.is_valid else FAILED, fails=not checked.is_valid, steps_beyond=None, worst_step=None,
         how=told,
     )  # fmt: skip

@@ -102,6 +102,12 @@ SELECT NOT EXISTS (FROM sequences) AND EXISTS (FROM metrics WHERE NOT starts_wit
 """
 
 
+def has_only_other_passes(database: Database, pair: Pair) -> bool:
+    """Return True if neither pass has logprobs, but at least two others have, such as several engines' values."""
+    counts = num_scored(database)
+    return len(database.sources) == 1 and len(counts) > 1 and not {*pair} & {*counts}
+
+
 def why_nothing(database: Database, pair: Pair) -> str:
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)

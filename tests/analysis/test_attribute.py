@@ -411,6 +411,12 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert "No collapse detected" in verdict_sentence(found)
     assert {fact.order(found.fall) for fact in found.facts} == {None}
     assert f"as if a drop began at step {step})" in attribution_brief(found)
+    for render in (attribution_text, attribution_brief):
+        whole, lines = render(found), render(found, 80).splitlines()
+        copied = [line for line in lines if line.lstrip().startswith(("next: tim-trace", "tim-trace ", "SELECT "))]
+        assert copied
+        assert max(len(line) for line in lines if line not in copied) <= 80 < max(map(len, whole.splitlines()))
+        assert " ".join(" ".join(lines).split()) == " ".join(whole.split())
     assert result_json(found)["supposed"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
     subject = SimpleNamespace(attribution=found, trace="run", asked_steps=ALL_STEPS, pair=("train", "rollout"))
     answer = fall_answer(subject)

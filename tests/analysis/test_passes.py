@@ -266,3 +266,27 @@ def test_the_command_shows_what_python_returns(tmp_path):
     assert [row["pass"] for row in rows] == ["a", "e", "b", "c", "d"]
     assert float(rows[2]["max_abs_d"]) == found["groups"][0]["classes"][1]["max_abs_d"]
     assert tim_trace("compare", run, "--against", "z").code == 2
+
+
+def test_check_compares_all_passes_where_there_is_neither_a_trainer_nor_a_rollout(tmp_path):
+    base = make()
+    odd = noisy(base, 1)
+    odd[30] -= 12
+    names = ("engine/a", "engine/b", "engine/c", "engine/d")
+    good = record(tmp_path / "good", {name: noisy(base, number) for number, name in enumerate(names)})
+    bad = record(
+        tmp_path / "bad",
+        {name: odd if name == "engine/b" else noisy(base, 7 + number) for number, name in enumerate(names)},
+    )
+    assert tim_trace("check", good).code == 0
+    found = tim_trace("check", bad)
+    assert found.code == 1
+    assert "Token 30 of " in found.stdout
+    assert tim_trace("compare", bad).stdout == found.stdout
+    told = tim_trace("check", bad, "--json")
+    assert told.code == 1
+    assert told.json()["is_valid"] is False
+    assert [one["token"] for one in told.json()["groups"][0]["odd_tokens"]] == [30]
+    assert tim_trace("gate", bad, "--fail-on", "check").code == 1
+    assert tim_trace("gate", good, "--fail-on", "check").code == 0
+    assert tim_trace("check", bad, "--pair", "engine/x:engine/y").code == 2

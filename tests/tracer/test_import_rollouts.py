@@ -11,7 +11,7 @@ import pytest
 from builders import in_process
 from dumps import expected, make_samples, make_steps
 from tim_trace import check, connect, import_dump, info, stats
-from tim_trace.schemas.errors import NothingToCompare
+from tim_trace.schemas.errors import ImportFailed, NothingToCompare
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.routing import read_routing
 from tim_trace.tracer.store import Store
@@ -117,6 +117,24 @@ def test_an_end_token_after_the_last_logprob_has_none(tmp_path):
     )
     ((_, row),) = rows_of(tmp_path / "run").items()
     assert np.isnan(row["logprobs"]).tolist() == [False] * len(one.rollout) + [True]
+
+
+def test_rollouts_of_text_are_counted(tmp_path):
+    def as_text(record):
+        if only_text or record["uid"].endswith("/1"):
+            record["kind"] = "inline"
+
+    only_text = False
+    turn = (range(3, 9), [-0.5] * 4, [0, 0, 1, 1, 1, 1])
+    groups = [[[turn]], [[turn], [turn]], [[turn]]]
+    write_groups(tmp_path / "bank", groups, edit=as_text)
+    imported = import_dump("megatron-rl", tmp_path / "bank", output=tmp_path / "run")
+    assert imported.num_sequences == 2
+    assert imported.notes == ("skipped 2 rollouts that are text without token ids",)
+    only_text = True
+    write_groups(tmp_path / "text", groups, edit=as_text)
+    with pytest.raises(ImportFailed, match=r"contains no rows \(skipped 4 rollouts that are text without token ids\)"):
+        import_dump("megatron-rl", tmp_path / "text", output=tmp_path / "none")
 
 
 def write_groups(folder, groups, *, edit=lambda record: None):

@@ -134,6 +134,8 @@ class Reading:
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""
+    num_text: int = 0
+    """Rollouts that were skipped because they are text without token ids. Set by the reader."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]

@@ -183,7 +183,7 @@ def _add_parts(
     before: _Before | None, named: Mapping[str, tuple[str, Mapping[str, Any]]], *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
     seen: set[str] = set()
-    shared, without = SharedRows(), list[str]()
+    shared, without, num_text = SharedRows(), list[str](), 0
     if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
         raise ImportFailed(f"{folder.url}: {said}, and all files are matched together. Import fewer of them at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
@@ -199,12 +199,15 @@ def _add_parts(
                 else:
                     _add(rows, batch)
             without += reading.without_values
+            num_text += reading.num_text
             for name in part.files:
                 lines = reading.last_line.get(name) if format.lines else None
                 rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
             advance(folder.num_bytes(part.files))
     if without:
         rows.result.notes += (f"skipped {len(without):,} files without logprobs, such as {without[0]}",)
+    if num_text:
+        rows.result.notes += (f"skipped {num_text:,} rollouts that are text without token ids",)
     contracts = dict(named.values())
     rows.contracts = {**rows.contracts, **contracts} | {name: contracts[of] for name, of in shared.repeated.items()}
     for batch in shared.batches(folder.url):

@@ -99,7 +99,10 @@ def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dic
     for number, record in read_lines(path, first):
         where = f"{path}, line {number}"
         if record.get("kind") == "inline":
-            continue  # text without token ids, or a group without rollouts
+            found = record.get("group")
+            members = found.get("rollouts") if isinstance(found, dict) else None
+            reading.num_text += len(members) if isinstance(members, list) else 0
+            continue
         group = _typed(record, _Group, where)
         slices, turns = list[bytes](), []
         for place, (name, dtype) in enumerate(_SIDECARS):

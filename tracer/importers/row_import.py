@@ -109,7 +109,8 @@ class RowImport:
     def check_any(self) -> None:
         path = self._contract["path"]
         if not self._num_read:
-            raise ImportFailed(f"{path}: contains no rows. Pass files with one row per sequence")
+            skipped = f" ({'; '.join(self.result.notes)})" if self.result.notes else ""
+            raise ImportFailed(f"{path}: contains no rows{skipped}. Pass files with one row per sequence")
         if not self.result.num_sequences:
             raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Pass a larger --sample")
 
