@@ -94,6 +94,7 @@ SECTIONS = {
         "triangulate": "Attribute the mismatch to trainer and engine.",
         "gradient": "Recompute gradients as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
+        "certify": "Search for a batch in which two executions give different bits.",
         "weights": "List, verify and export recorded weights.",
     },
 }
@@ -1060,6 +1061,45 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
+@_example(
+    "tim-trace certify runs/demo --arm engine=exact --max-batch 4 --max-length 8 --minutes 0.2\n"
+    "tim-trace certify runs/demo --arm dtype=bf16 --against dtype=bf16,attention=math"
+)
+@main.command()
+@click.argument("trace", metavar="RUN|MODEL")
+@click.option(
+    "--arm", metavar="CHANGES", help="First execution, written like replay's --arm. By default, the recorded settings."
+)
+@click.option("--against", metavar="CHANGES", help="Second execution.  [default: each sequence alone, under --arm]")
+@click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
+@click.option(
+    "--max-length", type=int, metavar="L",
+    help="Maximum tokens per prompt and per response.  [default: 256, or what the model allows]",
+)  # fmt: skip
+@click.option("--minutes", default=5.0, metavar="M", help="How long to search.")
+@click.option("--seed", default=0, metavar="N", help="Seed for token ids and random changes.")
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the first execution's model.")
+@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the second execution's model.")
+@_weights_from
+@click.option(
+    "-o", "--output", default="certify", metavar="DIR",
+    help="Folder for certificate.json, or for the counterexample's trace.",
+)  # fmt: skip
+@_prints(csv=False, wide=False)
+def certify(trace: str, form: _Form, **options: Any) -> None:
+    """Search for a batch in which two executions give different bits. If a thorough search finds none, write a
+    certificate.
+
+    MODEL is a Hugging Face model folder. What an arm sets is fixed. Padding side, cached decoding, chunks and threads
+    that it leaves open are searched (for vLLM: decoding, chunks and the prefix cache). The exit code is 1 if bits
+    differ, or if time runs out before every planned batch was tried.
+    """
+    found = _asked(analysis.certify, trace, held_back=True, **options)
+    form.result(found)
+    if not found.is_certified:
+        raise click.exceptions.Exit(1)
+
+
 @_example("tim-trace weights runs/demo --by module")
 @main.command()
 @click.argument("trace", metavar="RUN")
@@ -1250,10 +1290,15 @@ def export_(trace: str, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--fail-on", required=True, multiple=True, metavar="CONDITION",
+    "--fail-on", multiple=True, metavar="CONDITION",
     help="check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
     "steps'. Can be repeated.",
 )  # fmt: skip
+@click.option(
+    "--certificate",
+    metavar="FILE",
+    help="Fail if the run's settings or batches are not those of this certificate.json.",
+)
 @_pair
 @_confidence
 @_partial

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..schemas.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from ..replay.certify.engine import certify
     from ..replay.engine import replay
     from ..replay.gradients.engine import gradient
     from ..tracer.importers.import_dump import import_dump
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from .weights import export, weights
 
 __all__ = [
-    "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "figures", "gate",
+    "attach", "attribute", "certify", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "figures", "gate",
     "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
@@ -45,7 +46,7 @@ __all__ = [
 make_lazy(
     __name__,
     {
-        "attach": "..tracer.weights.attach", "attribute": ".attribution.attribute", "check": ".check.check",
+        "attach": "..tracer.weights.attach", "attribute": ".attribution.attribute", "certify": "..replay.certify.engine", "check": ".check.check",
         "compact": ".compact", "compare": ".comparison.compare", "connect": ".views",
         "corrections": ".corrections", "diagnose": ".diagnosis.diagnose", "dynamics": ".dynamics.dynamics", "example": ".example",
         "export": ".weights", "export_run": ".export.export", "figures": ".report.figures", "gate": ".gate.gate",

@@ -101,6 +101,11 @@ class VllmScorer:
     def detach(self) -> None:
         self._engine = None
 
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        assert self._engine is not None
+        self._engine.llm.reset_prefix_cache()
+
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
         """Return only `rows`, since vLLM forms its own batches."""
         return rows

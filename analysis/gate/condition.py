@@ -25,6 +25,7 @@ OWN = "tim"
 """Source for conditions on tim-trace's own metrics. Any other source is a framework."""
 
 CHECK = "check"
+CERTIFICATE = "certificate"
 """Condition that is violated if `check` finds a fault in the comparison."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -120,9 +121,10 @@ FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 class Verdict:
     condition: str
     metric: str
-    """The metric's full name, or `check`."""
+    """The metric's full name, `check` or `certificate`."""
     value: float
-    """Value over the run, over its last steps, or at the worst step. For `check`, the fault count."""
+    """Value over the run, over its last steps, or at the worst step. For `check` and `certificate`, the number of faults or
+    deviations."""
     low: float | None
     """`low` to `high` is the confidence interval. If None, `how` says why."""
     high: float | None

@@ -13,14 +13,27 @@ from ..report.targets import explained, local
 from ..rows import printable, table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
-from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, is_count, parse_condition
+from .certified import certified
+from .condition import (
+    CANNOT_TELL,
+    CERTIFICATE,
+    CHECK,
+    FAILED,
+    PASSED,
+    Condition,
+    Gated,
+    Verdict,
+    is_count,
+    parse_condition,
+)
 from .measured import Measured, Run
 
 
 def gate(
     trace: str | os.PathLike[str],
     *,
-    fail_on: Sequence[str],
+    fail_on: Sequence[str] = (),
+    certificate: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
     confidence: float = 0.95,
     partial: bool = False,
@@ -49,6 +62,9 @@ def gate(
     the bound, or is expected but missing. NaN and infinities fail. Metrics other than counts also fail if they exclude
     non-finite tokens, or if most tokens lack logprobs.
 
+    `certificate` is a certificate.json from `certify`. The gate fails if no pass has its settings, or if a batch or
+    sequence exceeds its bounds.
+
     `junit` is a JUnit XML file to write or replace. Each condition is a test case. `summary` is a file to append a
     Markdown table to, such as $GITHUB_STEP_SUMMARY. Conditions on `stats` columns store per-sequence
     sums in the trace, as `stats` does.
@@ -57,7 +73,7 @@ def gate(
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is
     unreadable or missing, unless `partial` accepts results from the rest.
     """
-    if not fail_on:
+    if not fail_on and certificate is None:
         raise InvalidOption(
             "got no condition; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
         )
@@ -72,7 +88,8 @@ def gate(
         run = Run(open_database(trace, f"-{last}:") if last else database, pair, confidence, progress)
         measured = run.measure([condition for condition in conditions.values() if condition.last == last])
         judged |= {text: _judged(conditions[text], number, run.left_out) for text, number in measured.items()}
-    verdicts = [judged[text] if text in judged else _checked(trace, pair, partial, progress) for text in fail_on]
+    told = [] if certificate is None else [certified(database, certificate)]
+    verdicts = told + [judged[text] if text in judged else _checked(trace, pair, partial, progress) for text in fail_on]
     gated = Gated(verdicts=tuple(verdicts))
     if junit is not None and target is not None:
         with explained(junit):
@@ -164,7 +181,7 @@ def junit_xml(gated: Gated, trace: str) -> bytes:
 
 
 def _sentence(verdict: Verdict) -> str:
-    if verdict.metric == CHECK:
+    if verdict.metric in (CHECK, CERTIFICATE):
         return f"{verdict.verdict}: {verdict.how}"
     interval = "" if verdict.low is None else f", interval {verdict.low!r} to {verdict.high!r}"
     return f"{verdict.verdict}: {verdict.metric} = {verdict.value!r}{interval} ({verdict.how})"

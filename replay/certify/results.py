@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...schemas.documents import Contract
+from ...schemas.results import Result
+
+CERTIFIED, COUNTEREXAMPLE, UNDECIDED = "certified", "counterexample", "undecided"
+"""Verdicts. `undecided`: time ran out before every planned batch was tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What the search has tried."""
+
+    num_batches: int = 0
+    num_planned: int = 0
+    """Batches to try before a certificate is given. Random changes follow."""
+    num_sequences: int = 0
+    num_tokens: int = 0
+    """Response tokens compared."""
+    row_counts: tuple[int, ...] = ()
+    """Numbers of rows per batch."""
+    prompt_lengths: tuple[int, ...] = ()
+    response_lengths: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    """Tokens per row, including padding."""
+    layouts: tuple[str, ...] = ()
+    """Searched arm options with their values. Empty text: the arm's own."""
+    vocabulary: float = 0.0
+    """Share of the token ids that occurred."""
+    num_calls: int = 0
+    """Distinct operator calls seen: operator, dtypes and classes of sizes. 0 for vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counterexample:
+    """The smallest batch found in which bits differ."""
+
+    folder: str
+    """A trace with this batch. Its pass `against` holds the second execution's logprobs."""
+    replay: str
+    """The command that shows the difference."""
+    layout: str
+    prompt_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    pad_left: int
+    pad_right: int
+    row: int
+    """First row with different bits, from 0."""
+    token: int
+    """Its first response token with different bits, from 0."""
+    value: float
+    """The first execution's logprob there (nats)."""
+    other: float
+    """The second execution's."""
+    num_different: int
+    """Response tokens with different bits in this batch."""
+    max_abs_d: float
+    needs_history: bool
+    """True if the bits differ only after another batch, which the trace holds too, as forward pass 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate(Result):
+    """Verdict on whether two executions give the same bits for every batch within the bounds."""
+
+    _text = "tim_trace.analysis.certify_text:certificate_text"
+
+    verdict: str
+    """`certified`, `counterexample` or `undecided`."""
+    of: str
+    """The run or model folder."""
+    arm: str
+    against: str | None
+    """None: each sequence alone, under the same arm."""
+    max_batch: int
+    max_length: int
+    """Maximum tokens per prompt and per response."""
+    seed: int
+    seconds: float
+    covered: Coverage
+    not_covered: tuple[str, ...] = ()
+    """Codes of what was not searched, with what was left out: `layout: reason`, `row_counts: 43,44`."""
+    counterexample: Counterexample | None = None
+    settings_hash: str
+    """SHA-256 of both executions' settings."""
+    settings: tuple[Contract, Contract] = field(default=({}, {}))
+    """Both executions' contracts."""
+    file: str | None = None
+    """Where the certificate was written."""
+
+    @property
+    def is_certified(self) -> bool:
+        return self.verdict == CERTIFIED
+
+
+def ranges(numbers: Any) -> str:
+    """Write sorted numbers as ranges.
+
+    >>> ranges([1, 2, 3, 7])
+    '1-3,7'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
