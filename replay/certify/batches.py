@@ -217,10 +217,10 @@ def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
                 break
         else:
             size //= 2
-    for num in (0, batch.pad_left // 2):
-        batch = candidate if better(candidate := replace(batch, pad_left=num)) else batch
-    for num in (0, batch.pad_right // 2):
-        batch = candidate if better(candidate := replace(batch, pad_right=num)) else batch
+    for side in ("pad_left", "pad_right"):
+        for num in (0, getattr(batch, side) // 2):
+            fewer_pads: Any = {side: min(num, getattr(batch, side))}
+            batch = candidate if better(candidate := replace(batch, **fewer_pads)) else batch
     for place in range(len(batch.rows)):
         for side in (0, 1):
             size = len(batch.rows[place][side]) // 2
