@@ -161,8 +161,8 @@ class _Execution:
             self._scorers[layout] = scorer_of(self.run, self.arm_of(layout), self._contract, device_here())
         return self._scorers[layout]
 
-    def score(self, batch: Batch, *, alone: bool = False) -> list[np.ndarray]:
-        """Return each row's logprobs [T] float32. `alone` empties vLLM's prefix cache before."""
+    def score(self, batch: Batch, *, empties: bool = False) -> list[np.ndarray]:
+        """Return each row's logprobs [T] float32. `empties` empties vLLM's prefix cache before."""
         scorer = self.scorer(batch.layout)
         before = batch.pad_left + max(len(prompt) for prompt, _ in batch.rows)
         after = batch.pad_right + max(len(response) for _, response in batch.rows)
@@ -175,7 +175,7 @@ class _Execution:
             )
             for place, (prompt, response) in enumerate(batch.rows)
         ]  # fmt: skip
-        if alone and self.arm.engine == VLLM:
+        if empties and self.arm.engine == VLLM:
             self.loaded.ready(scorer, self._version, None)
             scorer.forget()  # type: ignore[union-attr]
         scored = self.loaded.score(scorer, rows, unheard)
@@ -277,11 +277,12 @@ class _Search:
         """Return whether the batch reached new operator calls, and whether its bits differ."""
         size = len(self._calls)
         shape = (len(batch.rows), batch.width, batch.layout)
-        is_seen = shape in self._tried["widths"] or self.a.arm.engine == VLLM or bool(self.num_batches % 4)
-        calls = nullcontext() if is_seen else _Calls(self._calls)
+        is_new = shape not in self._tried["widths"]
+        is_watched = is_new and self.a.arm.engine != VLLM and self.num_batches % 4 == 0
+        calls = _Calls(self._calls) if is_watched else nullcontext()
         try:
             with calls:
-                a = self.a.score(batch)
+                a = self.a.score(batch, empties=self.b is not None)
             if isinstance(calls, _Calls):
                 self._calls.add(calls.order)
             differs = _first_different(a, self._expected(batch)) is not None
@@ -294,15 +295,15 @@ class _Search:
         if not self.num_batches:  # while vLLM's engine runs with the arm's own layout
             self.settings = self.a.scorer().made_by(), (self.b or self.a).scorer().made_by()
         self._note(batch, shape)
-        return len(self._calls) > size or not is_seen, differs
+        return len(self._calls) > size or is_new, differs
 
     def _expected(self, batch: Batch) -> list[np.ndarray]:
         if self.b is not None:
-            return self.b.score(batch)
+            return self.b.score(batch, empties=True)
         for row in batch.rows:
             if row not in self._alone:
                 self._alone[row] = self.a.score(
-                    Batch((row,), batch.layout if self.a.arm.engine == VLLM else ()), alone=True
+                    Batch((row,), batch.layout if self.a.arm.engine == VLLM else ()), empties=True
                 )[0]
                 self._known.append(row)
         return [self._alone[row] for row in batch.rows]
