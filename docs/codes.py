@@ -16,6 +16,7 @@ from tim_trace.analysis.comparison import text as comparison
 from tim_trace.analysis.dynamics import text as dynamics
 from tim_trace.analysis.objective import sentences as objective
 from tim_trace.replay.backends.trusted import WHY
+from tim_trace.replay.certify.results import VERDICTS
 from tim_trace.schemas import errors
 
 DIAGNOSE = {
@@ -68,6 +69,7 @@ def codes():
         "dynamics: summary_codes": dynamics.SUMMARY,
         "dynamics: unanswered_codes": dynamics.UNANSWERED,
         "compare: kinds of differences": comparison.FIRST,
+        "certify: verdict": VERDICTS,
         "compare: note_codes": comparison.NOTES,
         "compare: contradictions": passes_text.CONTRADICTIONS,
         "objective: verdict_codes": objective.VERDICT,

@@ -7,7 +7,11 @@ from ...schemas.documents import Contract
 from ...schemas.results import Result
 
 CERTIFIED, COUNTEREXAMPLE, UNDECIDED = "certified", "counterexample", "undecided"
-"""Verdicts. `undecided`: time ran out before every planned batch was tried."""
+VERDICTS = {
+    CERTIFIED: "no batch differed, and every planned batch was tried",
+    COUNTEREXAMPLE: "a batch was found in which bits differ",
+    UNDECIDED: "time ran out before every planned batch was tried",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
