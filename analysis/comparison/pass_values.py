@@ -5,13 +5,14 @@ Shapes: P passes, C passes in a block, R sequences, T tokens in all sequences, B
 
 from __future__ import annotations
 
-import os
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import BinaryIO
+from io import FileIO
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.errors import QueryFailed
@@ -30,8 +31,8 @@ WHERE iteration = 0 AND len(logprobs) = num AND NOT starts_with("pass", '{REPLAY
 """
 CELLS = 1 << 20
 """Values in a block."""
-_BYTES_PER_TOKEN = 18
-"""Memory that a comparison takes: the median of the classes and the differences of one class, both float64."""
+BYTES_PER_TOKEN = 28
+"""Memory that a comparison takes: the median of the classes and the differences of one class (twice), all float64."""
 _MISSING = np.uint32(0x7FEDCBA9)
 """Bits of a NaN. The file stores bits ^ _MISSING, so its holes are read as tokens without a value."""
 
@@ -55,34 +56,33 @@ class PassValues:
     Raises QueryFailed if this machine's memory, or the temporary folder, is too small.
     """
 
-    def __init__(self, database: Database, file: BinaryIO):
+    def __init__(self, database: Database, file: FileIO):
         self.rows: list[tuple[int, str, str, int]] = database.connection.execute(_SEQUENCES).fetchall()
         """[R] step, seq_id, prompt and number of tokens."""
         self.starts = np.cumsum([0, *(row[3] for row in self.rows)])
         """[R + 1] first token of each sequence."""
         self.num_tokens = int(self.starts[-1])
-        if (said := too_large(self.num_tokens, _BYTES_PER_TOKEN)) is not None:
+        if too_large(self.num_tokens, BYTES_PER_TOKEN) is not None:
             raise QueryFailed(
-                f"{database.given[0]}: {said.replace('bytes', 'response tokens', 1)}. Compare fewer steps"
+                f"{database.given[0]}: comparing {self.num_tokens:,} response tokens takes "
+                f"{BYTES_PER_TOKEN * self.num_tokens:,} bytes of memory, more than this machine has. Compare fewer steps"
             )
-        self._file = file.fileno()
-        has: dict[str, np.ndarray] = {}
+        self._file = file
+        self._slots: dict[str, int] = {}
+        self.has: dict[str, np.ndarray] = {}
+        """[R] True at sequences with any value, by pass."""
         try:
-            for batch in database.connection.batches(_SCORES, 1024):
-                self._write(has, *batch.columns)
-            os.ftruncate(self._file, 4 * self.num_tokens * len(has))
+            for batch in database.connection.batches(_SCORES, 128):
+                self._write(*batch.columns)
+            file.truncate(4 * self.num_tokens * len(self._slots))
         except OSError as error:
             raise QueryFailed(
-                f"a temporary file of up to {4 * self.num_tokens * max(len(has), 1):,} bytes could not be written "
+                f"{database.given[0]}: a temporary file with 4 bytes per token and pass could not be written "
                 f"({error.strerror}). Set TMPDIR to a folder with more space, or compare fewer steps"
             ) from error
-        self._slots = {name: slot for slot, name in enumerate(has)}
-        self.has = {name: has[name] for name in sorted(has) if has[name].any()}
-        """[R] True at sequences with any value, by pass."""
+        self.has = {name: has for name, has in sorted(self.has.items()) if has.any()}
 
-    def _write(
-        self, has: dict[str, np.ndarray], names: pc.Array, rows: pc.Array, starts: pc.Array, lists: pc.Array
-    ) -> None:
+    def _write(self, names: pa.Array, rows: pa.Array, starts: pa.Array, lists: pa.Array) -> None:
         flat = lists.flatten()
         known = flat.is_valid().to_numpy(zero_copy_only=False)
         bits = flat.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float32).view(np.uint32) ^ _MISSING
@@ -90,10 +90,13 @@ class PassValues:
         ends = np.cumsum(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
         places = (each.to_pylist() for each in (names, rows, starts))
         for name, row, start, end, num in zip(*places, ends, np.diff(ends, prepend=0), strict=True):
-            of_pass = has.setdefault(name, np.zeros(len(self.rows), bool))
-            of_pass[row] |= known[end - num : end].any()
-            slot = next(place for place, each in enumerate(has) if each == name)
-            os.pwrite(self._file, stored[end - num : end].tobytes(), 4 * (slot * self.num_tokens + start))
+            slot = self._slots.setdefault(name, len(self._slots))
+            if name not in self.has:
+                self.has[name] = np.zeros(len(self.rows), bool)
+            self.has[name][row] |= known[end - num : end].any()
+            self._file.seek(4 * (slot * self.num_tokens + start))
+            if self._file.write(stored[end - num : end].data) < 4 * num:
+                raise OSError(errno.ENOSPC, "no space left")
 
     def blocks(self, names: Sequence[str]) -> Iterator[Block]:
         """Yield the values of these passes at all tokens, in order."""
@@ -108,13 +111,14 @@ class PassValues:
     def _read(self, names: Sequence[str], start: int, num: int) -> Block:
         stored = np.empty((len(names), num), np.uint32)
         for name, values in zip(names, stored, strict=True):
-            os.preadv(self._file, [values], 4 * (self._slots[name] * self.num_tokens + start))
+            self._file.seek(4 * (self._slots[name] * self.num_tokens + start))
+            self._file.readinto(values.data)
         return Block(start, stored ^ _MISSING, stored != 0)
 
     def digest(self, name: str) -> bytes:
         found = sha256()
         for block in self.blocks([name]):
-            found.update(block.bits_CB)
+            found.update(block.bits_CB.tobytes())
         return found.digest()
 
     def place(self, token: int) -> tuple[str, int]:
@@ -122,5 +126,7 @@ class PassValues:
         row = int(np.searchsorted(self.starts, token, side="right")) - 1
         return self.rows[row][1], token - int(self.starts[row])
 
-    def rows_of(self, tokens: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.starts, tokens, side="right") - 1
+    def extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
+        """Move each sequence's end, an index in it, behind the last of these tokens."""
+        rows = np.searchsorted(self.starts, tokens, side="right") - 1
+        np.maximum.at(ends_R, rows, tokens + 1 - self.starts[rows])

@@ -144,9 +144,10 @@ def compare_passes(database: Database, against: str | None = None) -> PassCompar
 
     Replays are not compared. `against` names the reference pass. By default, it is one of the largest class.
 
-    Raises NothingToCompare if no two passes share a sequence, and InvalidOption.
+    Raises NothingToCompare if no two passes share a sequence, InvalidOption, and QueryFailed if there is too little memory
+    or temporary disk space (4 bytes per token and pass).
     """
-    with TemporaryFile() as file:
+    with TemporaryFile(buffering=0) as file:
         return _compared(database, PassValues(database, file), against)
 
 
@@ -261,24 +262,23 @@ class _Group:
         )  # fmt: skip
 
     def _class(self, passes: Sequence[str], reference: Sequence[str]) -> PassClass:
-        num_tokens = num_shared = num_equal = num_finite = 0
-        total, largest = 0.0, (-1.0, 0)
-        ends_2R, shared_R = np.zeros((2, len(self.values.rows)), np.int64), np.zeros(len(self.values.rows), np.int64)
+        counts, total, largest = np.zeros(4, np.int64), 0.0, (-1.0, 0)
+        ends_3R = np.zeros((3, len(self.values.rows)), np.int64)
         for block in self.values.blocks([passes[0], reference[0]]):
             shared_B = block.known_CB.all(axis=0)
             with np.errstate(invalid="ignore"):
                 abs_B = np.abs(np.subtract(*block.values_CB))
             finite = np.flatnonzero(shared_B & np.isfinite(abs_B))
-            num_tokens += int(block.known_CB[0].sum())
-            num_shared += int(shared_B.sum())
-            num_equal += int((shared_B & (block.bits_CB[0] == block.bits_CB[1])).sum())
-            num_finite += len(finite)
+            is_equal_B = shared_B & (block.bits_CB[0] == block.bits_CB[1])
+            counts += [block.known_CB[0].sum(), shared_B.sum(), is_equal_B.sum(), len(finite)]
             total += float(abs_B[finite].sum())
-            if len(finite) and (most := int(finite[np.argmax(abs_B[finite])])) >= 0 and abs_B[most] > largest[0]:
-                largest = float(abs_B[most]), block.start + most
-            for ends_R, known_B in zip((*ends_2R, shared_R), (*block.known_CB, shared_B), strict=True):
-                self._extend(ends_R, block.start + np.flatnonzero(known_B))
-        diverged = self._divergences(*ends_2R, shared_R)
+            if len(finite):
+                most = int(finite[np.argmax(abs_B[finite])])
+                largest = max(largest, (float(abs_B[most]), -block.start - most))
+            for ends_R, known_B in zip(ends_3R, (*block.known_CB, shared_B), strict=True):
+                self.values.extend(ends_R, block.start + np.flatnonzero(known_B))
+        diverged = self._divergences(*ends_3R)
+        num_tokens, num_shared, num_equal, num_finite = counts.tolist()
         own, others = (
             {key: values[0] for key in self.settings[names[0]] if len(values := [*{self.settings[name][key] for name in names}]) == 1}
             for names in (passes, reference)
@@ -286,15 +286,10 @@ class _Group:
         return PassClass(
             passes=tuple(passes), num_tokens=num_tokens, num_shared=num_shared, num_equal=num_equal,
             num_not_finite=num_shared - num_finite, mean_abs_d=total / num_finite if num_finite else None,
-            max_abs_d=largest[0] if num_finite else None, max_at=self.values.place(largest[1]) if num_finite else None,
+            max_abs_d=largest[0] if num_finite else None, max_at=self.values.place(-largest[1]) if num_finite else None,
             diverges_at=self.values.place(diverged[0]) if diverged else None, num_diverged=len(diverged),
             settings={key: (own[key], others[key]) for key in own if key in others and own[key] != others[key]},
         )  # fmt: skip
-
-    def _extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
-        """Move each sequence's end, an index in it, behind the last of these tokens."""
-        rows = self.values.rows_of(tokens)
-        np.maximum.at(ends_R, rows, tokens + 1 - self.values.starts[rows])
 
     def _divergences(self, own_R: np.ndarray, other_R: np.ndarray, shared_R: np.ndarray) -> list[int]:
         """Return, for each prompt that both classes continue with different tokens, the first divergent token.
@@ -357,7 +352,7 @@ class _Group:
         return sorted(found.values(), key=lambda one: (-max(times[name] for name in one.passes), -len(one.others)))
 
     def _find_odd_tokens(self) -> None:
-        self.median_T = np.full(self.values.num_tokens, np.nan)
+        median_T = np.full(self.values.num_tokens, np.nan)
         num_finite, num_above = np.zeros((2, len(self.classes)), np.int64)
         self.num_tokens = 0
         for block in self.values.blocks(self.firsts):
@@ -368,31 +363,31 @@ class _Group:
             if not len(compared):
                 continue
             median = np.nanmedian(values_CB[:, compared], axis=0)
-            self.median_T[block.start + compared] = median
+            median_T[block.start + compared] = median
             abs_CB = np.abs(values_CB[:, compared] - median)
             num_finite += np.isfinite(abs_CB).sum(axis=1)
             num_above += (abs_CB > 0).sum(axis=1)
-        most = int(num_above.sum()) // 8 + 3 * TAIL
-        """Largest differences of all classes that judge those with few of their own."""
-        all_above = np.empty(0)
-        if (num_above <= TAIL).any():
-            for number in range(len(self.classes)):
-                own = self._above(number, num_above[number])
-                all_above = np.sort(np.concatenate([all_above, own[:most]]))[::-1][:most]
+        num_tested, num_different = int(num_finite.sum()), int(num_above.sum())
+        most = num_different // 8 + 3 * TAIL
+        largest = np.empty(0)
+        """Differences of all classes, from which those with few of their own are judged."""
+        for number in range(len(self.classes)) if (num_above <= TAIL).any() else ():
+            abs_T = self._abs(number, median_T)
+            largest = np.sort(np.concatenate([largest, abs_T[abs_T > 0]]))[::-1][:most]
         for number, passes in enumerate(self.classes):
-            own, is_few = self._above(number, num_above[number]), num_above[number] <= TAIL
-            others = _without(all_above, own) if is_few else all_above[:0]
-            chances: list[float | None] = [
-                *beyond_chance(own, others, int(num_finite.sum()), int(num_above.sum()) - len(own))
-            ]
+            abs_T = self._abs(number, median_T)
+            own = abs_T[abs_T > 0]
+            own[::-1].sort()
+            others = _without(largest, own) if len(own) <= TAIL else largest[:0]
+            chances: list[float | None] = [*beyond_chance(own, others, num_tested, num_different - len(own))]
             if len(own) == 1 and not chances and num_finite[number] > TAIL:
                 chances = [None]
             if not chances:
                 continue
             rest = own[len(chances) :]
             typical = float(np.median(rest[(len(rest) - 1) // 2 : len(rest) // 2 + 1])) if len(rest) else None
-            tokens = self._tokens_from(number, own[len(chances) - 1])[: len(chances)]
-            self.not_judged[number] = tokens
+            tokens = np.flatnonzero(abs_T >= own[len(chances) - 1])
+            self.not_judged[number] = tokens = tokens[np.argsort(-abs_T[tokens], kind="stable")][: len(chances)]
             for token, abs_d, expected in zip(tokens.tolist(), own, chances, strict=False):
                 values = self.values.at(self.firsts, token)
                 values[~np.isfinite(values)] = np.nan
@@ -405,35 +400,16 @@ class _Group:
                 )  # fmt: skip
                 self.odd_tokens.append(odd)
 
-    def _abs(self, number: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield blocks [B] of one class's |d| from the median, and their first token."""
+    def _abs(self, number: int, median_T: np.ndarray) -> np.ndarray:
+        """Return [T] one class's |d| from the median, 0 where either is unknown or not finite."""
+        abs_T = median_T.copy()
         for block in self.values.blocks([self.firsts[number]]):
-            with np.errstate(invalid="ignore"):
-                abs_B = np.abs(block.values_CB[0] - self.median_T[block.start : block.start + block.bits_CB.shape[1]])
-            abs_B[~np.isfinite(abs_B)] = 0
-            yield block.start, abs_B
-
-    def _above(self, number: int, num_above: int) -> np.ndarray:
-        """Return a class's |d| above 0, largest first."""
-        found, end = np.empty(num_above), 0
-        for _, abs_B in self._abs(number):
-            above = abs_B[abs_B > 0]
-            found[end : end + len(above)] = above
-            end += len(above)
-        found.sort()
-        return found[::-1]
-
-    def _tokens_from(self, number: int, smallest: float) -> np.ndarray:
-        """Return the tokens at which a class's |d| is at least `smallest`, largest first."""
-        parts = [
-            (start + np.flatnonzero(abs_B >= smallest), abs_B[abs_B >= smallest]) for start, abs_B in self._abs(number)
-        ]
-        tokens, found = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return np.asarray(tokens[np.argsort(-found, kind="stable")])
+            abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]
+        return np.asarray(np.nan_to_num(np.abs(abs_T, out=abs_T), copy=False, posinf=0.0))
 
 
 def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Remove `own` values from others, both sorted, the largest first. Own values that are smaller than all are ignored."""
+    """Remove `own` values from the largest of all values. Both are sorted, largest first."""
     places = np.searchsorted(-values, -own) + np.arange(len(own)) - np.searchsorted(-own, -own)
     return np.delete(values, places[places < len(values)])
 
