@@ -25,7 +25,7 @@ from .columns import (
     shown_name,
 )
 from .metrics import SCALARS
-from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, open_import
+from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, cannot_map, open_import
 from .textfiles import json_names, json_rows
 
 
@@ -220,9 +220,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if theirs not in there:
             raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
-            raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}. A trace has the columns {', '.join(KNOWN)}", option="map"
-            )
+            raise cannot_map(theirs, ours, f"A trace has the columns {', '.join(KNOWN)}")
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:

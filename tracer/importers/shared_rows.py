@@ -24,7 +24,7 @@ from .columns import ROWS_AT_ONCE, Columns, RowBatch
 from .dump_rows import DumpRows
 from .fields import Values
 from .kinds import INT32_MAX, TEXT, VALUES, integer, list_of, required
-from .row_import import KINDS
+from .row_import import KINDS, POLICY_VERSION
 
 PROMPT_LOGPROBS = "prompt_logprobs"
 """Column with the engine's logprobs of the prompt tokens. The first has none."""
@@ -39,6 +39,8 @@ CELLS = tuple(
 )
 """Columns with one value per row, which a response keeps. seq_id and group_id are those of the matched sequences."""
 MATCHED = ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}")
+VERSION = f"{ROLLOUT}{POLICY_VERSION}"
+"""Column with the policy version of a path's pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class _Response:
     logprobs: Values
     prompt_logprobs: Values | None
     cells: Mapping[str, Any]
+    version: int | None
 
 
 @dataclass(slots=True)
@@ -79,6 +82,7 @@ class SharedRows:
         rows = Columns.of(replace(batch, columns=columns), {name: name for name in columns}, kinds)
         prompts, responses, logprobs, before = (_lists(rows, name) for name in (*MATCHED, PROMPT_LOGPROBS))
         texts = rows.list(PROMPT) or [None] * rows.num_rows
+        versions = rows.list(VERSION) or [None] * rows.num_rows
         cells = {name: values for name in CELLS if (values := rows.list(name)) is not None}
         for row, (prompt, ids, scored) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             where = f"{batch.file}, {batch.place(row)}"
@@ -94,7 +98,7 @@ class SharedRows:
             if own.get("rewards") is not None:
                 own["rewards"] = dict(own["rewards"])  # Arrow returns maps as pairs
             given = before[row] if prompt is not None and len(before[row] or ()) == len(prompt) else None
-            self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own))
+            self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own, versions[row]))
 
     def _add(self, text: str | None, prompt: Values | None, found: _Response) -> None:
         key = (found.cells.get("step"), text if prompt is None else prompt.values.tobytes())
@@ -155,7 +159,7 @@ def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator
         variants.setdefault(found.ids.tobytes(), []).append(found)
     ordered = sorted(variants.values(), key=lambda same: -len(same))
     ids = [np.concatenate([before, same[0].ids]).astype(np.int32) for same in ordered]
-    columns: list[dict[str, Values]] = [{} for _ in ordered]
+    columns: list[dict[str, Any]] = [{} for _ in ordered]
     for place, same in enumerate(ordered):
         done = 0
         for row in range(place + 1):
@@ -167,6 +171,8 @@ def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator
                 there = np.concatenate([np.zeros(len(before), bool) if scored is None else scored.known[1:], own.known])
                 values[done:until], known[done:until] = whole[done:until], there[done:until]
                 columns[row][f"{found.pass_name}{LOGPROBS}"] = Values(values, known.astype(bool))
+                if found.version is not None:
+                    columns[row][f"{found.pass_name}{POLICY_VERSION}"] = found.version
             done = max(done, until)
     for place, same in enumerate(ordered):
         if not columns[place]:  # the beginning of a longer response, whose row has its values
