@@ -31,8 +31,8 @@ WHERE iteration = 0 AND len(logprobs) = num AND NOT starts_with("pass", '{REPLAY
 """
 CELLS = 1 << 20
 """Values in a block."""
-BYTES_PER_TOKEN = 28
-"""Memory that a comparison takes: the median of the classes and the differences of one class (twice), all float64."""
+BYTES_PER_TOKEN = 33
+"""Memory that a comparison takes: the median of the classes and the differences of one class (three times), all float64."""
 _MISSING = np.uint32(0x7FEDCBA9)
 """Bits of a NaN. The file stores bits ^ _MISSING, so its holes are read as tokens without a value."""
 
@@ -46,8 +46,10 @@ class Block:
 
     @property
     def values_CB(self) -> np.ndarray:
-        """Return float64 logprobs, NaN where there is none."""
-        return self.bits_CB.view(np.float32).astype(np.float64)
+        """Return float64 logprobs, NaN where there is none or it is infinite."""
+        values_CB = self.bits_CB.view(np.float32).astype(np.float64)
+        values_CB[np.isinf(values_CB)] = np.nan
+        return values_CB
 
 
 class PassValues:

@@ -230,26 +230,23 @@ class _Group:
 
     def _relations(self) -> Iterator[_Relation]:
         pairs = [*combinations_with_replacement(range(len(self.classes)), 2)]
-        shared, differing = set[tuple[int, int]](), set[tuple[int, int]]()
+        is_same: dict[tuple[int, int], bool] = {}
         for block in self.values.blocks(self.firsts):
             bits_CB, judged_CB = block.bits_CB, block.known_CB
             for number, tokens in self.not_judged.items():
                 here = tokens - block.start
                 judged_CB[number, here[(here >= 0) & (here < judged_CB.shape[1])]] = False
-            for pair in pairs:
-                one, other = pair
-                if pair not in differing and (shared_B := judged_CB[one] & judged_CB[other]).any():
-                    shared.add(pair)
-                    if one != other and (shared_B & (bits_CB[one] != bits_CB[other])).any():
-                        differing.add(pair)
+            for one, other in pairs:
+                if is_same.get((one, other), True) and (shared_B := judged_CB[one] & judged_CB[other]).any():
+                    is_same[one, other] = bool((bits_CB[one] == bits_CB[other])[shared_B].all())
         for one, other in pairs:
-            if (one, other) not in shared:
+            if (one, other) not in is_same:
                 continue
             passes, others = self.classes[one], self.classes[other]
             for a, b in combinations(passes, 2) if one == other else product(passes, others):
                 values = ((key, (value, self.settings[b][key])) for key, value in self.settings[a].items())
                 different = {key: both for key, both in values if both[0] != both[1]}
-                yield _Relation((a, b), one == other, (one, other) not in differing, different)
+                yield _Relation((a, b), one == other, is_same[one, other], different)
 
     def measured(self, against: str | None, keeps: _Relations) -> PassGroup:
         first = self.classes[0]
@@ -266,9 +263,8 @@ class _Group:
         ends_3R = np.zeros((3, len(self.values.rows)), np.int64)
         for block in self.values.blocks([passes[0], reference[0]]):
             shared_B = block.known_CB.all(axis=0)
-            with np.errstate(invalid="ignore"):
-                abs_B = np.abs(np.subtract(*block.values_CB))
-            finite = np.flatnonzero(shared_B & np.isfinite(abs_B))
+            abs_B = np.abs(np.subtract(*block.values_CB))
+            finite = np.flatnonzero(~np.isnan(abs_B))
             is_equal_B = shared_B & (block.bits_CB[0] == block.bits_CB[1])
             counts += [block.known_CB[0].sum(), shared_B.sum(), is_equal_B.sum(), len(finite)]
             total += float(abs_B[finite].sum())
@@ -358,8 +354,7 @@ class _Group:
         for block in self.values.blocks(self.firsts):
             self.num_tokens += int(block.known_CB.any(axis=0).sum())
             values_CB = block.values_CB
-            values_CB[~np.isfinite(values_CB)] = np.nan
-            compared = np.flatnonzero(np.isfinite(values_CB).sum(axis=0) >= 2)
+            compared = np.flatnonzero((~np.isnan(values_CB)).sum(axis=0) >= 2)
             if not len(compared):
                 continue
             median = np.nanmedian(values_CB[:, compared], axis=0)
@@ -384,13 +379,11 @@ class _Group:
                 chances = [None]
             if not chances:
                 continue
-            rest = own[len(chances) :]
-            typical = float(np.median(rest[(len(rest) - 1) // 2 : len(rest) // 2 + 1])) if len(rest) else None
+            typical = float(np.median(own[len(chances) :])) if len(own) > len(chances) else None
             tokens = np.flatnonzero(abs_T >= own[len(chances) - 1])
             self.not_judged[number] = tokens = tokens[np.argsort(-abs_T[tokens], kind="stable")][: len(chances)]
             for token, abs_d, expected in zip(tokens.tolist(), own, chances, strict=False):
                 values = self.values.at(self.firsts, token)
-                values[~np.isfinite(values)] = np.nan
                 others = np.delete(values, number)
                 seq_id, place = self.values.place(token)
                 odd = OddToken(
@@ -405,7 +398,7 @@ class _Group:
         abs_T = median_T.copy()
         for block in self.values.blocks([self.firsts[number]]):
             abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]
-        return np.asarray(np.nan_to_num(np.abs(abs_T, out=abs_T), copy=False, posinf=0.0))
+        return np.asarray(np.nan_to_num(np.abs(abs_T, out=abs_T), copy=False))
 
 
 def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -199,8 +199,8 @@ class RowImport:
         given |= {"step": steps[0], "seq_ids": seq_ids, "response_ids": response_ids, "rewards": _rewards(columns)}
         if not columns.has("advantages").any():
             given["advantage"] = columns.ragged("advantage") if columns.is_list("advantage") else columns["advantage"]
-        split = (columns.list(SPLIT) or [None])[0] or TRAIN_SPLIT
-        batch = self._recorder.add_sequences(**given, split=split)
+        given["split"] = (columns.list(SPLIT) or [None])[0] or TRAIN_SPLIT
+        batch = self._recorder.add_sequences(**given)
         self.result.num_tokens += len(response_ids.values)
         lengths = response_ids.lengths
         passes = {

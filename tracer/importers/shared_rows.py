@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -57,8 +58,8 @@ class _Response:
 class _Prompt:
     label: str
     ids: np.ndarray | None
-    responses: list[list[_Response]] = field(default_factory=list)
-    """Responses to match: the n-th of each file."""
+    passes: dict[str, dict[bytes, list[_Response]]] = field(default_factory=dict)
+    """Each pass's distinct responses, and repetitions of each."""
 
 
 class SharedRows:
@@ -72,8 +73,6 @@ class SharedRows:
         self.repeated: dict[str, str] = {}
         """Pass that each repetition belongs to."""
         self._prompts: dict[tuple[int | None, Any], _Prompt] = {}
-        self._seen: dict[tuple[str, int | None, Any], dict[bytes, tuple[int, int]]] = {}
-        """Place among the distinct responses and number of repetitions of each response, by pass and prompt."""
 
     def add(self, batch: RowBatch, pass_name: str) -> None:
         """Add the rows of one pass. Raises ImportFailed if a row cannot be matched or has values for other tokens."""
@@ -104,25 +103,21 @@ class SharedRows:
         key = (found.cells.get("step"), text if prompt is None else prompt.values.tobytes())
         label = text if prompt is None and text is not None else str(len(self._prompts))
         of = self._prompts.setdefault(key, _Prompt(label, None if prompt is None else prompt.values))
-        seen, response = self._seen.setdefault((found.pass_name, *key), {}), found.ids.tobytes()
-        place, number = seen.get(response, (len(seen), -1))
-        number += 1
-        seen[response] = place, number
-        if number:
-            name = f"{found.pass_name}.{number}"
-            self.repeated[name] = found.pass_name
-            if number > MOST_REPEATS:
-                raise ImportFailed(f"{found.pass_name}: repeats a prompt and response more than {MOST_REPEATS:,} times")
-            found = replace(found, pass_name=name)
-        of.responses += [[] for _ in range(place + 1 - len(of.responses))]
-        of.responses[place].append(found)
+        same = of.passes.setdefault(found.pass_name, {}).setdefault(found.ids.tobytes(), [])
+        if len(same) > MOST_REPEATS:
+            raise ImportFailed(f"{found.pass_name}: repeats a prompt and response more than {MOST_REPEATS:,} times")
+        if same:
+            name = f"{found.pass_name}.{len(same)}"
+            self.repeated[name], found = found.pass_name, replace(found, pass_name=name)
+        same.append(found)
 
     def batches(self, file: str) -> Iterator[RowBatch]:
         """Yield the matched rows, with one column of logprobs per pass."""
         rows, number = DumpRows(file, "sequence"), 0
         for _, prompt in sorted(self._prompts.items(), key=lambda entry: entry[0][0] or 0):
-            for place, responses in enumerate(prompt.responses):
-                for variant, cells in enumerate(_rows(prompt.ids, responses)):
+            ordered = (responses.values() for responses in prompt.passes.values())
+            for place, matched in enumerate(zip_longest(*ordered, fillvalue=())):
+                for variant, cells in enumerate(_rows(prompt.ids, [*chain(*matched)])):
                     number += 1
                     group = f"{prompt.label}.{place}"
                     rows.add(number, **cells, seq_id=f"{group}.{variant}", group_id=group)
