@@ -32,7 +32,7 @@ from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.row_import import KINDS as IMPORTED
-from tim_trace.tracer.importers.row_import import OF_TOKENS, PASSES, REQUIRED
+from tim_trace.tracer.importers.row_import import OF_TOKENS, PASSES, REQUIRED, VERSIONS
 from tim_trace.tracer.located import OperatorError, Patch
 
 DOCS = Path(__file__).parent
@@ -81,6 +81,10 @@ NOTES = {
     "advantage": "one value, or one per response token",
     "reward": "True is read as 1, False as 0",
     "rewards": "a map, a struct or a JSON object: reward function -> value",
+    "split": "train (default) or eval",
+    **dict.fromkeys(
+        VERSIONS, "version of the weights that computed the pass's logprobs; `rollout`: `policy_version` by default"
+    ),
     **dict.fromkeys(PASSES, "becomes a pass; at least one of the four passes is required"),
     **dict.fromkeys(OF_TOKENS, "stored with `train`; if there is no `train`, with `current` or `rollout`"),
 }

@@ -9,19 +9,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass
 from itertools import chain, combinations, combinations_with_replacement, product
-from typing import Any
+from tempfile import TemporaryFile
 
 import numpy as np
 
 from ...schemas.errors import InvalidOption, NothingToCompare
-from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ..trace.columns import flat_contract
 from ..trace.database import Database
+from .pass_values import PassValues
 
 SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", "inert_setting"
 """Codes: equal settings but different bits; equal bits although a setting differs that changes them elsewhere;
@@ -141,28 +140,8 @@ class PassComparison(Result):
         return not any(group.odd_tokens or group.contradictions for group in self.groups)
 
 
-_SCORES = f"""
-SELECT "pass", step, seq_id, logprobs FROM scores
-WHERE iteration = 0 AND logprobs IS NOT NULL AND NOT starts_with("pass", '{REPLAY_PREFIX}') ORDER BY "pass"
-"""
-_SEQUENCES = "SELECT step, seq_id, coalesce(group_id, seq_id), num_response_tokens FROM sequences ORDER BY step, seq_id"
-
-_Key = tuple[int, str]
 _Pair = tuple[str, str]
 _Setting = str | None
-_Scores = Mapping[str, Mapping[_Key, "_Values"]]
-"""Values by pass and (step, seq_id)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Values:
-    logprobs_T: np.ndarray
-    known_T: np.ndarray
-    passes: list[str] = field(default_factory=list)
-
-    def equals(self, other: _Values) -> Any:
-        """Return [T] True where both have a value, with equal bits."""
-        return self.known_T & other.known_T & (self.logprobs_T.view(np.int32) == other.logprobs_T.view(np.int32))
 
 
 def compare_passes(database: Database, against: str | None = None) -> PassComparison:
@@ -170,29 +149,27 @@ def compare_passes(database: Database, against: str | None = None) -> PassCompar
 
     Replays are not compared. `against` names the reference pass. By default, it is one of the largest class.
 
-    Raises NothingToCompare if no two passes share a sequence, and InvalidOption.
+    Raises NothingToCompare if no two passes share a sequence, InvalidOption, and QueryFailed if there is too little memory
+    or temporary disk space (4 bytes per token and pass).
     """
-    scores: dict[str, dict[_Key, _Values]] = {}
-    for batch in database.connection.batches(_SCORES, 1024):
-        for name, step, seq_id, logprobs in zip(*batch.columns, strict=True):
-            known = logprobs.values.is_valid().to_numpy(zero_copy_only=False)
-            values = np.where(known, logprobs.values.to_numpy(zero_copy_only=False), 0).astype(np.float32)
-            if known.any():
-                scores.setdefault(name.as_py(), {})[step.as_py(), seq_id.as_py()] = _Values(values, known)
-    if against is not None and against not in scores:
-        raise InvalidOption(f"no pass {against!r} with logprobs; choose one of {', '.join(scores)}", option="against")
+    with TemporaryFile(buffering=0) as file:
+        return _compared(database, PassValues(database, file), against)
+
+
+def _compared(database: Database, values: PassValues, against: str | None) -> PassComparison:
+    if against is not None and against not in values.has:
+        raise InvalidOption(
+            f"no pass {against!r} with logprobs; choose one of {', '.join(values.has)}", option="against"
+        )
     settings = {
         name: flat_contract({key: value for key, value in json.loads(text).items() if key not in ("source", "path")})
         for name, text in database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
     }
-    rows = database.connection.execute(_SEQUENCES).fetchall()
-    connected = _connected(scores)
-    groups = [
-        _Group({name: scores[name] for name in names}, rows, settings, against) for names in connected if len(names) > 1
-    ]
+    connected = _connected(values.has)
+    groups = [_Group(values, names, settings, against) for names in connected if len(names) > 1]
     if not groups:
         raise NothingToCompare(
-            f"{database.given[0]}: no two passes share a sequence ({len(scores)} with logprobs); import several engines' "
+            f"{database.given[0]}: no two passes share a sequence ({len(values.has)} with logprobs); import several engines' "
             "values for the same prompts, or pass a second run"
         )
     keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
@@ -201,13 +178,15 @@ def compare_passes(database: Database, against: str | None = None) -> PassCompar
     return PassComparison(run=database.given[0], steps=database.steps, groups=tuple(found), alone=alone)
 
 
-def _connected(scores: _Scores) -> list[list[str]]:
-    """Return the passes that share sequences, directly or through other passes."""
-    groups: list[tuple[list[str], set[_Key]]] = []
-    for name, rows in scores.items():
-        joined = [group for group in groups if not group[1].isdisjoint(rows)]
-        groups = [group for group in groups if group[1].isdisjoint(rows)]
-        groups.append(([*chain(*(names for names, _ in joined)), name], set(rows).union(*(keys for _, keys in joined))))
+def _connected(has: Mapping[str, np.ndarray]) -> list[list[str]]:
+    """Return the passes that share sequences, directly or through other passes. `has` is [R] by pass."""
+    groups: list[tuple[list[str], np.ndarray]] = []
+    for name, has_R in has.items():
+        joined = [group for group in groups if (group[1] & has_R).any()]
+        groups = [group for group in groups if not (group[1] & has_R).any()]
+        groups.append(
+            ([*chain(*(names for names, _ in joined)), name], np.any([has_R, *(of for _, of in joined)], axis=0))
+        )
     return [names for names, _ in groups]
 
 
@@ -236,93 +215,96 @@ def _by_setting(relations: Iterable[_Relation]) -> _Relations:
 
 class _Group:
     def __init__(
-        self, scores: _Scores, rows: Sequence[tuple[int, str, str, int]], settings: Mapping[str, Mapping[str, str]],
-        against: str | None,
-    ):  # fmt: skip
-        there = {key for of_pass in scores.values() for key in of_pass}
-        self.rows = [row for row in rows if row[:2] in there]
-        ends = np.cumsum([row[3] for row in self.rows])
-        self.parts = [slice(int(end) - row[3], int(end)) for row, end in zip(self.rows, ends, strict=True)]
-        classes: dict[bytes, _Values] = {}
-        for name, of_pass in scores.items():
-            found = _Values(np.zeros(ends[-1], np.float32), np.zeros(ends[-1], bool))
-            for row, part in zip(self.rows, self.parts, strict=True):
-                if (values := of_pass.get(row[:2])) is not None:
-                    found.logprobs_T[part], found.known_T[part] = values.logprobs_T, values.known_T
-            digest = sha256(found.known_T.tobytes() + found.logprobs_T.tobytes()).digest()
-            classes.setdefault(digest, found).passes.append(name)
-        self.classes = sorted(
-            classes.values(), key=lambda one: (against not in one.passes, -len(one.passes), one.passes)
-        )
-        self.states = any(value != "null" for name in scores for value in settings.get(name, {}).values())
-        self.settings = _differing([name for one in self.classes for name in one.passes], settings)
+        self, values: PassValues, names: Sequence[str], settings: Mapping[str, Mapping[str, str]], against: str | None
+    ):
+        self.values = values
+        self.num_sequences = int(np.any([values.has[name] for name in names], axis=0).sum())
+        by_digest: dict[bytes, list[str]] = {}
+        for name in sorted(names):
+            by_digest.setdefault(values.digest(name), []).append(name)
+        self.classes = sorted(by_digest.values(), key=lambda passes: (against not in passes, -len(passes), passes))
+        self.firsts = [passes[0] for passes in self.classes]
+        """One pass of each class, whose values are read."""
+        self.states = any(value != "null" for name in names for value in settings.get(name, {}).values())
+        self.settings = _differing([name for passes in self.classes for name in passes], settings)
         self.odd_tokens: list[OddToken] = []
-        self.judged_CT = np.array([one.known_T for one in self.classes])
-        """[C, T] tokens whose bits are held against the settings: all but the odd ones."""
+        self.not_judged: dict[int, np.ndarray] = {}
+        """Odd tokens of each class, whose bits are not held against the settings."""
         self._find_odd_tokens()
         self.relations = list(self._relations())
 
     def _relations(self) -> Iterator[_Relation]:
-        for (one, judged_T), (other, others_T) in combinations_with_replacement(
-            zip(self.classes, self.judged_CT, strict=True), 2
-        ):
-            shared_T = judged_T & others_T
-            if not shared_T.any():
+        pairs = [*combinations_with_replacement(range(len(self.classes)), 2)]
+        is_same: dict[tuple[int, int], bool] = {}
+        for block in self.values.blocks(self.firsts):
+            bits_CB, judged_CB = block.bits_CB, block.known_CB
+            for number, tokens in self.not_judged.items():
+                here = tokens - block.start
+                judged_CB[number, here[(here >= 0) & (here < judged_CB.shape[1])]] = False
+            for one, other in pairs:
+                if is_same.get((one, other), True) and (shared_B := judged_CB[one] & judged_CB[other]).any():
+                    is_same[one, other] = bool((bits_CB[one] == bits_CB[other])[shared_B].all())
+        for one, other in pairs:
+            if (one, other) not in is_same:
                 continue
-            is_same = bool(one.equals(other)[shared_T].all())
-            for a, b in combinations(one.passes, 2) if one is other else product(one.passes, other.passes):
+            passes, others = self.classes[one], self.classes[other]
+            for a, b in combinations(passes, 2) if one == other else product(passes, others):
                 values = ((key, (value, self.settings[b][key])) for key, value in self.settings[a].items())
-                yield _Relation(
-                    (a, b), one is other, is_same, {key: both for key, both in values if both[0] != both[1]}
-                )
+                different = {key: both for key, both in values if both[0] != both[1]}
+                yield _Relation((a, b), one == other, is_same[one, other], different)
 
     def measured(self, against: str | None, keeps: _Relations) -> PassGroup:
-        first = self.classes[0].passes
+        first = self.classes[0]
         return PassGroup(
             reference=against if against is not None and against in first else first[0], num_passes=len(self.settings),
-            num_sequences=len(self.rows), num_tokens=int(np.logical_or.reduce([one.known_T for one in self.classes]).sum()),
-            classes=tuple(self._class(one, self.classes[0]) for one in self.classes),
+            num_sequences=self.num_sequences, num_tokens=self.num_tokens,
+            classes=tuple(self._class(passes, first) for passes in self.classes),
             contradictions=tuple(self._contradictions(keeps)),
             odd_tokens=tuple(sorted(self.odd_tokens, key=lambda odd: (-odd.ratio, -odd.abs_d))),
         )  # fmt: skip
 
-    def _place(self, token: int) -> tuple[str, int]:
-        row = next(row for row, part in enumerate(self.parts) if token < part.stop)
-        return self.rows[row][1], token - self.parts[row].start
-
-    def _class(self, one: _Values, reference: _Values) -> PassClass:
-        shared_T = one.known_T & reference.known_T
-        with np.errstate(invalid="ignore"):
-            abs_T = np.abs(one.logprobs_T.astype(np.float64) - reference.logprobs_T)
-        finite_T = shared_T & np.isfinite(abs_T)
-        d = abs_T[finite_T]
-        diverged = self._divergences(one, reference)
+    def _class(self, passes: Sequence[str], reference: Sequence[str]) -> PassClass:
+        counts, total, largest = np.zeros(4, np.int64), 0.0, (-1.0, 0)
+        ends_3R = np.zeros((3, len(self.values.rows)), np.int64)
+        for block in self.values.blocks([passes[0], reference[0]]):
+            shared_B = block.known_CB.all(axis=0)
+            abs_B = np.abs(np.subtract(*block.values_CB))
+            finite = np.flatnonzero(~np.isnan(abs_B))
+            is_equal_B = shared_B & (block.bits_CB[0] == block.bits_CB[1])
+            counts += [block.known_CB[0].sum(), shared_B.sum(), is_equal_B.sum(), len(finite)]
+            total += float(abs_B[finite].sum())
+            if len(finite):
+                most = int(finite[np.argmax(abs_B[finite])])
+                largest = max(largest, (float(abs_B[most]), -block.start - most))
+            for ends_R, known_B in zip(ends_3R, (*block.known_CB, shared_B), strict=True):
+                self.values.extend(ends_R, block.start + np.flatnonzero(known_B))
+        diverged = self._divergences(*ends_3R)
+        num_tokens, num_shared, num_equal, num_finite = counts.tolist()
         own, others = (
-            {key: values[0] for key in self.settings[each.passes[0]] if len(values := [*{self.settings[name][key] for name in each.passes}]) == 1}
-            for each in (one, reference)
+            {key: values[0] for key in self.settings[names[0]] if len(values := [*{self.settings[name][key] for name in names}]) == 1}
+            for names in (passes, reference)
         )  # fmt: skip
         return PassClass(
-            passes=tuple(one.passes), num_tokens=int(one.known_T.sum()), num_shared=int(shared_T.sum()),
-            num_equal=int(one.equals(reference).sum()), num_not_finite=int(shared_T.sum()) - len(d),
-            mean_abs_d=float(d.mean()) if len(d) else None, max_abs_d=float(d.max()) if len(d) else None,
-            max_at=self._place(int(np.flatnonzero(finite_T)[np.argmax(d)])) if len(d) else None,
-            diverges_at=self._place(diverged[0]) if diverged else None, num_diverged=len(diverged),
+            passes=tuple(passes), num_tokens=num_tokens, num_shared=num_shared, num_equal=num_equal,
+            num_not_finite=num_shared - num_finite, mean_abs_d=total / num_finite if num_finite else None,
+            max_abs_d=largest[0] if num_finite else None, max_at=self.values.place(-largest[1]) if num_finite else None,
+            diverges_at=self.values.place(diverged[0]) if diverged else None, num_diverged=len(diverged),
             settings={key: (own[key], others[key]) for key in own if key in others and own[key] != others[key]},
         )  # fmt: skip
 
-    def _divergences(self, one: _Values, other: _Values) -> list[int]:
-        """Return, for each prompt that both classes continue with different tokens, the first divergent token."""
-        prompts: dict[tuple[int, str], list[slice]] = {}
-        for row, part in zip(self.rows, self.parts, strict=True):
-            prompts.setdefault((row[0], row[2]), []).append(part)
-        found = []
-        for parts in prompts.values():
-            shared = [np.flatnonzero((one.known_T & other.known_T)[part]) for part in parts]
-            common = max(int(tokens[-1]) + 1 if len(tokens) else 0 for tokens in shared)
-            mine, theirs = ([part for part in parts if side.known_T[part][common:].any()] for side in (one, other))
-            if mine and theirs:
-                found.append(theirs[0].start + common)
-        return found
+    def _divergences(self, own_R: np.ndarray, other_R: np.ndarray, shared_R: np.ndarray) -> list[int]:
+        """Return, for each prompt that both classes continue with different tokens, the first divergent token.
+
+        Takes the ends [R] of the tokens of each class, and of those that both have.
+        """
+        numbers: dict[tuple[int, str], int] = {}
+        prompt_R = np.array([numbers.setdefault((row[0], row[2]), len(numbers)) for row in self.values.rows], np.int64)
+        common = np.zeros(len(numbers), np.int64)
+        np.maximum.at(common, prompt_R, shared_R)
+        common_R = common[prompt_R]
+        theirs, first = np.unique(prompt_R[rows := np.flatnonzero(other_R > common_R)], return_index=True)
+        firsts = rows[first[np.isin(theirs, prompt_R[own_R > common_R])]]
+        return [int(self.values.starts[row] + common_R[row]) for row in firsts]
 
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
         """Hold each pair of passes against other pairs that differ in one setting only, by the same two values.
@@ -331,7 +313,7 @@ class _Group:
         is learned from all groups, if more pairs say so than this one and those that differ.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
-        class_of = {name: tuple(one.passes) for one in self.classes for name in one.passes}
+        class_of = {name: tuple(passes) for passes in self.classes for name in passes}
         found: dict[tuple[str, str, frozenset[str]], SettingContradiction] = {}
         for relation in self.relations:
             if self.states and not relation.settings and not relation.is_same:
@@ -371,30 +353,63 @@ class _Group:
         return sorted(found.values(), key=lambda one: (-max(times[name] for name in one.passes), -len(one.others)))
 
     def _find_odd_tokens(self) -> None:
-        values_CT = np.array([np.where(one.known_T, one.logprobs_T, np.nan) for one in self.classes], np.float64)
-        values_CT[~np.isfinite(values_CT)] = np.nan
-        compared = np.flatnonzero(np.isfinite(values_CT).sum(axis=0) >= 2)
-        abs_CT = (
-            np.abs(values_CT[:, compared] - np.nanmedian(values_CT[:, compared], axis=0))
-            if len(compared)
-            else values_CT[:, :0]
-        )
-        for number, (one, abs_T) in enumerate(zip(self.classes, abs_CT, strict=True)):
-            order = np.argsort(-np.nan_to_num(abs_T))
-            own, others = abs_T[order[: int((abs_T > 0).sum())]], np.delete(abs_CT, number, axis=0)
-            chances: list[float | None] = [*beyond_chance(own, others[others > 0], int(np.isfinite(abs_CT).sum()))]
-            if len(own) == 1 and not chances and np.isfinite(abs_T).sum() > TAIL:
+        median_T = np.full(self.values.num_tokens, np.nan)
+        num_finite, num_above = np.zeros((2, len(self.classes)), np.int64)
+        self.num_tokens = 0
+        for block in self.values.blocks(self.firsts):
+            self.num_tokens += int(block.known_CB.any(axis=0).sum())
+            values_CB = block.values_CB
+            compared = np.flatnonzero((~np.isnan(values_CB)).sum(axis=0) >= 2)
+            if not len(compared):
+                continue
+            median = np.nanmedian(values_CB[:, compared], axis=0)
+            median_T[block.start + compared] = median
+            abs_CB = np.abs(values_CB[:, compared] - median)
+            num_finite += np.isfinite(abs_CB).sum(axis=1)
+            num_above += (abs_CB > 0).sum(axis=1)
+        num_tested, num_different = int(num_finite.sum()), int(num_above.sum())
+        most = num_different // 8 + 3 * TAIL
+        largest = np.empty(0)
+        """Differences of all classes, from which those with few of their own are judged."""
+        for number in range(len(self.classes)) if (num_above <= TAIL).any() else ():
+            abs_T = self._abs(number, median_T)
+            largest = np.sort(np.concatenate([largest, abs_T[abs_T > 0]]))[::-1][:most]
+        for number, passes in enumerate(self.classes):
+            abs_T = self._abs(number, median_T)
+            own = abs_T[abs_T > 0]
+            own[::-1].sort()
+            others = _without(largest, own) if len(own) <= TAIL else largest[:0]
+            chances: list[float | None] = [*beyond_chance(own, others, num_tested, num_different - len(own))]
+            if len(own) == 1 and not chances and num_finite[number] > TAIL:
                 chances = [None]
-            for at, expected in zip(order, chances, strict=False):
-                token = int(compared[at])
-                (seq_id, place), values = self._place(token), np.delete(values_CT[:, token], number)
-                self.judged_CT[number, token] = False
+            if not chances:
+                continue
+            typical = float(np.median(own[len(chances) :])) if len(own) > len(chances) else None
+            tokens = np.flatnonzero(abs_T >= own[len(chances) - 1])
+            self.not_judged[number] = tokens = tokens[np.argsort(-abs_T[tokens], kind="stable")][: len(chances)]
+            for token, abs_d, expected in zip(tokens.tolist(), own, chances, strict=False):
+                values = self.values.at(self.firsts, token)
+                others = np.delete(values, number)
+                seq_id, place = self.values.place(token)
                 odd = OddToken(
-                    passes=tuple(one.passes), seq_id=seq_id, token=place, value=float(values_CT[number, token]),
-                    others=float(np.nanmedian(values)), num_others=int(np.isfinite(values).sum()), abs_d=float(abs_T[at]),
-                    typical=float(np.median(own[len(chances) :])) if len(own) > len(chances) else None, expected=expected,
+                    passes=tuple(passes), seq_id=seq_id, token=place, value=float(values[number]),
+                    others=float(np.nanmedian(others)), num_others=int(np.isfinite(others).sum()), abs_d=float(abs_d),
+                    typical=typical, expected=expected,
                 )  # fmt: skip
                 self.odd_tokens.append(odd)
+
+    def _abs(self, number: int, median_T: np.ndarray) -> np.ndarray:
+        """Return [T] one class's |d| from the median, 0 where either is unknown or not finite."""
+        abs_T = median_T.copy()
+        for block in self.values.blocks([self.firsts[number]]):
+            abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]
+        return np.asarray(np.nan_to_num(np.abs(abs_T, out=abs_T), copy=False))
+
+
+def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Remove `own` values from the largest of all values. Both are sorted, largest first."""
+    places = np.searchsorted(-values, -own) + np.arange(len(own)) - np.searchsorted(-own, -own)
+    return np.delete(values, places[places < len(values)])
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
@@ -411,26 +426,29 @@ def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) 
     return found
 
 
-def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int) -> list[float]:
+def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int, num_others: int | None = None) -> list[float]:
     """Return the expected number of tokens with a |d| at or beyond the given ones, for those that are beyond chance.
 
     `own` holds a class's |d| above 0, largest first. The tail below each value is taken as a power law with Hill's
     estimate of its exponent (Annals of Statistics 3, 1975) from its largest eighth. A class with few values is judged by
-    the tail of the `others`. Rounding errors have a shorter tail, so the number is an upper bound.
+    the tail of the `others`, the largest of `num_others` values. Rounding errors have a shorter tail, so the number is an
+    upper bound.
     """
     is_own = len(own) > TAIL
-    logs = np.log(own if is_own else np.sort(others)[::-1])
+    most = min(max(len(own) // 4, 1), MOST_ODD, len(own))
+    judged = own if is_own else np.sort(others)[::-1]
+    num = len(judged) if is_own or num_others is None else num_others
+    logs = np.log(judged[: max(TAIL, num // 8) + most + 1])
     sums = np.concatenate([[0.0], np.cumsum(logs)])
 
     def expected(value: float, num_odd: int) -> float:
         first = num_odd if is_own else 0
-        tail = max(TAIL, (len(logs) - first) // 8)
-        if len(logs) - first <= tail:
+        tail = max(TAIL, (num - first) // 8)
+        if num - first <= tail:
             return math.inf
         bound = logs[first + tail]
         mean = max((sums[first + tail] - sums[first]) / tail - bound, 1e-9)
-        return float(num_tested * tail / (len(logs) - first) * math.exp(min((bound - math.log(value)) / mean, 0.0)))
+        return float(num_tested * tail / (num - first) * math.exp(min((bound - math.log(value)) / mean, 0.0)))
 
-    most = min(max(len(own) // 4, 1), MOST_ODD, len(own))
-    num_odd = max((num for num in range(1, most + 1) if expected(own[num - 1], num) < CHANCE), default=0)
+    num_odd = max((odd for odd in range(1, most + 1) if expected(own[odd - 1], odd) < CHANCE), default=0)
     return [expected(value, num_odd) for value in own[:num_odd]]

@@ -3,14 +3,18 @@
 import csv
 import io
 import json
+import resource
+import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from builders import tim_trace
 from tim_trace import Recorder, compare
+from tim_trace.analysis.comparison import pass_values
 from tim_trace.analysis.comparison.passes import CHANCE, beyond_chance
 from tim_trace.analysis.comparison.passes_text import passes_text
-from tim_trace.schemas.errors import InvalidOption, NothingToCompare
+from tim_trace.schemas.errors import InvalidOption, NothingToCompare, QueryFailed
 
 LENGTHS = (40, 60)
 
@@ -290,3 +294,54 @@ def test_check_compares_all_passes_where_there_is_neither_a_trainer_nor_a_rollou
     assert tim_trace("gate", bad, "--fail-on", "check").code == 1
     assert tim_trace("gate", good, "--fail-on", "check").code == 0
     assert tim_trace("check", bad, "--pair", "engine/x:engine/y").code == 2
+
+
+def test_the_size_of_a_block_never_changes_the_result(tmp_path, monkeypatch):
+    base = make(num=1000)
+    passes = {name: noisy(base, seed) for seed, name in enumerate("abcd")} | {"e": base, "f": base.copy()}
+    passes["b"][[7, 940]] -= 9
+    passes["c"][[3, 600]] = np.nan, -np.inf
+    passes["d"] = np.ma.array(passes["d"], mask=np.arange(1000) >= 900)
+    passes["g"] = np.ma.array(base, mask=(np.arange(1000) >= 330) & (np.arange(1000) < 500))
+    ids = [list(range(3, 503)), [*range(3, 333), *range(600, 770)]]
+    settings = {name: TP1 if name in "ace" else TP8 for name in passes}
+    run = record(tmp_path / "run", passes, settings, lengths=(500, 500), group_ids=["p", "p"], ids=ids)
+    whole = only(run)
+    monkeypatch.setattr(pass_values, "CELLS", 64)
+    parts = only(run)
+    assert [one.mean_abs_d for one in parts.classes] == pytest.approx(
+        [one.mean_abs_d for one in whole.classes], rel=1e-12
+    )
+    whole, parts = (
+        replace(each, classes=tuple(replace(one, mean_abs_d=None) for one in each.classes)) for each in (whole, parts)
+    )
+    assert parts == whole
+    assert {(odd.passes, odd.token) for odd in parts.odd_tokens} == {(("b",), 7), (("b",), 440)}
+    assert parts.contradictions
+
+
+def test_memory_does_not_grow_with_the_number_of_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(pass_values, "CELLS", 1 << 12)
+    base, peaks = make(num=50_000), []
+    for num in (3, 18):
+        run = record(tmp_path / str(num), {f"p{seed}": noisy(base, seed) for seed in range(num)}, lengths=(500,) * 100)
+        tracemalloc.start()
+        compare(run)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_a_run_beyond_the_memory_or_the_temporary_folder_is_refused(tmp_path, monkeypatch):
+    run = record(tmp_path / "run", {"a": make(), "b": make()})
+    monkeypatch.setattr(pass_values, "BYTES_PER_TOKEN", 1 << 50)
+    with pytest.raises(QueryFailed, match=r"comparing 100 response tokens takes .* Compare fewer steps"):
+        compare(run)
+    monkeypatch.undo()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(QueryFailed, match=r"temporary file .* could not be written .* Set TMPDIR"):
+            compare(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -17,26 +17,24 @@ from tim_trace.schemas.errors import ImportFailed
 from tim_trace.schemas.passes import LOGPROBS, STANDARD
 from tim_trace.schemas.tables import GIVEN
 from tim_trace.tracer.importers.formats import FORMATS
-from tim_trace.tracer.importers.row_import import KNOWN
+from tim_trace.tracer.importers.row_import import KNOWN, NOT_COLUMNS
 from tim_trace.tracer.recorder import Recorder
 
 OF_ONE_ROW = {
     "group_id": "g", "policy_version": 3, "reward": 0.5, "rewards": {"a": 1.0}, "advantage": 0.25, "temperature": 0.75,
     "top_p": 0.5, "top_k": 5, "min_p": 0.125, "repetition_penalty": 1.25, "max_tokens": 99, "finish_reason": "length",
 }  # fmt: skip
-NOT_OF_A_FILE = {
-    "split", "response_attention_mask", "prompt_attention_mask",  # a file has no padding, and no evaluation samples
-    "batch", "rows", "attention_mask", "scored_mask", "forward", "distribution", "captured_rows", "routing", "pass_name",
-}  # fmt: skip
+NOT_OF_A_FILE = {*NOT_COLUMNS, "batch", "rows", "pass_name"}
 
 
 def test_an_import_takes_what_the_recorder_takes():
     columns = {column.keyword or name for name, column in GIVEN.items()} | {"advantage"}
-    taken = set(inspect.signature(Recorder.add_sequences).parameters) - {"self"} - NOT_OF_A_FILE
+    taken = set(inspect.signature(Recorder.add_sequences).parameters) - {"self", "split"} - NOT_OF_A_FILE
     assert taken == columns
     scores = set(inspect.signature(Recorder.add_scores).parameters) - {"self", "logprobs", "policy_version"}
     logprobs = {f"{name}{LOGPROBS}" for name in STANDARD}
-    assert set(KNOWN) == set(GIVEN) | {"advantage"} | logprobs | (scores - NOT_OF_A_FILE)
+    versions = {f"{name}_policy_version" for name in STANDARD}
+    assert set(KNOWN) == set(GIVEN) | {"advantage", "split"} | logprobs | versions | (scores - NOT_OF_A_FILE)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -225,3 +223,62 @@ def test_a_column_that_matched_sequences_cannot_have_is_refused(tmp_path, column
         ImportFailed, match=f"'latency' cannot be mapped to '{column}', because sequences are matched by prompt"
     ):
         import_dump("megatron-lm", tmp_path / "dump", output=tmp_path / "run", map={"latency": column})
+
+
+def test_a_table_has_evaluation_samples_and_a_version_for_each_pass(tmp_path):
+    rows = [
+        {
+            "step": 7, "seq_id": "ab"[row], "prompt_ids": [1], "response_ids": [2, 3], "policy_version": 4, "kind": kind,
+            "rollout_logprobs": [-0.5, -0.25], "train_logprobs": [-0.5, -0.25], "current_logprobs": [-0.5, -0.25],
+            "trainer": 5, "now": version,
+        }
+        for row, (kind, version) in enumerate([(None, 6), ("eval", None)])
+    ]  # fmt: skip
+    dumps.write_lines(tmp_path / "dump.jsonl", rows)
+    map = {"kind": "split", "trainer": "train_policy_version", "now": "current_policy_version"}
+    import_dump("parquet", tmp_path / "dump.jsonl", output=tmp_path / "run", map=map)
+    connection = connect(tmp_path / "run")
+    for view, name, of_current in (("scores", "a", 6), ("eval_scores", "b", None)):
+        found = connection.execute(f'SELECT seq_id, "pass", policy_version FROM {view} ORDER BY "pass"').fetchall()
+        assert found == [(name, "current", of_current), (name, "rollout", 4), (name, "train", 5)]
+    dumps.write_lines(tmp_path / "odd.jsonl", [rows[0] | {"kind": "test"}])
+    with pytest.raises(ImportFailed, match=r"split: got 'test' .*; pass 'train' or 'eval'"):
+        import_dump("parquet", tmp_path / "odd.jsonl", output=tmp_path / "odd", map=map)
+
+
+@pytest.mark.parametrize("format", rest_slow([*dumps.WRITERS, "vllm", "open-instruct"], 4))
+def test_evaluation_samples_and_versions_are_mapped_in_every_dump(tmp_path, format, monkeypatch):
+    given = {"their_version": 5} | ({} if format == "skyrl" else {"their_split": "eval"})  # tensors hold numbers
+    write_with(format, tmp_path / "dump", lambda _: given, monkeypatch)
+    map = {"their_version": "rollout_policy_version", "their_split": "split"}
+    imported = import_dump(format, tmp_path / "dump", output=tmp_path / "run", map={name: map[name] for name in given})
+    views = ("scores", "sequences") if format == "skyrl" else ("eval_scores", "eval_sequences")
+    scores, sequences = (
+        connect(tmp_path / "run").execute(query).fetchall()
+        for query in (
+            f"SELECT DISTINCT policy_version FROM {views[0]} WHERE \"pass\" = 'rollout'",
+            f"SELECT count(*) FROM {views[1]}",
+        )
+    )
+    assert (scores, sequences) == ([(5,)], [(imported.num_sequences,)])
+
+
+@pytest.mark.parametrize("column", NOT_COLUMNS)
+def test_what_no_column_can_hold_is_refused_with_a_way_out(tmp_path, column):
+    dumps.write_nemo_rl(tmp_path / "dump", dumps.make_steps(1))
+    dumps.write_lines(tmp_path / "dump.jsonl", [{"step": 1, "idx": 1}])
+    for format, path in (("nemo-rl", "dump"), ("parquet", "dump.jsonl")):
+        with pytest.raises(ImportFailed) as caught:
+            import_dump(format, tmp_path / path, output=tmp_path / "run", map={"idx": column})
+        assert caught.value.message == f"'idx' cannot be mapped to '{column}'. {NOT_COLUMNS[column]}"
+
+
+def test_each_matched_pass_has_its_own_version(tmp_path):
+    dumps.write_megatron(tmp_path / "dump", dumps.make_steps(1))
+    change_documents(tmp_path / "dump", lambda record: record | {"weights": 3})
+    for number, path in enumerate(sorted((tmp_path / "dump").rglob("*.json"))):
+        path.write_text(path.read_text().replace('"weights": 3', f'"weights": {3 + number}'))
+    import_dump("megatron-lm", tmp_path / "dump", output=tmp_path / "run", map={"weights": "rollout_policy_version"})
+    query = 'SELECT DISTINCT "pass", policy_version FROM scores ORDER BY "pass"'
+    found = connect(tmp_path / "run").execute(query).fetchall()
+    assert [version for _, version in found] == [3, 4]

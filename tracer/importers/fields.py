@@ -226,6 +226,10 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
 def _reader(column: str) -> Callable[[Fields, str], Any] | None:
     if column in tables.GIVEN:
         return _READERS[tables.GIVEN[column].type]
+    if column.endswith("_policy_version"):
+        return Fields.integer
+    if column == "split":
+        return Fields.text
     return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None
 
 

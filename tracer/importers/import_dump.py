@@ -19,8 +19,8 @@ from .kinds import Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
-from .row_import import KINDS, KNOWN, Imported, RowImport, open_import
-from .shared_rows import CELLS, MATCHED, PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
+from .row_import import KINDS, KNOWN, Imported, RowImport, cannot_map, open_import
+from .shared_rows import CELLS, MATCHED, PROMPT_LOGPROBS, TOKENS, VERSION, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -109,12 +109,13 @@ def import_dump(
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
     other = next(
-        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*CELLS, *MATCHED)), None
+        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*CELLS, *MATCHED, VERSION)),
+        None,
     )
     if named and other is not None:
         raise ImportFailed(
             f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Map fields to "
-            f"{', '.join(CELLS)}",
+            f"{', '.join((*CELLS, VERSION))}",
             option="map",
         )
     if named and before is not None and parts:
@@ -311,12 +312,10 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours == "step" and ours not in columns:
-            raise ImportFailed(
-                f"{theirs!r} cannot be mapped to 'step'. {format.name} names files by step", option="map"
-            )
+            raise cannot_map(theirs, ours, f"{format.name} names files by step")
         if ours and ours not in columns and ours not in KNOWN:
             names = ", ".join(dict.fromkeys((*columns, *KNOWN)))
-            raise ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {format.name} takes {names}", option="map")
+            raise cannot_map(theirs, ours, f"{format.name} takes {names}")
         if ours:
             columns[ours] = (theirs,)
     return columns

@@ -25,7 +25,7 @@ from .columns import (
     shown_name,
 )
 from .metrics import SCALARS
-from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, open_import
+from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, cannot_map, open_import
 from .textfiles import json_names, json_rows
 
 
@@ -43,7 +43,8 @@ def import_parquet(
 
     `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
     sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
-    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap` and all
+    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap`, a policy
+    version per pass (`train_policy_version`) and all
     other Recorder.add_sequences arguments. `advantage` is a number or a list, `rewards` a record of numbers. Lists are
     aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`), it is read too. `map`
     maps the files' column names to the trace's. A column mapped to "" is skipped. `steps` (3:80, -10:) selects steps.
@@ -220,9 +221,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if theirs not in there:
             raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
-            raise ImportFailed(
-                f"{theirs!r} cannot be mapped to {ours!r}. A trace has the columns {', '.join(KNOWN)}", option="map"
-            )
+            raise cannot_map(theirs, ours, f"A trace has the columns {', '.join(KNOWN)}")
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:

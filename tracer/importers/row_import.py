@@ -20,7 +20,7 @@ from ... import __version__
 from ...schemas.capture import Capture
 from ...schemas.documents import Manifest, now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
-from ...schemas.layout import METRICS
+from ...schemas.layout import METRICS, TRAIN_SPLIT
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
@@ -31,21 +31,42 @@ from ..routing import Routing
 from ..rows import aligned
 from ..writer import TraceWriter
 from .columns import Columns, RowBatch, Selection, read_metrics
-from .kinds import SCORE, VALUES, Kind, either, kind_of
+from .kinds import SCORE, TEXT, VALUES, VERSION, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
 """Score columns other than logprobs. They are stored with the first available pass: `train`, `current` or `rollout`."""
 
+POLICY_VERSION, SPLIT = "_policy_version", "split"
+VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
+
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
     "advantage": either(SCORE, VALUES),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
+    SPLIT: TEXT,
+    **dict.fromkeys(VERSIONS, VERSION),
 }
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
+_PADDING = "A row of a file has no padding. Leave the padding out of its lists"
+_ONE_NUMBER = "An import reads one number per token. Record distributions with Recorder.add_scores"
+NOT_COLUMNS = {
+    "routing": "Router choices are read as `experts` from slime, miles, verl and prime-rl. Record others with "
+    "Recorder.add_scores",
+    "distribution": _ONE_NUMBER,
+    "captured_rows": _ONE_NUMBER,
+    "forward": "Files do not say which rows shared a forward pass. Record that with Recorder.add_scores",
+    "scored_mask": "Write NULL in a pass's list for each token without a logprob",
+    **dict.fromkeys(("attention_mask", "prompt_attention_mask", "response_attention_mask"), _PADDING),
+}
+"""Arguments of the Recorder that are no columns, and what to do instead."""
+
+
+def cannot_map(theirs: str, ours: str, reason: str) -> ImportFailed:
+    return ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {NOT_COLUMNS.get(ours, reason)}", option="map")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +143,8 @@ class RowImport:
     ) -> None:
         self._where = rows.file
         self._writer.check(rows.file)
-        columns = Columns.of(rows, names, {ours: kinds.get(ours, VALUES) for ours in names.values()})
+        others = {ours: VERSION if ours.endswith(POLICY_VERSION) else VALUES for ours in names.values()}
+        columns = Columns.of(rows, names, {**others, **kinds})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
             raise ImportFailed(
@@ -138,9 +160,10 @@ class RowImport:
             if name not in self.result.passes:
                 self.result.passes += (name,)
                 self.add_pass(name)
-        # Rows are recorded together if they have the same step and the same non-NULL lists and rewards.
+        # Rows are recorded together if they have the same step, split and non-NULL lists and rewards.
         has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
-        for part in _groups(np.array(columns.list("step"), np.int64), *has):
+        splits = np.array([split or TRAIN_SPLIT for split in columns.list(SPLIT) or [None] * columns.num_rows])
+        for part in _groups(np.array(columns.list("step"), np.int64), splits, *has):
             self._add_step(columns.take(part), [given[row] for row in kept[part]], passes)
         self.result.num_sequences += columns.num_rows
 
@@ -177,6 +200,7 @@ class RowImport:
         given |= {"step": steps[0], "seq_ids": seq_ids, "response_ids": response_ids, "rewards": _rewards(columns)}
         if not columns.has("advantages").any():
             given["advantage"] = columns.ragged("advantage") if columns.is_list("advantage") else columns["advantage"]
+        given["split"] = (columns.list(SPLIT) or [None])[0] or TRAIN_SPLIT
         batch = self._recorder.add_sequences(**given)
         self.result.num_tokens += len(response_ids.values)
         lengths = response_ids.lengths
@@ -243,6 +267,8 @@ class RowImport:
             experts = [each for place in some if (each := chosen[place]) is not None]
             given: dict[str, Any] = {column: own.ragged(column) for column in owned}
             given |= {"rows": rows, "logprobs": scores.logprobs.take(some)}
+            if (versions := scores.columns.list(f"{name}{POLICY_VERSION}")) is not None:
+                given["policy_version"] = [versions[row] for row in rows]
             routing = Routing(expert_ids=np.concatenate(experts)) if experts else None
             self._recorder.add_scores(name, scores.batch, routing=routing, **given)
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +25,7 @@ from .columns import ROWS_AT_ONCE, Columns, RowBatch
 from .dump_rows import DumpRows
 from .fields import Values
 from .kinds import INT32_MAX, TEXT, VALUES, integer, list_of, required
-from .row_import import KINDS
+from .row_import import KINDS, POLICY_VERSION
 
 PROMPT_LOGPROBS = "prompt_logprobs"
 """Column with the engine's logprobs of the prompt tokens. The first has none."""
@@ -39,6 +40,8 @@ CELLS = tuple(
 )
 """Columns with one value per row, which a response keeps. seq_id and group_id are those of the matched sequences."""
 MATCHED = ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}")
+VERSION = f"{ROLLOUT}{POLICY_VERSION}"
+"""Column with the policy version of a path's pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,15 @@ class _Response:
     logprobs: Values
     prompt_logprobs: Values | None
     cells: Mapping[str, Any]
+    version: int | None
 
 
 @dataclass(slots=True)
 class _Prompt:
     label: str
     ids: np.ndarray | None
-    responses: list[list[_Response]] = field(default_factory=list)
-    """Responses to match: the n-th of each file."""
+    passes: dict[str, dict[bytes, list[_Response]]] = field(default_factory=dict)
+    """Each pass's distinct responses, and repetitions of each."""
 
 
 class SharedRows:
@@ -69,8 +73,6 @@ class SharedRows:
         self.repeated: dict[str, str] = {}
         """Pass that each repetition belongs to."""
         self._prompts: dict[tuple[int | None, Any], _Prompt] = {}
-        self._seen: dict[tuple[str, int | None, Any], dict[bytes, tuple[int, int]]] = {}
-        """Place among the distinct responses and number of repetitions of each response, by pass and prompt."""
 
     def add(self, batch: RowBatch, pass_name: str) -> None:
         """Add the rows of one pass. Raises ImportFailed if a row cannot be matched or has values for other tokens."""
@@ -79,6 +81,7 @@ class SharedRows:
         rows = Columns.of(replace(batch, columns=columns), {name: name for name in columns}, kinds)
         prompts, responses, logprobs, before = (_lists(rows, name) for name in (*MATCHED, PROMPT_LOGPROBS))
         texts = rows.list(PROMPT) or [None] * rows.num_rows
+        versions = rows.list(VERSION) or [None] * rows.num_rows
         cells = {name: values for name in CELLS if (values := rows.list(name)) is not None}
         for row, (prompt, ids, scored) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             where = f"{batch.file}, {batch.place(row)}"
@@ -94,31 +97,27 @@ class SharedRows:
             if own.get("rewards") is not None:
                 own["rewards"] = dict(own["rewards"])  # Arrow returns maps as pairs
             given = before[row] if prompt is not None and len(before[row] or ()) == len(prompt) else None
-            self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own))
+            self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own, versions[row]))
 
     def _add(self, text: str | None, prompt: Values | None, found: _Response) -> None:
         key = (found.cells.get("step"), text if prompt is None else prompt.values.tobytes())
         label = text if prompt is None and text is not None else str(len(self._prompts))
         of = self._prompts.setdefault(key, _Prompt(label, None if prompt is None else prompt.values))
-        seen, response = self._seen.setdefault((found.pass_name, *key), {}), found.ids.tobytes()
-        place, number = seen.get(response, (len(seen), -1))
-        number += 1
-        seen[response] = place, number
-        if number:
-            name = f"{found.pass_name}.{number}"
-            self.repeated[name] = found.pass_name
-            if number > MOST_REPEATS:
-                raise ImportFailed(f"{found.pass_name}: repeats a prompt and response more than {MOST_REPEATS:,} times")
-            found = replace(found, pass_name=name)
-        of.responses += [[] for _ in range(place + 1 - len(of.responses))]
-        of.responses[place].append(found)
+        same = of.passes.setdefault(found.pass_name, {}).setdefault(found.ids.tobytes(), [])
+        if len(same) > MOST_REPEATS:
+            raise ImportFailed(f"{found.pass_name}: repeats a prompt and response more than {MOST_REPEATS:,} times")
+        if same:
+            name = f"{found.pass_name}.{len(same)}"
+            self.repeated[name], found = found.pass_name, replace(found, pass_name=name)
+        same.append(found)
 
     def batches(self, file: str) -> Iterator[RowBatch]:
         """Yield the matched rows, with one column of logprobs per pass."""
         rows, number = DumpRows(file, "sequence"), 0
         for _, prompt in sorted(self._prompts.items(), key=lambda entry: entry[0][0] or 0):
-            for place, responses in enumerate(prompt.responses):
-                for variant, cells in enumerate(_rows(prompt.ids, responses)):
+            ordered = (responses.values() for responses in prompt.passes.values())
+            for place, matched in enumerate(zip_longest(*ordered, fillvalue=())):
+                for variant, cells in enumerate(_rows(prompt.ids, [*chain(*matched)])):
                     number += 1
                     group = f"{prompt.label}.{place}"
                     rows.add(number, **cells, seq_id=f"{group}.{variant}", group_id=group)
@@ -155,7 +154,7 @@ def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator
         variants.setdefault(found.ids.tobytes(), []).append(found)
     ordered = sorted(variants.values(), key=lambda same: -len(same))
     ids = [np.concatenate([before, same[0].ids]).astype(np.int32) for same in ordered]
-    columns: list[dict[str, Values]] = [{} for _ in ordered]
+    columns: list[dict[str, Any]] = [{} for _ in ordered]
     for place, same in enumerate(ordered):
         done = 0
         for row in range(place + 1):
@@ -167,6 +166,8 @@ def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator
                 there = np.concatenate([np.zeros(len(before), bool) if scored is None else scored.known[1:], own.known])
                 values[done:until], known[done:until] = whole[done:until], there[done:until]
                 columns[row][f"{found.pass_name}{LOGPROBS}"] = Values(values, known.astype(bool))
+                if found.version is not None:
+                    columns[row][f"{found.pass_name}{POLICY_VERSION}"] = found.version
             done = max(done, until)
     for place, same in enumerate(ordered):
         if not columns[place]:  # the beginning of a longer response, whose row has its values
