@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ..rows import Form, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
-from .data_checks import DataFinding, data_text
+from .data_finding import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
 
