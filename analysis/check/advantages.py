@@ -13,20 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from .data_finding import ALGORITHM, DataFinding, RunRows
 from .where import rank_of
 
-BATCH = "a constant for the whole batch"
+_BATCH = "a constant for the whole batch"
 HALVES = "the mean over the row's half of the group"
-OF_OWN = {
+_OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline",
 }  # fmt: skip
 """Rule -> code, for rules under which a group's advantages still sum to about 0."""
+_ERRORS = 4.0
+"""Random variation stays within this many standard errors even in a thousand steps."""
 TINY = 1e-6
 """Relative size of rounding errors in float32 rewards and advantages."""
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
-Mixed = tuple[str, np.ndarray, dict[str, Any]]
+_Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Code, affected rows ([N] bool), and numbers."""
 
 
@@ -63,19 +66,14 @@ def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Outcomes:
-    """Rows with a finite reward and advantage, [N] each."""
+class _Rows:
+    """Rewards `r`, advantages `a`, group numbers `g`, step indices `at` (ascending), and response lengths, [N] each."""
 
     r: np.ndarray
-    """Rewards."""
     a: np.ndarray
-    """Advantages."""
     g: np.ndarray
-    """Group numbers, unique across steps."""
     at: np.ndarray
-    """Index of the step, ascending."""
     length: np.ndarray
-    """Response tokens."""
 
     @cached_property
     def n(self) -> np.ndarray:
@@ -116,7 +114,7 @@ class Outcomes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class _Rules:
     """How advantages follow from rewards at each step, [S] each."""
 
     name: np.ndarray
@@ -137,7 +135,7 @@ class Rules:
     """1 if advantages are divided by the group's standard deviation, -1 if not, 0 if that is unclear."""
 
 
-def rules_of(rows: Outcomes, *, explain: bool) -> Rules:
+def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
     """Find the rule that gives advantages from rewards at each step. Without `explain`, only correlate the two."""
     r, a, g, n, sums = rows.r, rows.a, rows.g, rows.n, rows.sums
     y, varies = a - mean_of(g, a), np.isfinite(rows.spread)
@@ -165,17 +163,17 @@ def rules_of(rows: Outcomes, *, explain: bool) -> Rules:
         # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
         # leaves.
         is_clear = (fit > 0.995) & (own < 0.99) & (1 - fit < (1 - own) / 4)
-        has_own &= ~(is_clear & np.isin(other, [*OF_OWN]))
+        has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
         factor = np.where(has_own, _factor(rows), np.nan)
     name[~is_told] = np.where(sums(varies) > 0, "constant", "none")[~is_told]
-    return Rules(
+    return _Rules(
         name=name, correlation=correlation, freedom=freedom, between=between, fit=fit, own=own, factor=factor,
         divided=divided,
     )  # fmt: skip
 
 
-def _candidates(rows: Outcomes) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield every other rule's name and the advantages that it gives, [N] each, up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
@@ -192,7 +190,7 @@ def _candidates(rows: Outcomes) -> Iterator[tuple[str, list[np.ndarray]]]:
     def against(values: np.ndarray, mean: np.ndarray, *deviations: np.ndarray) -> list[np.ndarray]:
         return [values - mean, *((values - mean) / each for each in deviations)]
 
-    yield BATCH, [r]
+    yield _BATCH, [r]
     low, high = rows.of_step(np.minimum, a), rows.of_step(np.maximum, a)
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
@@ -215,7 +213,7 @@ def _candidates(rows: Outcomes) -> Iterator[tuple[str, list[np.ndarray]]]:
         yield name, against(moved, *moments(moved, g))
 
 
-def _factor(rows: Outcomes) -> np.ndarray:
+def _factor(rows: _Rows) -> np.ndarray:
     """Return the advantages' factor at each step, [S], or NaN if it is usual or no normalisation fits."""
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
@@ -235,19 +233,19 @@ def _factor(rows: Outcomes) -> np.ndarray:
     return np.where(is_usual, np.nan, factor)
 
 
-def batch_constant(rows: Outcomes, steps: np.ndarray) -> str:
-    """Name the constant that most of `steps` subtract from rewards."""
-    names = Counter[str]()
-    for step in steps:
-        x, y = rows.r[rows.at == step], rows.a[rows.at == step]
-        slope, intercept = np.polyfit(x, y, 1)
-        left = {"the batch's mean": abs(intercept / slope + x.mean()), "nothing": abs(intercept / slope)}
-        best = min(left, key=left.__getitem__)
-        names[best if left[best] < 0.01 * np.std(x) else BATCH] += 1
-    return names.most_common(1)[0][0]
+def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
+    """Name the constant that most of the steps in `off` ([S] bool) subtract from rewards."""
+    num = rows.sums(rows.at >= 0)
+    r, a = (
+        rows.sums(values) / num / np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30)
+        for values in (rows.r, rows.a)
+    )
+    left = {"the batch's mean": np.abs(a), "nothing": np.abs(a - r)}
+    best = min(left, key=lambda name: float(np.median(left[name][off])))
+    return best if np.median(left[best][off]) < 0.01 else _BATCH
 
 
-def mixed(rows: Outcomes) -> Mixed | None:
+def _mixed(rows: _Rows) -> _Mixed | None:
     """Find rows that follow a second rule: another factor, the other normalisation, or 0.
 
     Two rules must explain nearly all rows, and each some that the other does not.
@@ -293,13 +291,13 @@ def _mode(values: np.ndarray) -> float:
     return float(np.median(values[first : ends[first]]))
 
 
-def unequal(rows: Outcomes, is_cut: np.ndarray, rules: Rules) -> Mixed | None:
+def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     """Find groups whose advantages have no consistent baseline.
 
     Either equal rewards have different advantages, or all rewards are equal and advantages are not 0, or advantages do
     not sum to 0 because rows were removed.
     """
-    if np.isin(rules.name, [*OF_OWN]).any():
+    if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # advantages that depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
@@ -308,14 +306,7 @@ def unequal(rows: Outcomes, is_cut: np.ndarray, rules: Rules) -> Mixed | None:
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
     if 3 <= off.sum() < 0.34 * asked.sum():
-        rank = rank_of(g)
-        parts = {"with finish reason 'length'": is_cut}
-        parts |= {f"from the group's row {place} on": rank >= place for place in range(2, int(rank.max()))}
-        share = {
-            name: off[part & asked].mean() for name, part in parts.items() if off[part].any() and not off[~part].any()
-        }
-        where = f", all of them {max(share, key=share.__getitem__)}" if share else ""
-        return "advantages_unequal", off, {"where": where}
+        return "advantages_unequal", off, {}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # A group's usual mean is not 0 if advantages are whitened over tokens.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
@@ -331,3 +322,80 @@ def unequal(rows: Outcomes, is_cut: np.ndarray, rules: Rules) -> Mixed | None:
     if is_whole and lost.sum() > 0.5 * varies.sum() >= 3:
         return "rows_lost", lost, {"num": len(np.unique(g[lost])), "size": int(n.max())}
     return None
+
+
+def check_advantages(run: RunRows) -> Iterator[DataFinding]:
+    known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    r, a, length, labels = (each[known] for each in (*map(run.rows.get, ("reward", "advantage", "length")), run.labels))
+    steps, at = np.unique(run.rows["step"][known], return_inverse=True)
+    if not len(at):
+        return
+    group = numbered(labels, at)
+    is_grouped = bool(np.mean((count_of(group) > 1) & (labels > 0)) > 0.5)
+    explain = is_grouped and not run.is_per_token
+    data = _Rows(r, a, group if is_grouped else at, at, length)
+    rules = _rules_of(data, explain=explain)
+    if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
+        is_grouped = explain = False  # rows with one prompt need not be a group
+        rules = _rules_of(data := _Rows(r, a, at, at, length), explain=False)
+    told = rules.name != "none"
+    num_told, judged = int(told.sum()), told[at]
+
+    def found(code: str, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
+        yield from run.find(code, chosen[at][judged], steps[at][judged], **given)
+
+    constant = rules.name == "constant"
+    if rules.freedom[constant].sum() >= 4 and not run.is_per_token:
+        values = a[constant[at]]
+        is_same = np.ptp(values) == 0 and values[0] != 0  # such as rows chosen for supervised training
+        numbers = {"value": float(values.mean()), "num_steps": int(constant.sum())}
+        yield from found("advantages_constant", constant, notice=is_same, **numbers)
+    scaled = np.isfinite(rules.factor)
+    if 10 * scaled.sum() > num_told and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
+        factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
+        yield from found("advantages_scaled", scaled, factor=factor, notice_if_whole=True)
+    divides, keeps = (
+        run.setting(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$", value)
+        for value in (r"^(group|true|1\.0)$", r"^(batch|none|false|0\.0)$")
+    )
+    if explain and (divides or keeps) and np.all(rules.name[told] == "own"):
+        is_wrong = rules.divided == (-1 if divides else 1)
+        if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
+            numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
+            yield from found("advantages_unlike_settings", is_wrong, **numbers)
+    others = Counter(name for name in rules.name if name not in ("own", "constant", "none", ""))
+    name, num = others.most_common(1)[0] if others else ("", 0)
+    if 2 * num < others.total() + (rules.name == "").sum():
+        name = ""  # with a few small steps, some rule fits by chance
+    if explain and not name:
+        rest = _mixed(data) or _unequal(data, rules)
+        if rest:
+            yield from run.find(rest[0], rest[1], steps[at], **rest[2])
+            return
+    off = rules.name == name
+    freedom = float(rules.freedom[off].sum())
+    if not freedom:
+        return
+    correlation, error = float(rules.correlation[off] @ rules.freedom[off]) / freedom, _ERRORS / freedom**0.5
+    values = a[off[at]]
+    numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
+        "correlation": correlation, "error": error, "low": values.min(), "high": values.max(), "explanation": name,
+    }  # fmt: skip
+    if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
+        yield from found("advantages_inverted", off, **numbers)
+    elif name == _BATCH:
+        # Where groups have one mean, both rules fit.
+        off |= (rules.name == "own") & (data.fit(r) > 0.999)
+        numbers["explanation"] = _batch_constant(data, off)
+        is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
+        baseline = found("baseline", off, notice_if_whole=not run.group_setting, **numbers)
+        yield from (finding for finding in baseline if finding.since is not None or not is_other)
+    elif name in _OF_OWN:
+        yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
+    elif name:
+        is_moved = name.startswith(("rewards", "the rewards"))
+        yield from found("rewards_of_other_rows" if is_moved else "baseline", off, **numbers)
+    elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
+        yield from found("advantages_unrelated", off, **numbers)
+    elif explain and 3 <= off.sum() <= num_told - 3 and off[told][-off.sum() :].all():  # a change during the run
+        yield from found("baseline_unknown", off, notice=True, **numbers)

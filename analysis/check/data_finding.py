@@ -38,7 +38,7 @@ KINDS = {
     "rows_alone": ("some groups contain a single row", "{num:,} rows are alone in their group although other rows in the step have the same prompt, so their baseline is their own reward", _BY_GROUP),
     "advantages_constant": ("constant advantages", "at {num_steps} steps, advantages are equal within each group (mean {value:g}) although rewards differ", _BY_GROUP),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}", _BY_GROUP),
-    "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group{where}, so either rewards were changed after advantages were computed, or part of each group has its own baseline"),
+    "advantages_unequal": ("equal rewards in a group get different advantages", "{num:,} rows have a different advantage from the other rows with the same reward in their group, so either rewards were changed after advantages were computed, or part of each group has its own baseline"),
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, unlike in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
@@ -77,6 +77,7 @@ KINDS = {
     "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
 """Code -> title, sentence template, and the query that shows the finding (default: by row), filled with its numbers."""
 
+ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 Numbers = dict[str, float | str]
@@ -109,14 +110,14 @@ def data_text(finding: DataFinding) -> str:
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, is_cut, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
-    SELECT step, row_number() OVER () AS place, coalesce(lower(finish_reason) = 'length', false) AS is_cut, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
+    SELECT step, row_number() OVER () AS place, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt, {{list}} AS list
     FROM sequences
 )
@@ -187,7 +188,14 @@ class RunRows:
         read = self.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
         return np.isin(self.rows["step"], read["step"]), read["response"]
 
-    def setting(self, name: re.Pattern[str], value: re.Pattern[str]) -> str:
+    def setting(self, name: str, value: str) -> str:
         """Return the first setting whose name and value match, formatted as `name = value`, or an empty string."""
-        given = ((key, str(each)) for key, each in self.settings.items())
-        return next((f"{key} = {each}" for key, each in given if name.search(key) and value.search(each)), "")
+        for key, given in self.settings.items():
+            if re.search(name, key, re.IGNORECASE) and re.search(value, str(given), re.IGNORECASE):
+                return f"{key} = {given}"
+        return ""
+
+    @cached_property
+    def group_setting(self) -> str:
+        """Setting according to which the group's mean is the baseline. Empty if there is none."""
+        return self.setting(ALGORITHM, "grpo|rloo|group")
