@@ -38,7 +38,7 @@ def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def rms_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    return np.sqrt(mean_of(label, values * values))
+    return np.asarray(np.sqrt(mean_of(label, values * values)))
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
@@ -110,7 +110,7 @@ class _Rows:
         products = (dx * dx, dy * dy, dx * dy, x * x, y * y, dx == dx)
         xx, yy, xy, x2, y2, n = (np.bincount(at, each, int(self.at[-1]) + 1) for each in products)
         varies = (n >= 8) & (xx > TINY**2 * x2) & (yy > TINY**2 * y2)
-        return np.divide(xy, np.sqrt(xx * yy), out=np.zeros(len(n)), where=varies)
+        return np.asarray(np.divide(xy, np.sqrt(xx * yy), out=np.zeros(len(n)), where=varies))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +326,9 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
 
 def check_advantages(run: RunRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
-    r, a, length, labels = (each[known] for each in (*map(run.rows.get, ("reward", "advantage", "length")), run.labels))
+    r, a, length, labels = (
+        each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "length")), run.labels)
+    )
     steps, at = np.unique(run.rows["step"][known], return_inverse=True)
     if not len(at):
         return
@@ -348,7 +350,7 @@ def check_advantages(run: RunRows) -> Iterator[DataFinding]:
     if rules.freedom[constant].sum() >= 4 and not run.is_per_token:
         values = a[constant[at]]
         is_same = np.ptp(values) == 0 and values[0] != 0  # such as rows chosen for supervised training
-        numbers = {"value": float(values.mean()), "num_steps": int(constant.sum())}
+        numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)
     if 10 * scaled.sum() > num_told and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):

@@ -7,10 +7,11 @@ Shapes: N rows (sequences) in the run or in one step, S steps, E steps with a lo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ..trace.database import Database
 from .advantages import TINY, check_advantages, count_of, mean_of, numbered, shifted
 from .data_finding import CHANCE, DataFinding, RunRows
 from .sample import Sample
-from .token_checks import TOKEN_CHECKS
+from .token_checks import token_findings
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
@@ -39,8 +40,8 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         checks = (_values, _rewards, _groups, check_advantages, _repeats, _metrics, _ratios, _reward_parts)
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            find = partial(run.find, steps=sample.steps)
-            found |= {finding.code: finding for check in TOKEN_CHECKS for finding in check(sample, find)}
+            of_tokens = token_findings(sample, partial(run.find, steps=sample.steps))
+            found |= {finding.code: finding for finding in of_tokens}
     kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
 
@@ -62,7 +63,7 @@ def _values(run: RunRows) -> Iterator[DataFinding]:
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(size[own]) for step in range(len(run.steps)) if (own := (run.at == step) & (size > 0)).any()]
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
-    numbers = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
+    numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
 
 
@@ -154,7 +155,7 @@ def _repeats(run: RunRows) -> Iterator[DataFinding]:
         is_moved = bool(10 * left[move] <= num)
         if is_moved or asked is within:
             explanation = f"with {move}, only {left[move]:,} do" if is_moved else "no shift of the rewards explains this, so the reward is random or belongs to other rows"  # fmt: skip
-            numbers = {"num_pairs": int(asked.sum()), "explanation": explanation}
+            numbers: dict[str, Any] = {"num_pairs": int(asked.sum()), "explanation": explanation}
             yield from run.find("rewards_unequal", differs, step[one], notice=not is_moved, **numbers)
             return
 
@@ -172,82 +173,57 @@ FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value)
 """
 
 
-class _Logged(NamedTuple):
-    """A logged metric's values, compared with the rows' means, [E] each."""
-
-    name: str
-    ends: np.ndarray
-    """Indices of the steps with a logged value."""
-    value: np.ndarray
-    distance: np.ndarray
-    off: np.ndarray
-    """True if the value contradicts the rows."""
-    is_sample: bool
-    """True if most values differ, which suggests that other rows were averaged."""
-
-
 def _metrics(run: RunRows) -> Iterator[DataFinding]:
     execute = run.database.connection.execute
-    logged: dict[str, dict[int, float]] = {}
-    for name, step, value in execute(
-        "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
-    ).fetchall():
-        logged.setdefault(name, {})[step] = value
+    query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
+    logged = {(name, step): value for name, step, value in execute(query).fetchall()}
     for table, column, error, names in _LOGGED:
-        if logged.keys().isdisjoint(names):
+        if {name for name, _ in logged}.isdisjoint(names):
             continue
-        steps, mean, errors = (
-            execute(_MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
-            .fetchnumpy()
-            .values()
-        )
-        found = {
-            (name, late): _compared(name, np.array([logged[name].get(int(step) + late, np.nan) for step in steps]), mean, errors)
-            for name in names for late in (0, 1, -1) if name in logged and len(steps)
-        }  # fmt: skip
-        found = {key: each for key, each in found.items() if len(each.ends) > 2}
-        wrong = [each for (_, late), each in found.items() if not late and (each.is_sample or each.off.sum() > 2)]
-        fitting = [key for key, each in found.items() if not each.off.any()]
-        late = next(
-            (key for key in fitting if key[1] and len(found[key].ends) > 3 and found[key[0], 0].is_sample), None
-        )
-        if late and table == "sequences":
-            which = steps[found[late].ends]
-            yield from run.find(
-                "metric_late", which >= 0, which, name=late[0], late="after" if late[1] > 0 else "before", notice=True
-            )
+        query = _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error)
+        steps, mean, errors = execute(query).fetchnumpy().values()
+        found: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, bool]] = {}
+        for name, by in itertools.product(names, (0, 1, -1)):
+            value = np.array([logged.get((name, int(step) + by), np.nan) for step in steps])
+            if np.isfinite(value).sum() > 2:
+                found[name, by] = (value, *_compared(value, mean, errors))
+        fitting = [key for key, (_, off, _) in found.items() if not off.any()]
+        unlike = {name for (name, by), (_, _, is_sample) in found.items() if not by and is_sample}
+        moved = [key for key in fitting if key[1] and key[0] in unlike and np.isfinite(found[key][0]).sum() > 3]
+        if moved and table == "sequences":
+            which = steps[np.isfinite(found[moved[0]][0])]
+            numbers: dict[str, Any] = {"name": moved[0][0], "late": "after" if moved[0][1] > 0 else "before"}
+            yield from run.find("metric_late", which >= 0, which, notice=True, **numbers)
             continue
-        best = min(wrong, key=lambda each: (each.is_sample, int(each.off.sum())), default=None)
-        others = (
-            (each, asked, _average_of(run, column, each.value[asked], mean[each.ends[asked]], steps[each.ends[asked]]))
-            for each in wrong
-            for asked in [each.distance > 0 if each.is_sample else each.off]
-        )
-        each, asked, of = next((other for other in others if other[2]), (best, None, ""))
-        if not of and each is not None and not fitting and 2 * each.off.sum() > len(each.off) * each.is_sample:
-            asked = each.off
-        if each is not None and asked is not None:
-            worst = int(np.argmax(np.where(asked, each.distance, -1.0)))
-            end = each.ends[worst]
-            yield from run.find(
-                "metric_of_others" if of else "metric_contradicts", asked, steps[each.ends], least=1 if of else 3, name=each.name, of=of,
-                logged=float(each.value[worst]), recorded=float(mean[end]), step=int(steps[end]), notice=each.is_sample and not of,
-            )  # fmt: skip
+        wrong = []
+        for (name, by), (value, off, is_sample) in found.items():
+            if by or (not is_sample and off.sum() <= 2):
+                continue
+            differs = np.abs(value - mean) > 0 if is_sample else off
+            of = _average_of(run, column, value[differs], mean[differs], steps[differs])
+            is_explained = any(is_sample or not found[key][2] for key in fitting)
+            if of or (not is_explained and off.sum() > 2 and 2 * off.sum() > np.isfinite(value).sum() * is_sample):
+                wrong.append((not of, is_sample and not of, name, value, differs if of else off, of))
+        for is_other, is_notice, name, value, off, of in sorted(wrong, key=lambda each: (*each[:2], each[4].sum()))[:1]:
+            known, worst = np.isfinite(value), int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
+            numbers = {"logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst])}
+            code = "metric_contradicts" if is_other else "metric_of_others"
+            yield from run.find(code, off[known], steps[known], name=name, of=of, notice=is_notice, **numbers)
 
 
-def _compared(name: str, value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> _Logged:
+def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Return where logged values contradict the rows' means, [S] bool, and whether most do, as if other rows were
+    averaged."""
     ends = np.flatnonzero(np.isfinite(value))
-    value = value[ends]
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
-    distance = np.abs(value - mean[ends])
-    nearest = np.minimum(distance, np.abs(value - since_last))
-    off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
-    first = int(off.argmax()) if len(off) else 0
-    at_end, most = bool(off[first:].all()), 2 * int(off.sum()) >= len(off)
+    distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
+    off = distance > 1e-3 * np.abs(mean).max()
+    at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
+    is_sample = most and not (at_end and off.argmax() >= 2)
     # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
     if most or not at_end:
-        off &= nearest > np.maximum(errors, errors.mean())[ends]
-    return _Logged(name, ends, value, distance, off, most and not (at_end and first >= 2))
+        off &= distance > np.maximum(errors, errors.mean())[ends]
+    return np.isin(np.arange(len(value)), ends[off]), is_sample
 
 
 def _average_of(run: RunRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
@@ -347,7 +323,7 @@ def _reward_parts(run: RunRows) -> Iterator[DataFinding]:
             columns = np.c_[parts[known], np.full(known.sum(), constant)]
             found = np.linalg.lstsq(columns, rewards[known], rcond=None)[0]
             if np.abs(columns @ found - rewards[known]).max() < least:
-                return np.round(found * np.r_[np.ones(len(names)), constant], 3)
+                return np.asarray(np.round(found * np.r_[np.ones(len(names)), constant], 3))
         return None
 
     def text(weights: np.ndarray) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -149,7 +150,7 @@ class RunRows:
 
     def find(
         self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, least: int = 1, notice: bool = False,
-        notice_if_whole: bool = False, **numbers: float | str | np.ndarray,
+        notice_if_whole: bool = False, **numbers: Any,
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if at least `least` of the tested rows or steps are affected ([N] bool).
 

@@ -28,8 +28,10 @@ MIN_REST = 0.02
 """Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
 LEAST_REST = 1e-3
 """Minimum 1 - p to assume when converting d into a logit change."""
-TOKEN_SHRINKAGE = 10.0
-"""Pseudo-count for shrinking each token id's mean towards the overall mean."""
+
+
+def _kept(read: Callable[[Sample], np.ndarray]) -> cached_property[np.ndarray]:
+    return cached_property(lambda data: np.asarray(read(data.sample)[data.keep]))
 
 
 @dataclass(kw_only=True)
@@ -78,28 +80,14 @@ class PairData:
         side = replace(self.sample.b, logprobs=values, entropy=None)
         return replace(self, sample=replace(self.sample, b=side), keep=self.keep & np.isfinite(values))
 
-    @cached_property
-    def a(self) -> np.ndarray:
-        return np.asarray(self.sample.a.logprobs[self.keep])
-
-    @cached_property
-    def b(self) -> np.ndarray:
-        return np.asarray(self.sample.b.logprobs[self.keep])
-
-    @cached_property
-    def d(self) -> np.ndarray:
-        """[K] a - b (nats)."""
-        return np.asarray(self.sample.d[self.keep])
-
-    @cached_property
-    def seq(self) -> np.ndarray:
-        """[K] index of each token's sequence."""
-        return np.asarray(self.sample.seq[self.keep])
-
-    @cached_property
-    def position(self) -> np.ndarray:
-        """[K] position in the response, from 0."""
-        return np.asarray(self.sample.position[self.keep])
+    a = _kept(lambda sample: sample.a.logprobs)
+    b = _kept(lambda sample: sample.b.logprobs)
+    d = _kept(lambda sample: sample.d)
+    """[K] a - b (nats)."""
+    seq = _kept(lambda sample: sample.seq)
+    """[K] index of each token's sequence."""
+    position = _kept(lambda sample: sample.position)
+    """[K] position in the response, from 0."""
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
@@ -138,20 +126,19 @@ class PairData:
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
-    def level(self) -> np.ndarray:
-        """[K] log of `noise`, raised to at least 2% of its median so that tokens with d near 0 do not dominate."""
-        floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
-        return np.log(self.noise + max(float(floor), 1e-9))
-
-    @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the token id's shrunken mean, which leaves only the effect of a token's location."""
-        there = np.isfinite(self.level)
+        """[K] log of `noise` minus the token id's mean, which leaves only the effect of a token's location.
+
+        `noise` is raised to at least 2% of its median, so that tokens with d near 0 do not dominate, and the mean is
+        shrunk towards the overall mean as by ten more tokens.
+        """
+        there = np.isfinite(self.noise)
+        known = self.noise[there]
+        level = np.log(known + max(0.02 * float(np.median(known)) if len(known) else 0.0, 1e-9))
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
-        centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
-        usual = np.bincount(place, centred) / (np.bincount(place) + TOKEN_SHRINKAGE)
+        centred = level - level.mean() if len(level) else level
         out = np.full(len(there), np.nan)
-        out[there] = self.level[there] - usual[place]
+        out[there] = level - (np.bincount(place, centred) / (np.bincount(place) + 10.0))[place]
         return out
 
     @cached_property

@@ -16,11 +16,14 @@ from .where import part_of_rows, rank_of
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def _engine(sample: Sample) -> tuple[PassSample, PassSample] | None:
-    """Return the engine's pass and the other one, or None if the engine's is not compared."""
-    if "rollout" not in (sample.a.name, sample.b.name):
-        return None
-    return (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
+    """Check the sample's tokens. Some checks need the engine's pass."""
+    if "rollout" in (sample.a.name, sample.b.name):
+        engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+        for check in (_unsampled, _repeated, _masked):
+            yield from check(sample, engine, other, find)
+    yield from _ends(sample, find)
+    yield from _entropies(sample, find)
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
@@ -36,11 +39,8 @@ def _rows(sample: Sample, tokens: np.ndarray) -> np.ndarray:
     return np.bincount(sample.seq[tokens], minlength=sample.num_sequences) > 0
 
 
-def _unsampled(sample: Sample, find: Find) -> Iterator[DataFinding]:
+def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find padding and tool tokens in the loss."""
-    if (passes := _engine(sample)) is None:
-        return
-    engine, other = passes
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
     if certain.any() and other.logprobs[certain].mean() > -0.1:  # probabilities rounded to 1
         certain[:] = False
@@ -71,16 +71,14 @@ def _unsampled(sample: Sample, find: Find) -> Iterator[DataFinding]:
         )  # fmt: skip
 
 
-def _repeated(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    if (passes := _engine(sample)) is None:
-        return
+def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     full = np.flatnonzero(sample.lengths)
     starts, ends = sample.starts[:-1][full], sample.starts[1:][full]
     _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
     earlier = rank_of(sample.prefix_keys[starts])
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
     # Sampling may be sharper than the recorded distribution: halving logprobs allows for a temperature of about 0.5.
-    logprobs = np.nan_to_num(passes[0].logprobs, posinf=0.0, neginf=-1e4)
+    logprobs = np.nan_to_num(engine.logprobs, posinf=0.0, neginf=-1e4)
     probability = np.minimum(np.exp(np.add.reduceat(logprobs, starts) / 2), 1 - 1e-9)
     expected = float(-np.expm1(earlier[asked] * np.log1p(-probability[asked])).sum())
     temperature = sample.settings["temperature"]
@@ -92,11 +90,8 @@ def _repeated(sample: Sample, find: Find) -> Iterator[DataFinding]:
         )
 
 
-def _masked(sample: Sample, find: Find) -> Iterator[DataFinding]:
+def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find policy versions from the future, rows without tokens in the loss, and sampled tokens left out of it."""
-    if (passes := _engine(sample)) is None:
-        return
-    engine, other = passes
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
@@ -193,6 +188,3 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         best, which = max((before, "next"), (after, "previous"))
         if best > 0.2 and best > 3 * own and (best - own) * np.sqrt(len(place)) > 8:
             yield from find("entropies_shifted", every, name=side.name, which=which, own=own, best=best)
-
-
-TOKEN_CHECKS = (_unsampled, _repeated, _masked, _ends, _entropies)
