@@ -78,23 +78,23 @@ def _rewards(run: RunRows) -> Iterator[DataFinding]:
     known = np.isfinite(rewards)
     if not known.any():
         return
-    inspected, response = run.responses
+    response = run.rows["response"]
     value = float(rewards[known][-1])
     later = known & _after_last(known & (rewards != value), at)
     earlier = rewards[known & ~later]
     # Equal responses have equal rewards; only different ones are evidence.
-    num_later = len(np.unique(response[later[inspected]]))
+    num_later = len(np.unique(response[later & (response > 0)]))
     usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
     if num_later * np.log(usual) < CHANCE and not (len(earlier) and value == rewards[known].max()):
         after = f" from step {run.steps[at[later].min()]} on" if len(earlier) else ""
         yield from run.find("rewards_constant", later, value=value, after=after, notice=not len(earlier))
-    asked = np.flatnonzero(known & inspected & (run.labels > 0))
+    asked = np.flatnonzero(known & (response > 0) & (run.labels > 0))
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
     least = 1e-9 * np.abs(reward).max(initial=0.0)
     within = _after_last(np.abs(reward - mean_of(cell, reward)) > least, at[asked])
     if not within.any():
         return
-    kind = np.unique(response, return_inverse=True)[1][(np.cumsum(inspected) - 1)[asked]]
+    kind = np.unique(response[asked], return_inverse=True)[1]
     more = np.bincount(np.unique(np.stack([cell, kind])[:, within], axis=1)[0]) - 1  # further responses of each group
     share = np.unique(reward[within], return_counts=True)[1].max() / within.sum()
     if (num := int((more > 0).sum())) >= 8 and np.maximum(more, 0).sum() * np.log(share) < CHANCE:
@@ -132,8 +132,9 @@ def _repeats(run: RunRows) -> Iterator[DataFinding]:
     """Find batches that repeat, and equal responses with unequal rewards."""
     if not np.isfinite(run.rows["reward"]).any():
         return
-    inspected, response = run.responses
-    at, step, reward = run.at[inspected], run.rows["step"][inspected], run.rows["reward"][inspected]
+    inspected = run.rows["response"] > 0
+    response, step, reward = (run.rows[name][inspected] for name in ("response", "step", "reward"))
+    at = run.at[inspected]
     steps = np.unique(step)
     rows = {each: response[step == each] for each in steps}
     again = np.array([

@@ -17,6 +17,7 @@ from ..advice import Advice
 from ..trace.columns import read_hyperparameters, sequence_columns
 from ..trace.database import Database
 from ..trace.ragged import array_of
+from ..trace.tokens import tokens_by_step
 from . import commands
 from .sample import MAX_READ_TOKENS, Sample
 
@@ -111,7 +112,7 @@ def data_text(finding: DataFinding) -> str:
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
@@ -119,16 +120,13 @@ SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, rew
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
     SELECT step, row_number() OVER () AS place, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
-           CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt, {{list}} AS list
+           CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
+           CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, {{list}} AS list
     FROM sequences
 )
 ORDER BY step, place
 """
-"""One row per sequence. Missing hashes are 0. `largest` and `is_per_token` only consider tokens in the loss."""
-_RESPONSES = """
-SELECT step, hash(prompt_ids, response_ids) AS response, row_number() OVER () AS place FROM sequences
-WHERE {condition} ORDER BY step, place
-"""
+"""One row per sequence. Missing hashes are 0, also that of a response that is not inspected. `largest` and `is_per_token` only consider tokens in the loss."""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 
 
@@ -136,17 +134,19 @@ class RunRows:
     """The run's rows, and the sample of rows whose tokens are inspected."""
 
     def __init__(self, database: Database, sample: Sample | None) -> None:
-        columns = sequence_columns(database)
+        columns, self.inspected = sequence_columns(database), "step"
         tokens = (_COUNTED if columns.mask else "advantages") if columns.advantages else "NULL"
+        if sample is not None:
+            self.inspected = ", ".join(str(step) for step in np.unique(sample.steps))
+        is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
+        asked = f"step IN ({self.inspected})" if is_large else "true"
         with database.following("reading rewards and advantages"):
-            table = database.connection.sql(_ROWS.format(list=f"{tokens}::DOUBLE[]")).to_arrow_table()
+            table = database.connection.sql(_ROWS.format(list=f"{tokens}::DOUBLE[]", asked=asked)).to_arrow_table()
         self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
         self.rows = {name: array_of(table[name]) for name in table.column_names}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
         self.labels = self.rows["group" if self.rows["group"].any() else "prompt"]
         self.is_per_token = bool(self.rows["is_per_token"].any())
-        inspected = self.steps if sample is None else np.unique(sample.steps)
-        self.inspected = ", ".join(str(step) for step in inspected)
 
     def find(
         self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, least: int = 1, notice: bool = False,
@@ -180,14 +180,6 @@ class RunRows:
         if 2 * is_bad[first:].sum() <= is_bad.sum():
             first = int(is_bad.argmax())
         return int(judged[first]) if first else None
-
-    @cached_property
-    def responses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows have inspected tokens, [N] bool, and a hash over each such row's prompt and response."""
-        is_large = self.rows["length"].sum() > MAX_READ_TOKENS
-        condition = f"step IN ({self.inspected})" if is_large else "true"
-        read = self.database.connection.execute(_RESPONSES.format(condition=condition)).fetchnumpy()
-        return np.isin(self.rows["step"], read["step"]), read["response"]
 
     def setting(self, name: str, value: str) -> str:
         """Return the first setting whose name and value match, formatted as `name = value`, or an empty string."""

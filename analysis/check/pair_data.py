@@ -26,8 +26,6 @@ FEW_TOKENS = 500
 """With fewer tokens, only gross faults can be detected."""
 MIN_REST = 0.02
 """Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
-LEAST_REST = 1e-3
-"""Minimum 1 - p to assume when converting d into a logit change."""
 
 
 def _kept(read: Callable[[Sample], np.ndarray]) -> cached_property[np.ndarray]:
@@ -112,9 +110,9 @@ class PairData:
         """[K] ratio of d to the logit change that would explain it.
 
         For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
-        the ratio lies between both sides' 1 - p, each at least LEAST_REST.
+        the ratio lies between both sides' 1 - p, each at least 0.001.
         """
-        rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
+        rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             scale = np.where(np.abs(moved) > 1e-4, self.d / moved, np.minimum(*rest))
@@ -202,21 +200,11 @@ million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M
 policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> significant bits. float8 is e4m3."""
-_LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
-"""dtype -> smallest normal number's exponent, as in `frexp`. Smaller values are evenly spaced."""
-PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Probability grids to try, each given as its number of equal steps from 0 to 1."""
-_SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
 576 held-out healthy runs with tiny, often very sharp models, 99% stay below it and the largest reaches 3.5."""
-MIN_SPREAD = 1.0
-"""Minimum `spread` of the log-odds (nats)."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
-_LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> (grid steps per nat, tolerance in steps), for logits above 1 (bfloat16) or 1/4 (float16). The tolerance is
-four times a float32 logprob's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +293,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             possible[name] = 2 * (high - low) / step
     probability = np.exp(-telling.astype(float))
-    for parts in PROBABILITY_PARTS:
+    for parts in (100, 127, 128, 255, 256, 1_000):  # equal steps from 0 to 1
         scaled = probability * parts
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + 1e-5) >= 0.95:
             possible[f"probabilities in steps of 1/{parts}"] = float(parts)
@@ -332,13 +320,11 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the sampled tokens' log-odds spread (nats, at least MIN_SPREAD): standard deviation and, if positive,
+    """Return the sampled tokens' log-odds spread (nats, at least 1): standard deviation and, if positive,
     mean, added in quadrature."""
     compared = data.sample.compared
-    if not compared.any():
-        return MIN_SPREAD
-    odds = (log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b))
-    return max(min(float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), MIN_SPREAD)
+    odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
+    return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
 
 
 def log_odds(logprobs: np.ndarray) -> np.ndarray:
@@ -359,13 +345,15 @@ def value_rounding(data: PairData) -> np.ndarray:
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     """Return half the distance between neighbouring values [K] at a precision from `value_precision`."""
     if precision in HALF_ULP:
-        exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT.get(precision, -126))
+        # Values below the smallest normal number are evenly spaced.
+        least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)
+        exponent = np.maximum(np.frexp(values)[1], least)
         return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
         # All smaller probabilities may have been stored as the smallest one.
-        return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), _SMALLEST_NATS))
+        return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), 8.0))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
@@ -402,7 +390,8 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None
-    for dtype, (steps, tolerance) in _LOGIT_GRIDS.items():
+    # Steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the tolerance for the logprob's own error.
+    for dtype, steps, tolerance in (("bfloat16", 2.0**7, 0.02), ("float16", 2.0**12, 0.08)):
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
