@@ -45,6 +45,11 @@ def count_of(label: np.ndarray) -> np.ndarray:
     return np.asarray(np.bincount(label)[label])
 
 
+def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+    """Split values at ascending step indices, [N] each."""
+    return np.split(values, np.flatnonzero(np.diff(at)) + 1)
+
+
 def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Number the pairs of label and step in order of first occurrence, [N]."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max(initial=0)) + 1) + at
@@ -257,7 +262,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     zero, pairs, usual = asked & (a == 0), [], []
     for given in (rows.x, rows.x / rows.spread):
         ratio = np.divide(a, given, out=np.full(len(a), np.nan), where=asked)
-        scale = np.array([_mode(np.abs(ratio[(at == step) & asked & ~zero])) for step in range(at[-1] + 1)])
+        scale = np.array([_mode(part[part > 0]) for part in split_steps(at, np.abs(ratio))])
         ratio /= scale[at] * (np.sign(np.nansum(np.sign(ratio))) or 1.0)
         usual.append(np.abs(ratio - 1) < CLOSE)
         rest = ratio[asked & ~usual[-1] & ~zero]

@@ -18,7 +18,7 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import TINY, check_advantages, count_of, mean_of, numbered, shifted
+from .advantages import TINY, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .data_finding import CHANCE, DataFinding, RunRows
 from .sample import Sample
 from .token_checks import token_findings
@@ -61,7 +61,7 @@ def _values(run: RunRows) -> Iterator[DataFinding]:
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(by_token, rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
-    usual = [np.median(size[own]) for step in range(len(run.steps)) if (own := (run.at == step) & (size > 0)).any()]
+    usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
@@ -136,7 +136,7 @@ def _repeats(run: RunRows) -> Iterator[DataFinding]:
     response, step, reward = (run.rows[name][inspected] for name in ("response", "step", "reward"))
     at = run.at[inspected]
     steps = np.unique(step)
-    rows = {each: response[step == each] for each in steps}
+    rows = dict(zip(steps, split_steps(step, response), strict=True))
     again = np.array([
         len(np.unique(rows[each])) >= 8 and np.isin(rows[each], rows.get(each - 1, [])).mean() >= 0.9 for each in steps
     ])  # fmt: skip

@@ -256,18 +256,15 @@ def coarsest(data: PairData) -> dict[str, str | None]:
 
 def dtype_of(contract: Contract) -> str | None:
     """Return the pass's compute dtype in torch's notation, or None if the contract names none."""
-    if (dtype := engine_dtype(contract)) is not None:
-        return dtype
-    if (built := declared(contract, "model", "built_in")) is not None:
-        return str(built)
-    for autocast in named(contract, "autocast_dtype", "autocast").values():
-        if str(autocast).removeprefix("torch.") in UNIT_ROUNDOFF:
-            return str(autocast).removeprefix("torch.")
+    autocast = (str(each).removeprefix("torch.") for each in named(contract, "autocast_dtype", "autocast").values())
     dtypes = declared(contract, "model", "dtypes")
-    if isinstance(dtypes, dict) and dtypes:
-        return str(max(dtypes, key=lambda name: dtypes[name]))
-    dtype = declared(contract, "dtype")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    found = (
+        engine_dtype(contract), declared(contract, "model", "built_in"),
+        next((dtype for dtype in autocast if dtype in UNIT_ROUNDOFF), None),
+        max(dtypes, key=lambda name: dtypes[name]) if isinstance(dtypes, dict) and dtypes else None,
+        declared(contract, "dtype"),
+    )  # fmt: skip
+    return next((str(dtype).removeprefix("torch.") for dtype in found if dtype is not None), None)
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
