@@ -208,8 +208,8 @@ def _metrics(run: RunRows) -> Iterator[DataFinding]:
         for is_other, is_notice, name, value, off, of in sorted(wrong, key=lambda each: (*each[:2], each[4].sum()))[:1]:
             known, worst = np.isfinite(value), int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
             numbers = {"logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst])}
-            code = "metric_contradicts" if is_other else "metric_of_others"
-            yield from run.find(code, off[known], steps[known], name=name, of=of, notice=is_notice, **numbers)
+            code, numbers = ("metric_contradicts", numbers) if is_other else ("metric_of_others", numbers | {"of": of})
+            yield from run.find(code, off[known], steps[known], name=name, notice=is_notice, **numbers)
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:

@@ -161,7 +161,7 @@ class RunRows:
             return
         since = self._since(affected, self.rows["step"] if steps is None else steps)
         condition = self.database.step_condition()
-        filled: Numbers = {"num": int(affected.sum())}
+        filled: Numbers = {"num": int(affected.sum())} if "{num:" in KINDS[code][1] else {}
         for name, value in numbers.items():
             filled[name] = float(np.median(value[affected])) if isinstance(value, np.ndarray) else value
         query = (*KINDS[code], _BY_ROW)[2].format(
