@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -118,22 +118,20 @@ class _Rows:
         return np.asarray(np.divide(xy, np.sqrt(xx * yy), out=np.zeros(len(n)), where=varies))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rules:
+class _Rules(NamedTuple):
     """How advantages follow from rewards at each step, [S] each."""
 
     name: np.ndarray
     """`own` for the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits. `none` if rewards
     are equal within every group."""
     correlation: np.ndarray
-    """Mean correlation between rewards and advantages within groups."""
+    """Mean correlation between rewards and advantages within groups, with `freedom` degrees of freedom."""
     freedom: np.ndarray
     between: np.ndarray
     """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation between the recorded advantages and those that the best rule gives."""
+    """Correlation between the recorded advantages and those that the best rule gives. `own` is that of the group's mean."""
     own: np.ndarray
-    """`fit` with the group's mean as the baseline."""
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
     divided: np.ndarray
@@ -146,10 +144,10 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
     y, varies = a - mean_of(g, a), np.isfinite(rows.spread)
     spread_a = rms_of(g, y)
     both = varies & (spread_a > TINY * rms_of(g, a))
-    is_told = sums(both) > 0
+    has_both = sums(both) > 0
     correlation = sums(np.divide(rows.x * y, rows.spread * spread_a, out=np.zeros(len(r)), where=both))
     correlation /= np.maximum(sums(both), 1)
-    freedom = sums(np.where(is_told[rows.at], both, varies) * (1 - 1 / n))
+    freedom = sums(np.where(has_both[rows.at], both, varies) * (1 - 1 / n))
     name = np.where(correlation > 0.1, "own", "").astype(object)
     between, fit, own, divided, factor = (*np.zeros((4, len(name))), np.full(len(name), np.nan))
     if explain:
@@ -161,7 +159,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         # group's own, only by rounding.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
-        if (is_told & ~(has_own & (own > 0.99))).any():
+        if (has_both & ~(has_own & (own > 0.99))).any():
             fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
         best = np.argmax(np.round([*fits.values()], 3), 0)  # of ties, the first
         fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
@@ -171,11 +169,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
         factor = np.where(has_own, _factor(rows), np.nan)
-    name[~is_told] = np.where(sums(varies) > 0, "constant", "none")[~is_told]
-    return _Rules(
-        name=name, correlation=correlation, freedom=freedom, between=between, fit=fit, own=own, factor=factor,
-        divided=divided,
-    )  # fmt: skip
+    name[~has_both] = np.where(sums(varies) > 0, "constant", "none")[~has_both]
+    return _Rules(name, correlation, freedom, between, fit, own, factor, divided)
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
@@ -345,8 +340,8 @@ def check_advantages(run: RunRows) -> Iterator[DataFinding]:
     if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
         is_grouped = explain = False  # rows with one prompt need not be a group
         rules = _rules_of(data := _Rows(r, a, at, at, length), explain=False)
-    told = rules.name != "none"
-    num_told, judged = int(told.sum()), told[at]
+    is_judged = rules.name != "none"
+    num_judged, judged = int(is_judged.sum()), is_judged[at]
 
     def found(code: str, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
         yield from run.find(code, chosen[at][judged], steps[at][judged], **given)
@@ -358,14 +353,14 @@ def check_advantages(run: RunRows) -> Iterator[DataFinding]:
         numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)
-    if 10 * scaled.sum() > num_told and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
+    if 10 * scaled.sum() > num_judged and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
         factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
         yield from found("advantages_scaled", scaled, factor=factor, notice_if_whole=True)
     divides, keeps = (
         run.setting(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$", value)
         for value in (r"^(group|true|1\.0)$", r"^(batch|none|false|0\.0)$")
     )
-    if explain and (divides or keeps) and np.all(rules.name[told] == "own"):
+    if explain and (divides or keeps) and np.all(rules.name[is_judged] == "own"):
         is_wrong = rules.divided == (-1 if divides else 1)
         if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
@@ -404,5 +399,5 @@ def check_advantages(run: RunRows) -> Iterator[DataFinding]:
         yield from found("rewards_of_other_rows" if is_moved else "baseline", off, **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
-    elif explain and 3 <= off.sum() <= num_told - 3 and off[told][-off.sum() :].all():  # a change during the run
+    elif explain and 3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all():  # a change during the run
         yield from found("baseline_unknown", off, notice=True, **numbers)

@@ -233,16 +233,10 @@ def _average_of(run: RunRows, column: str, value: np.ndarray, mean: np.ndarray, 
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
     if abs(factor - 1) > 0.02 and np.allclose(mean * factor, value, rtol=1e-3):
-        return f"all rows times {factor:.4g}" + (
-            " (bits instead of nats)" if abs(factor * np.log(2) - 1) < 0.01 else ""
-        )
+        return f"all rows times {factor:.4g}"
     rows = [run.rows["step"] == step for step in steps]
     values = run.rows["reward" if column == "reward" else "length"]
-    options = {
-        f"the first {name} of the rows": [values[own][: own.sum() // part] for own in rows]
-        for name, part in (("half", 2), ("quarter", 4))
-    }
-    options["every other row"] = [values[own][::2] for own in rows]
+    options = {"the first half of the rows": [values[own][: own.sum() // 2] for own in rows]}
     if column == "num_response_tokens":
         options["prompt and response"] = [(values + run.rows["prompt_length"])[own] for own in rows]
     means = {name: [each.mean() for each in parts] for name, parts in options.items() if all(map(len, parts))}
@@ -303,15 +297,13 @@ def _ratios(run: RunRows) -> Iterator[DataFinding]:
 
 def _reward_parts(run: RunRows) -> Iterator[DataFinding]:
     """Compare the reward with the weighted sum of the reward functions."""
-    query = f"SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({run.inspected}) ORDER BY step, place"
-    rows = run.database.connection.execute(query).fetchall()
+    query = "SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({steps}) ORDER BY step, place"
+    rows = run.database.connection.execute(query.format(steps=run.inspected)).fetchall()
     names = rows[0][3] if rows else []
     if len(names) < 2 or any(row[3] != names for row in rows):
         return
-    step, reward, parts = (
-        np.array([row[0] for row in rows]),
-        *(np.array([row[at] for row in rows], float) for at in (2, 4)),
-    )
+    step = np.array([row[0] for row in rows])
+    reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
     if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
@@ -328,9 +320,8 @@ def _reward_parts(run: RunRows) -> Iterator[DataFinding]:
         return None
 
     def text(weights: np.ndarray) -> str:
-        return " + ".join(
-            f"{weight:g} {name}".strip() for weight, name in zip(weights, (*names, ""), strict=True) if name or weight
-        )
+        pairs = zip(weights, (*names, ""), strict=True)
+        return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
     given = str(run.settings.get("reward_weights", ""))
     listed = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", given)
@@ -345,28 +336,17 @@ def _reward_parts(run: RunRows) -> Iterator[DataFinding]:
         if is_off or (not declared and (np.ptp(weights[:-1][used]) > 0.01 or weights[-1])):
             shown = ", ".join(f"{name} {weight:g}" for name, weight in declared.items())
             contrast = f"but the recorded weights are {shown}" if declared else "and no weights are recorded"
-            yield from run.find(
-                "rewards_weighted", step > -1, step, explanation=text(weights), contrast=contrast, notice=not is_off
-            )
+            numbers = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
+            yield from run.find("rewards_weighted", step > -1, step, **numbers)
         return
-    by_step = {each: weights_of(reward, step == each) for each in np.unique(step)}
-    first = by_step[step[0]]
-    since = next(
-        (each for each, own in by_step.items() if own is None or first is None or np.abs(own - first).max() > 0.01),
-        step[0],
-    )
-    before, after = weights_of(reward, step < since), weights_of(reward, step >= since)
-    if before is not None and after is not None:
-        contrast = f"but {text(before)} at earlier steps"
-        yield from run.find(
-            "rewards_weighted", step >= since, step, explanation=text(after), contrast=contrast, notice=not declared
-        )
-        return
-    moves = {
-        name: np.append(reward, np.nan)[rows] for name, rows in shifted(np.unique(step, return_inverse=True)[1]).items()
-    }
-    total = np.nansum(parts * np.nan_to_num(recorded, nan=1.0), axis=1)
-    if np.abs(np.trunc(total[there]) - reward[there]).max() < least:
-        yield from run.find("rewards_differ", step > -1, step, explanation="the sum truncated to an integer")
-    elif move := next((name for name, moved in moves.items() if weights_of(moved) is not None), ""):
-        yield from run.find("rewards_differ", step > -1, step, explanation=move)
+    for since in np.unique(step)[1:]:
+        before, after = weights_of(reward, step < since), weights_of(reward, step >= since)
+        if before is not None and after is not None:
+            contrast = f"but {text(before)} at earlier steps"
+            numbers = {"explanation": text(after), "contrast": contrast, "notice": not declared}
+            yield from run.find("rewards_weighted", step >= since, step, **numbers)
+            return
+    for name, place in shifted(np.unique(step, return_inverse=True)[1]).items():
+        if weights_of(np.append(reward, np.nan)[place]) is not None:
+            yield from run.find("rewards_differ", step > -1, step, explanation=name)
+            return
