@@ -336,7 +336,7 @@ def _reward_parts(run: RunRows) -> Iterator[DataFinding]:
         if is_off or (not declared and (np.ptp(weights[:-1][used]) > 0.01 or weights[-1])):
             shown = ", ".join(f"{name} {weight:g}" for name, weight in declared.items())
             contrast = f"but the recorded weights are {shown}" if declared else "and no weights are recorded"
-            numbers = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
+            numbers: dict[str, Any] = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
             yield from run.find("rewards_weighted", step > -1, step, **numbers)
         return
     for since in np.unique(step)[1:]:
