@@ -8,7 +8,7 @@ from tim_trace.analysis import conformance
 from tim_trace.analysis.alarms.reading import EVERY_ALARM
 from tim_trace.analysis.attribution import text as attribution
 from tim_trace.analysis.attribution.attribution import SUSPECTS
-from tim_trace.analysis.check.data_checks import KINDS
+from tim_trace.analysis.check.data_finding import KINDS
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY
 from tim_trace.analysis.check.text import NOTES
 from tim_trace.analysis.comparison import passes_text
@@ -59,7 +59,7 @@ def codes():
         "check: causes (numbers.cause)": {
             f"{fault.code}.{name}": title for fault in ALL for name, title in fault.causes.items()
         },
-        "check: data": {code: title for code, (title, _) in KINDS.items()},
+        "check: data": {code: title for code, (title, *_) in KINDS.items()},
         "check: note_codes": NOTES,
         "attribute: suspects": SUSPECTS,
         "attribute: evidence, facts, differences": attribution.EVIDENCE | attribution.DIFFERENCES,

@@ -28,7 +28,8 @@ from ..trace.database import Database, cached
 from ..trace.source import Pair
 from ..trace.tokens import spread
 from ..views import open_database
-from .data_checks import DataFinding, data_findings
+from .data_checks import data_findings
+from .data_finding import DataFinding
 from .explain import explain
 from .faults.not_computed import reference_copied
 from .finding import Broken, Finding, nobodys

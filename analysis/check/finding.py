@@ -116,25 +116,9 @@ class Fault:
 
 # --- Explanations of a mismatch and their fit
 
-FALSE_SHARE = 1e-3
-"""False discovery rate for tokens with d beyond rounding (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
 """Degrees of freedom in the Student t distribution that models rounding errors. Healthy runs have tails at most as
 heavy."""
-MAX_FLIP_NATS = 3.0
-"""If the model may have experts, a logit error up to this (nats), or up to `spread` if that is larger, can be due to a
-different expert choice."""
-MIN_OFF_TOKENS = 5
-"""If fewer tokens than this are beyond rounding, only tokens above `max_flip` are reported."""
-MIN_UNCERTAIN = 30
-"""Minimum uncertain tokens (1 - p above MIN_REST) for measuring the rounding level in a run."""
-LEAST_SHARE = 6.0
-"""A run's noise is assumed to be at least 1 / LEAST_SHARE of what its dtypes allow, because bit-identical tokens can
-bring the measured noise close to 0."""
-MAX_SCORED_TOKENS = 20_000
-"""Approximate maximum token count for comparing explanations. Whole rows are taken, spread evenly over the sample."""
-_CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
-_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +140,11 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
     noise = size / scale
     sigma = float(np.clip(1.3 * np.median(noise), FLOOR_NATS, most))
     width = max(float(np.mean(size)), sigma)
-    unexplained = 0.05
-    for _ in range(_ROUNDS):
+    unexplained, constant = 0.05, lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
+    for _ in range(6):
         spread = np.hypot(sigma * scale, values)
         weighted = (size / spread) ** 2
-        inside = np.log1p(-unexplained) + _CONSTANT - np.log(spread) - (DEGREES + 1) / 2 * np.log1p(weighted / DEGREES)
+        inside = np.log1p(-unexplained) + constant - np.log(spread) - (DEGREES + 1) / 2 * np.log1p(weighted / DEGREES)
         outside = np.log(unexplained) - np.log(2 * width) - size / width
         total = np.logaddexp(inside, outside)
         off = np.exp(outside - total)
@@ -173,9 +157,8 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
 
 @once
 def scored(data: PairData) -> np.ndarray:
-    rows = np.unique(data.seq)
-    every = -(-data.num_kept // MAX_SCORED_TOKENS)
-    return np.isin(data.seq, rows[:: max(every, 1)]) if every > 1 else np.ones(data.num_kept, bool)
+    """Return the tokens for comparing explanations, [K] bool: whole rows, spread evenly, about 20,000 tokens at most."""
+    return np.isin(data.seq, np.unique(data.seq)[:: max(-(-data.num_kept // 20_000), 1)])
 
 
 def _fit(data: PairData, residual: np.ndarray, inside: np.ndarray | None = None) -> Fit:
@@ -204,37 +187,35 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    return max(MAX_FLIP_NATS, spread(data))
+    """Return the largest logit error (nats) that may come from a different expert choice."""
+    return max(3.0, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return the tokens ([K] bool) with a larger d than rounding can explain, at a false discovery rate of FALSE_SHARE.
+    """Return the tokens ([K] bool) with a larger d than rounding can explain, at a false discovery rate of 0.1%.
 
     Logit rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured in
-    the run, and clamped to between 1 / LEAST_SHARE and MAX_EXCESS times what the dtypes allow.
+    the run, and clamped to between 1/6 and MAX_EXCESS times what the dtypes allow: bit-identical tokens can bring the
+    measured noise close to 0.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
     # With too few uncertain tokens, this run's rounding level cannot be measured.
-    least = allowed / LEAST_SHARE if uncertain.sum() >= MIN_UNCERTAIN else allowed
+    least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # The noise at nearly certain tokens differs from that at other tokens, so they are compared with what the dtypes
-    # allow.
-    spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
-    chance = _beyond(np.abs(data.d) / np.hypot(spread, 2 * value_rounding(data)))
-    order = np.sort(chance)
-    passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
-    off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
-    # If chance flips one router in a mixture of experts, the logprob changes by less than this.
-    return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > max_flip(data))
-
-
-def _beyond(size: np.ndarray) -> np.ndarray:
+    # Nearly certain tokens have another noise than the others, so they are compared with what the dtypes allow.
+    error = np.where(uncertain, sigma, max(sigma, allowed / 4)) * data.scale
+    size = np.abs(data.d) / np.hypot(error, 2 * value_rounding(data))
     t = size / np.sqrt(6 + size**2)
-    near = 1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2)
-    return np.asarray(np.where(size > 50, 270 / np.maximum(size, 1) ** 6, np.maximum(near, 0.0)))
+    near = np.maximum(1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2), 0.0)
+    chance = np.where(size > 50, 270 / np.maximum(size, 1) ** 6, near)
+    order = np.sort(chance)  # Benjamini and Hochberg, 1995
+    passed = order[order <= 1e-3 * np.arange(1, len(order) + 1) / len(order)]
+    off = chance <= passed.max(initial=-1.0)
+    # If chance flips one router in a mixture of experts, the logprob changes by less than `max_flip`.
+    return np.asarray(off if off.sum() >= 5 else off & (np.abs(data.d) > max_flip(data)))
 
 
 CLAIM_NATS = 8.0

@@ -26,10 +26,10 @@ FEW_TOKENS = 500
 """With fewer tokens, only gross faults can be detected."""
 MIN_REST = 0.02
 """Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
-LEAST_REST = 1e-3
-"""Minimum 1 - p to assume when converting d into a logit change."""
-TOKEN_SHRINKAGE = 10.0
-"""Pseudo-count for shrinking each token id's mean towards the overall mean."""
+
+
+def _kept(read: Callable[[Sample], np.ndarray]) -> cached_property[np.ndarray]:
+    return cached_property(lambda data: np.asarray(read(data.sample)[data.keep]))
 
 
 @dataclass(kw_only=True)
@@ -78,28 +78,14 @@ class PairData:
         side = replace(self.sample.b, logprobs=values, entropy=None)
         return replace(self, sample=replace(self.sample, b=side), keep=self.keep & np.isfinite(values))
 
-    @cached_property
-    def a(self) -> np.ndarray:
-        return np.asarray(self.sample.a.logprobs[self.keep])
-
-    @cached_property
-    def b(self) -> np.ndarray:
-        return np.asarray(self.sample.b.logprobs[self.keep])
-
-    @cached_property
-    def d(self) -> np.ndarray:
-        """[K] a - b (nats)."""
-        return np.asarray(self.sample.d[self.keep])
-
-    @cached_property
-    def seq(self) -> np.ndarray:
-        """[K] index of each token's sequence."""
-        return np.asarray(self.sample.seq[self.keep])
-
-    @cached_property
-    def position(self) -> np.ndarray:
-        """[K] position in the response, from 0."""
-        return np.asarray(self.sample.position[self.keep])
+    a = _kept(lambda sample: sample.a.logprobs)
+    b = _kept(lambda sample: sample.b.logprobs)
+    d = _kept(lambda sample: sample.d)
+    """[K] a - b (nats)."""
+    seq = _kept(lambda sample: sample.seq)
+    """[K] index of each token's sequence."""
+    position = _kept(lambda sample: sample.position)
+    """[K] position in the response, from 0."""
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
@@ -124,9 +110,9 @@ class PairData:
         """[K] ratio of d to the logit change that would explain it.
 
         For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
-        the ratio lies between both sides' 1 - p, each at least LEAST_REST.
+        the ratio lies between both sides' 1 - p, each at least 0.001.
         """
-        rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
+        rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             scale = np.where(np.abs(moved) > 1e-4, self.d / moved, np.minimum(*rest))
@@ -138,20 +124,19 @@ class PairData:
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
-    def level(self) -> np.ndarray:
-        """[K] log of `noise`, raised to at least 2% of its median so that tokens with d near 0 do not dominate."""
-        floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
-        return np.log(self.noise + max(float(floor), 1e-9))
-
-    @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the token id's shrunken mean, which leaves only the effect of a token's location."""
-        there = np.isfinite(self.level)
+        """[K] log of `noise` minus the token id's mean, which leaves only the effect of a token's location.
+
+        `noise` is raised to at least 2% of its median, so that tokens with d near 0 do not dominate, and the mean is
+        shrunk towards the overall mean as by ten more tokens.
+        """
+        there = np.isfinite(self.noise)
+        known = self.noise[there]
+        level = np.log(known + max(0.02 * float(np.median(known)) if len(known) else 0.0, 1e-9))
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
-        centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
-        usual = np.bincount(place, centred) / (np.bincount(place) + TOKEN_SHRINKAGE)
+        centred = level - level.mean() if len(level) else level
         out = np.full(len(there), np.nan)
-        out[there] = self.level[there] - usual[place]
+        out[there] = level - (np.bincount(place, centred) / (np.bincount(place) + 10.0))[place]
         return out
 
     @cached_property
@@ -215,21 +200,11 @@ million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M
 policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> significant bits. float8 is e4m3."""
-_LEAST_EXPONENT = {"float8_e5m2": -13, "float8": -5, "float16": -13}
-"""dtype -> smallest normal number's exponent, as in `frexp`. Smaller values are evenly spaced."""
-PROBABILITY_PARTS = (100, 127, 128, 255, 256, 1_000)
-"""Probability grids to try, each given as its number of equal steps from 0 to 1."""
-_SMALLEST_NATS = 8.0
 MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
 576 held-out healthy runs with tiny, often very sharp models, 99% stay below it and the largest reaches 3.5."""
-MIN_SPREAD = 1.0
-"""Minimum `spread` of the log-odds (nats)."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
-_LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
-"""dtype -> (grid steps per nat, tolerance in steps), for logits above 1 (bfloat16) or 1/4 (float16). The tolerance is
-four times a float32 logprob's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,18 +256,15 @@ def coarsest(data: PairData) -> dict[str, str | None]:
 
 def dtype_of(contract: Contract) -> str | None:
     """Return the pass's compute dtype in torch's notation, or None if the contract names none."""
-    if (dtype := engine_dtype(contract)) is not None:
-        return dtype
-    if (built := declared(contract, "model", "built_in")) is not None:
-        return str(built)
-    for autocast in named(contract, "autocast_dtype", "autocast").values():
-        if str(autocast).removeprefix("torch.") in UNIT_ROUNDOFF:
-            return str(autocast).removeprefix("torch.")
+    autocast = (str(each).removeprefix("torch.") for each in named(contract, "autocast_dtype", "autocast").values())
     dtypes = declared(contract, "model", "dtypes")
-    if isinstance(dtypes, dict) and dtypes:
-        return str(max(dtypes, key=lambda name: dtypes[name]))
-    dtype = declared(contract, "dtype")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    found = (
+        engine_dtype(contract), declared(contract, "model", "built_in"),
+        next((dtype for dtype in autocast if dtype in UNIT_ROUNDOFF), None),
+        max(dtypes, key=lambda name: dtypes[name]) if isinstance(dtypes, dict) and dtypes else None,
+        declared(contract, "dtype"),
+    )  # fmt: skip
+    return next((str(dtype).removeprefix("torch.") for dtype in found if dtype is not None), None)
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
@@ -318,7 +290,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             possible[name] = 2 * (high - low) / step
     probability = np.exp(-telling.astype(float))
-    for parts in PROBABILITY_PARTS:
+    for parts in (100, 127, 128, 255, 256, 1_000):  # equal steps from 0 to 1
         scaled = probability * parts
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + 1e-5) >= 0.95:
             possible[f"probabilities in steps of 1/{parts}"] = float(parts)
@@ -345,13 +317,11 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the sampled tokens' log-odds spread (nats, at least MIN_SPREAD): standard deviation and, if positive,
+    """Return the sampled tokens' log-odds spread (nats, at least 1): standard deviation and, if positive,
     mean, added in quadrature."""
     compared = data.sample.compared
-    if not compared.any():
-        return MIN_SPREAD
-    odds = (log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b))
-    return max(min(float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), MIN_SPREAD)
+    odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
+    return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
 
 
 def log_odds(logprobs: np.ndarray) -> np.ndarray:
@@ -372,13 +342,15 @@ def value_rounding(data: PairData) -> np.ndarray:
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     """Return half the distance between neighbouring values [K] at a precision from `value_precision`."""
     if precision in HALF_ULP:
-        exponent = np.maximum(np.frexp(values)[1], _LEAST_EXPONENT.get(precision, -126))
+        # Values below the smallest normal number are evenly spaced.
+        least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)
+        exponent = np.maximum(np.frexp(values)[1], least)
         return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
         # All smaller probabilities may have been stored as the smallest one.
-        return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), _SMALLEST_NATS))
+        return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), 8.0))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
@@ -415,7 +387,8 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None
-    for dtype, (steps, tolerance) in _LOGIT_GRIDS.items():
+    # Steps per nat for logits above 1 (bfloat16) or 1/4 (float16), and the tolerance for the logprob's own error.
+    for dtype, steps, tolerance in (("bfloat16", 2.0**7, 0.02), ("float16", 2.0**12, 0.08)):
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)

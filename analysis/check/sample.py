@@ -27,14 +27,10 @@ from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_
 MAX_SAMPLED_STEPS = 16
 """Maximum steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read within
 seconds."""
-MIN_SAMPLED_STEPS = 2
-"""Two neighbouring steps are always read, even if they exceed MAX_READ_TOKENS."""
 MAX_READ_TOKENS = 2_000_000
-"""Approximate limit on tokens read from disk. Whole steps are read, so it can be exceeded."""
+"""Approximate limit on tokens read from disk. At least two whole, neighbouring steps are read."""
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
-MAX_NAMED = 1000
-"""Maximum sequences to name in a query. With more, whole steps are read."""
 UNSAMPLED_NATS = -3.0
 """A token counts as unlikely if its logprob + entropy is below this (nats), as for 5% of sampled tokens in a model with
 flat-tailed distributions."""
@@ -264,9 +260,7 @@ _ORDER = "s.step, s.group_id, length(s.seq_id), s.seq_id"
 def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     tokens = tokens_by_step(database)
     known = list(tokens)
-    most = int(
-        np.clip(MAX_READ_TOKENS * len(known) / max(sum(tokens.values()), 1), MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS)
-    )
+    most = int(np.clip(MAX_READ_TOKENS * len(known) / max(sum(tokens.values()), 1), 2, MAX_SAMPLED_STEPS))
     if len(known) <= most:
         return known
     return sorted({*neighbouring_pairs(known, most), *worst})
@@ -280,7 +274,8 @@ def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
     columns = ["s.step", "s.seq_id", "s.num_response_tokens"]
     rows = database.connection.sql(token_query(passes, columns, steps=steps, of_sequences=True, order=_ORDER))
     names = _within(rows.to_arrow_table())["seq_id"].to_pylist()
-    return f"seq_id IN ({', '.join(map(quoted, names))})" if len(names) <= MAX_NAMED else ""
+    # With more names, reading whole steps is faster.
+    return f"seq_id IN ({', '.join(map(quoted, names))})" if len(names) <= 1000 else ""
 
 
 def _within(table: pa.Table) -> pa.Table:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ..rows import Form, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
-from .data_checks import DataFinding, data_text
+from .data_finding import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
 
@@ -81,9 +81,7 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
 
 
 def _data_text(finding: DataFinding) -> str:
-    since = "" if finding.since is None else f", starting at step {finding.since}"
-    following = f"; next: {finding.next}" if finding.next else ""
-    return f"{finding.title}{since}: {data_text(finding)}{following}"
+    return f"{finding.title}: {data_text(finding)}" + (f"; next: {finding.next}" if finding.next else "")
 
 
 def _note_codes(result: CheckResult) -> tuple[str, ...]:

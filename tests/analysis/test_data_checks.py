@@ -7,7 +7,9 @@ import pytest
 from bigrams import FP32, VLLM_BF16, VLLM_FP32, in_float32, moved, sample, table
 from builders import tim_trace
 from shared import rest_slow
-from tim_trace.analysis.check.data_checks import _HALVES, KINDS, data_findings, data_text
+from tim_trace.analysis.check import advantages
+from tim_trace.analysis.check.data_checks import data_findings
+from tim_trace.analysis.check.data_finding import KINDS, data_text
 from tim_trace.analysis.check.sample import read_sample
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss
@@ -340,7 +342,7 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 EXPLAINED = {
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
-    "halves of the group": _HALVES, "times length": "multiplied by the response length",
+    "halves of the group": advantages.HALVES, "times length": "multiplied by the response length",
     "mean and deviation of another group": "the previous group's mean", "advantages of the previous step": "the rewards of the previous step",
     "a weight and a constant": "1 accuracy + 0.5 format + 0.3", "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
 }  # fmt: skip

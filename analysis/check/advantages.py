@@ -1,0 +1,403 @@
+"""Find the rule that turns rewards into advantages.
+
+Shapes: N rows with a finite reward and advantage in step order, S steps. A group belongs to one step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .data_finding import ALGORITHM, DataFinding, RunRows
+from .where import rank_of
+
+_BATCH = "a constant for the whole batch"
+HALVES = "the mean over the row's half of the group"
+_OF_OWN = {
+    "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
+    "multiplied by the response length": "advantages_by_length", HALVES: "baseline",
+}  # fmt: skip
+"""Rule -> code, for rules under which a group's advantages still sum to about 0."""
+_ERRORS = 4.0
+"""Random variation stays within this many standard errors even in a thousand steps."""
+TINY = 1e-6
+"""Relative size of rounding errors in float32 rewards and advantages."""
+CLOSE = 0.02
+"""Relative difference up to which two factors count as equal."""
+_Mixed = tuple[str, np.ndarray, dict[str, Any]]
+"""Code, affected rows ([N] bool), and numbers."""
+
+
+def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
+
+
+def rms_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return np.asarray(np.sqrt(mean_of(label, values * values)))
+
+
+def count_of(label: np.ndarray) -> np.ndarray:
+    return np.asarray(np.bincount(label)[label])
+
+
+def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+    """Split values at ascending step indices, [N] each."""
+    return np.split(values, np.flatnonzero(np.diff(at)) + 1)
+
+
+def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Number the pairs of label and step in order of first occurrence, [N]."""
+    key = np.unique(label, return_inverse=True)[1] * (int(at.max(initial=0)) + 1) + at
+    _, first, index = np.unique(key, return_index=True, return_inverse=True)
+    return np.asarray(np.argsort(np.argsort(first))[index])
+
+
+def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
+    """Return ways to misplace rewards, each as the row ([N]) whose reward a row gets, or -1 for none."""
+    first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
+    moves = {
+        f"rewards moved by {by} rows": first + (place - first + by) % size
+        for by in sorted(range(-most, most + 1), key=abs)[1:]
+    }
+    for name, by in (("next", 1), ("previous", -1)):
+        other, end = np.searchsorted(at, at + by), np.searchsorted(at, at + by, "right")
+        moves[f"the rewards of the {name} step"] = np.where(end - other == size, other + place - first, -1)
+    return moves
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rewards `r`, advantages `a`, group numbers `g`, step indices `at` (ascending), and response lengths, [N] each."""
+
+    r: np.ndarray
+    a: np.ndarray
+    g: np.ndarray
+    at: np.ndarray
+    length: np.ndarray
+
+    @cached_property
+    def n(self) -> np.ndarray:
+        """[N] number of rows in the group."""
+        return count_of(self.g)
+
+    @cached_property
+    def x(self) -> np.ndarray:
+        """[N] reward minus the group's mean."""
+        return np.asarray(self.r - mean_of(self.g, self.r))
+
+    @cached_property
+    def spread(self) -> np.ndarray:
+        """[N] standard deviation of the group's rewards. NaN if it is only rounding error."""
+        spread = rms_of(self.g, self.x)
+        return np.where(spread > TINY * self.of_step(np.maximum, np.abs(self.r)), spread, np.nan)
+
+    def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
+        """Return the step's minimum or maximum at each row, [N]."""
+        return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Return each step's sum, [S]."""
+        return np.bincount(self.at, values, int(self.at[-1]) + 1)
+
+    def fit(self, x: np.ndarray) -> np.ndarray:
+        """Return the correlation of advantages and `x` at each step, [S], over rows where `x` [N] is finite.
+
+        0 if there are fewer than 8 such rows, or if one side is constant up to rounding.
+        """
+        known = np.isfinite(x)
+        x, y, at = x[known], self.a[known], self.at[known]
+        dx, dy = x - mean_of(at, x), y - mean_of(at, y)
+        products = (dx * dx, dy * dy, dx * dy, x * x, y * y, dx == dx)
+        xx, yy, xy, x2, y2, n = (np.bincount(at, each, int(self.at[-1]) + 1) for each in products)
+        varies = (n >= 8) & (xx > TINY**2 * x2) & (yy > TINY**2 * y2)
+        return np.asarray(np.divide(xy, np.sqrt(xx * yy), out=np.zeros(len(n)), where=varies))
+
+
+class _Rules(NamedTuple):
+    """How advantages follow from rewards at each step, [S] each."""
+
+    name: np.ndarray
+    """`own` for the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits. `none` if rewards
+    are equal within every group."""
+    correlation: np.ndarray
+    """Mean correlation between rewards and advantages within groups, with `freedom` degrees of freedom."""
+    freedom: np.ndarray
+    between: np.ndarray
+    """Standard deviation between group mean advantages, relative to the rms advantage."""
+    fit: np.ndarray
+    """Correlation between the recorded advantages and those that the best rule gives. `own` is that of the group's mean."""
+    own: np.ndarray
+    factor: np.ndarray
+    """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
+    divided: np.ndarray
+    """1 if advantages are divided by the group's standard deviation, -1 if not, 0 if that is unclear."""
+
+
+def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
+    """Find the rule that gives advantages from rewards at each step. Without `explain`, only correlate the two."""
+    r, a, g, n, sums = rows.r, rows.a, rows.g, rows.n, rows.sums
+    y, varies = a - mean_of(g, a), np.isfinite(rows.spread)
+    spread_a = rms_of(g, y)
+    both = varies & (spread_a > TINY * rms_of(g, a))
+    has_both = sums(both) > 0
+    correlation = sums(np.divide(rows.x * y, rows.spread * spread_a, out=np.zeros(len(r)), where=both))
+    correlation /= np.maximum(sums(both), 1)
+    freedom = sums(np.where(has_both[rows.at], both, varies) * (1 - 1 / n))
+    name = np.where(correlation > 0.1, "own", "").astype(object)
+    between, fit, own, divided, factor = (*np.zeros((4, len(name))), np.full(len(name), np.nan))
+    if explain:
+        between = np.sqrt(sums((a - y - mean_of(rows.at, a)) ** 2) / np.maximum(sums(a * a), 1e-300))
+        scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
+        divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
+        own = np.maximum(rows.fit(rows.x), scales[1])
+        # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the
+        # group's own, only by rounding.
+        has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
+        fits = {"own": own}
+        if (has_both & ~(has_own & (own > 0.99))).any():
+            fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
+        best = np.argmax(np.round([*fits.values()], 3), 0)  # of ties, the first
+        fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
+        # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
+        # leaves.
+        is_clear = (fit > 0.995) & (own < 0.99) & (1 - fit < (1 - own) / 4)
+        has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
+        name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
+        factor = np.where(has_own, _factor(rows), np.nan)
+    name[~has_both] = np.where(sums(varies) > 0, "constant", "none")[~has_both]
+    return _Rules(name, correlation, freedom, between, fit, own, factor, divided)
+
+
+def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yield every other rule's name and the advantages that it gives, [N] each, up to a factor and a constant."""
+    r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
+    first = rows.of_step(np.minimum, g)
+    groups = 1 + rows.of_step(np.maximum, g) - first
+    own = [rows.x, rows.x / rows.spread]
+
+    def moments(values: np.ndarray, label: np.ndarray, chosen: np.ndarray | None = None) -> list[np.ndarray]:
+        weight = np.ones(len(label)) if chosen is None else chosen
+        count = np.maximum(np.bincount(label, weight), 1)
+        mean = (np.bincount(label, values * weight) / count)[label]
+        deviation = np.sqrt((np.bincount(label, (values - mean) ** 2 * weight) / count)[label])
+        return [mean, np.where(deviation > TINY * np.abs(r).max(), deviation, np.nan)]
+
+    def against(values: np.ndarray, mean: np.ndarray, *deviations: np.ndarray) -> list[np.ndarray]:
+        return [values - mean, *((values - mean) / each for each in deviations)]
+
+    yield _BATCH, [r]
+    low, high = rows.of_step(np.minimum, a), rows.of_step(np.maximum, a)
+    yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
+    strided = moments(r, first + rank_of(rows.at) % groups)
+    yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
+    order = np.empty(len(r), np.int64)
+    order[np.lexsort((a, g))] = np.lexsort((r, g))
+    yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
+    yield "divided by the response length", [each / rows.length for each in own]
+    yield "multiplied by the response length", [each * rows.length for each in own]
+    if np.median(n) >= 4:
+        yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
+    for num in range(1, int(min(np.median(n), 17))):
+        name = f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"
+        yield name, against(r, *moments(r, g, rank < num), rows.spread)
+    for name, by in (("previous", -1), ("next", 1)):
+        other = np.unique(g, return_index=True)[1][first + (g - first + by) % groups]
+        yield f"the {name} group's mean", against(r, *(each[other] for each in moments(r, g)), rows.spread)
+    for name, place in shifted(rows.at).items():
+        moved = np.append(r, np.nan)[place]
+        yield name, against(moved, *moments(moved, g))
+
+
+def _factor(rows: _Rows) -> np.ndarray:
+    """Return the advantages' factor at each step, [S], or NaN if it is usual or no normalisation fits."""
+    few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
+    x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
+    size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
+    # Leave-one-out multiplies by n / (n - 1). The batch may be normalised over tokens instead of rows. eps is up to
+    # 1e-4.
+    usual = (
+        (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
+        (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 1e-4) * np.sqrt(1 - 1 / few), 1.0),
+    )  # fmt: skip
+    factor, is_usual = np.full(len(few), np.nan), np.zeros(len(few), bool)
+    for given, low, high in usual:
+        p, fits = np.nan_to_num(given), rows.fit(given) > 0.999
+        own = rows.sums(p * rows.a) / np.maximum(rows.sums(p * p), 1e-300)
+        factor = np.where(fits, own, factor)
+        is_usual |= fits & (own > 0.9 * low) & (own < 1.1 * high)
+    return np.where(is_usual, np.nan, factor)
+
+
+def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
+    """Name the constant that most of the steps in `off` ([S] bool) subtract from rewards."""
+    num = rows.sums(rows.at >= 0)
+    r, a = (
+        rows.sums(values) / num / np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30)
+        for values in (rows.r, rows.a)
+    )
+    left = {"the batch's mean": np.abs(a), "nothing": np.abs(a - r)}
+    best = min(left, key=lambda name: float(np.median(left[name][off])))
+    return best if np.median(left[best][off]) < 0.01 else _BATCH
+
+
+def _mixed(rows: _Rows) -> _Mixed | None:
+    """Find rows that follow a second rule: another factor, the other normalisation, or 0.
+
+    Two rules must explain nearly all rows, and each some that the other does not.
+    """
+    a, at, size = rows.a, rows.at, np.abs(rows.x)
+    asked = np.nan_to_num(size / rows.spread) > 1e-3
+    if asked.sum() < 30:
+        return None
+    zero, pairs, usual = asked & (a == 0), [], []
+    for given in (rows.x, rows.x / rows.spread):
+        ratio = np.divide(a, given, out=np.full(len(a), np.nan), where=asked)
+        scale = np.array([_mode(part[part > 0]) for part in split_steps(at, np.abs(ratio))])
+        ratio /= scale[at] * (np.sign(np.nansum(np.sign(ratio))) or 1.0)
+        usual.append(np.abs(ratio - 1) < CLOSE)
+        rest = ratio[asked & ~usual[-1] & ~zero]
+        factor = float(np.median(rest)) if len(rest) else 1.0
+        text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
+        # Groups of several sizes differ by n / (n - 1).
+        pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
+        pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
+    fewer = int(usual[1].sum() < usual[0].sum())
+    text = f"{'' if fewer else 'not '}been divided by the group's standard deviation"
+    pairs += [(usual[1 - fewer], usual[fewer], text)]
+    if max(each[asked].mean() for each in usual) > 0.97:
+        return None
+    for one, two, text in pairs:
+        only = two & ~one
+        # A second rule that whole steps follow is reported with its first step.
+        within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
+        is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
+        if is_clear and np.median(within) < 0.95:
+            return "advantages_mixed", only, {"rule": text}
+    return None
+
+
+def _mode(values: np.ndarray) -> float:
+    """Return the value that most of `values` are close to, or NaN for none."""
+    values = np.sort(values)
+    if not len(values):
+        return np.nan
+    ends = np.searchsorted(values, values * (1 + CLOSE), "right")
+    first = int(np.argmax(ends - np.arange(len(values))))
+    return float(np.median(values[first : ends[first]]))
+
+
+def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
+    """Find groups whose advantages have no consistent baseline.
+
+    Either equal rewards have different advantages, or all rewards are equal and advantages are not 0, or advantages do
+    not sum to 0 because rows were removed.
+    """
+    if np.isin(rules.name, [*_OF_OWN]).any():
+        return None  # advantages that depend on more than the rewards
+    a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
+    cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
+    order = np.lexsort((a, cell))
+    usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]  # of two rows, either may be off
+    scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
+    off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
+    if 3 <= off.sum() < 0.34 * asked.sum():
+        return "advantages_unequal", off, {}
+    usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
+    # A group's usual mean is not 0 if advantages are whitened over tokens.
+    usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
+    loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
+    if off[~is_equal].any():  # advantages depend on more than the reward, which also spreads them in these groups
+        loose &= scale < 1e-3 * np.abs(a)
+    has_own = (rules.name == "own") | (rules.name == "none") | (rules.own > 0.99)
+    if loose.sum() > 0.5 * is_equal.sum() >= 3 and has_own.all():
+        return "advantages_of_equal", loose, {"num": len(np.unique(g[loose])), "size": np.abs(a)}
+    mean, full = np.abs(mean_of(g, a)), n == n.max()
+    lost, varies = ~full & (mean > 0.05 * scale) & (scale > 0), ~full & (scale > 0)
+    is_whole = 0.2 < full.mean() < 1 and mean[full].max() < 1e-3 * scale.max()
+    if is_whole and lost.sum() > 0.5 * varies.sum() >= 3:
+        return "rows_lost", lost, {"num": len(np.unique(g[lost])), "size": int(n.max())}
+    return None
+
+
+def check_advantages(run: RunRows) -> Iterator[DataFinding]:
+    known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    r, a, length, labels = (
+        each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "length")), run.labels)
+    )
+    steps, at = np.unique(run.rows["step"][known], return_inverse=True)
+    if not len(at):
+        return
+    group = numbered(labels, at)
+    is_grouped = bool(np.mean((count_of(group) > 1) & (labels > 0)) > 0.5)
+    explain = is_grouped and not run.is_per_token
+    data = _Rows(r, a, group if is_grouped else at, at, length)
+    rules = _rules_of(data, explain=explain)
+    if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
+        is_grouped = explain = False  # rows with one prompt need not be a group
+        rules = _rules_of(data := _Rows(r, a, at, at, length), explain=False)
+    is_judged = rules.name != "none"
+    num_judged, judged = int(is_judged.sum()), is_judged[at]
+
+    def found(code: str, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
+        yield from run.find(code, chosen[at][judged], steps[at][judged], **given)
+
+    constant = rules.name == "constant"
+    if rules.freedom[constant].sum() >= 4 and not run.is_per_token:
+        values = a[constant[at]]
+        is_same = np.ptp(values) == 0 and values[0] != 0  # such as rows chosen for supervised training
+        numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
+        yield from found("advantages_constant", constant, notice=is_same, **numbers)
+    scaled = np.isfinite(rules.factor)
+    if 10 * scaled.sum() > num_judged and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
+        factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
+        yield from found("advantages_scaled", scaled, factor=factor, notice_if_whole=True)
+    divides, keeps = (
+        run.setting(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$", value)
+        for value in (r"^(group|true|1\.0)$", r"^(batch|none|false|0\.0)$")
+    )
+    if explain and (divides or keeps) and np.all(rules.name[is_judged] == "own"):
+        is_wrong = rules.divided == (-1 if divides else 1)
+        if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
+            numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
+            yield from found("advantages_unlike_settings", is_wrong, **numbers)
+    others = Counter(name for name in rules.name if name not in ("own", "constant", "none", ""))
+    name, num = others.most_common(1)[0] if others else ("", 0)
+    if 2 * num < others.total() + (rules.name == "").sum():
+        name = ""  # with a few small steps, some rule fits by chance
+    if explain and not name:
+        rest = _mixed(data) or _unequal(data, rules)
+        if rest:
+            yield from run.find(rest[0], rest[1], steps[at], **rest[2])
+            return
+    off = rules.name == name
+    freedom = float(rules.freedom[off].sum())
+    if not freedom:
+        return
+    correlation, error = float(rules.correlation[off] @ rules.freedom[off]) / freedom, _ERRORS / freedom**0.5
+    values = a[off[at]]
+    numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
+        "correlation": correlation, "error": error, "low": values.min(), "high": values.max(), "explanation": name,
+    }  # fmt: skip
+    if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
+        yield from found("advantages_inverted", off, **numbers)
+    elif name == _BATCH:
+        # Where groups have one mean, both rules fit.
+        off |= (rules.name == "own") & (data.fit(r) > 0.999)
+        numbers["explanation"] = _batch_constant(data, off)
+        is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
+        baseline = found("baseline", off, notice_if_whole=not run.group_setting, **numbers)
+        yield from (finding for finding in baseline if finding.since is not None or not is_other)
+    elif name in _OF_OWN:
+        yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
+    elif name:
+        is_moved = name.startswith(("rewards", "the rewards"))
+        yield from found("rewards_of_other_rows" if is_moved else "baseline", off, **numbers)
+    elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
+        yield from found("advantages_unrelated", off, **numbers)
+    elif explain and 3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all():  # a change during the run
+        yield from found("baseline_unknown", off, notice=True, **numbers)
