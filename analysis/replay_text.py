@@ -1,15 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..replay.backends.trusted import WHY
 from ..replay.results import ReplayedStep, ReplayPlan, by_arm
 from ..schemas.passes import TRAIN
+from .prediction import MOST_WIDTH
 from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
 
 if TYPE_CHECKING:
     from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
+    from .prediction import Prediction
     from .triangulate import Triangulation
 
 
@@ -72,6 +74,8 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     ]
     if len(found.arms):
         parts.append(to_text(found.arms, width))
+    if found.predictions:
+        parts += _prediction_parts(found.predictions, width)
     return "\n\n".join(parts)
 
 
@@ -92,7 +96,42 @@ def triangulation_sentence(found: Triangulation) -> str:
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
     sides = table(found.sides)
-    return found.arms if by == "arm" else Rows(("side", *sides.columns[1:]), sides.rows)
+    others = {"arm": lambda: found.arms, "prediction": lambda: table(found.predictions)}
+    return others[by]() if by in others else Rows(("side", *sides.columns[1:]), sides.rows)
+
+
+_CANNOT_TELL = {
+    "wide": "the interval is {detail} times the value wide (at most {most:g}); replay more steps",
+    "few_groups": "only {detail} groups at the replayed steps; replay more steps",
+    "none_seen": "too few tokens: none left outside the bounds, or none recorded; replay more steps",
+    "no_interval": "too few groups or steps differ; replay more steps",
+    "no_other_steps": "every recorded step was replayed; choose fewer with --steps",
+    "no_advantages": "the trace has no advantages",
+    "engine_unknown": "the recorded engine is not vLLM; give an arm that repeats it with --engine",
+    "engine_differs": "the engine's replay has {detail} times the recorded mean |d|; give an arm that repeats it with --engine",
+    "mixed_versions": "the engine's weights lag by different versions at these steps; choose one step with --steps",
+    "same_execution": "both sides would be the same replay; change one side only, or set mode=decode for rollout",
+    "not_replayed": "{detail}",
+}
+
+
+def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> Iterator[str]:
+    """Yield a heading and a table per remedy. A metric without a reliable prediction has no values."""
+    for remedy in dict.fromkeys(each.remedy for each in predictions):
+        own = [each for each in predictions if each.remedy == remedy]
+        known = [each for each in own if each.code is None]
+        rows = [(each.metric, each.recorded, each.value, each.low, each.high) for each in known]
+        parts = [f"{remedy}: predicted for the steps that were not replayed"]
+        if rows:
+            parts.append(to_text(Rows(("metric", "recorded", "predicted", "low", "high"), rows), width))
+        for each in known:
+            if each.below:
+                parts.append(f"{each.metric}: below a mismatch without effect on the reward of others ({each.below})")
+        reasons = {each: _CANNOT_TELL[each.code].format(detail=each.detail, most=MOST_WIDTH) for each in own if each.code}
+        for reason in dict.fromkeys(reasons.values()):
+            metrics = ", ".join(each.metric for each, why in reasons.items() if why == reason)
+            parts.append(f"cannot tell {metrics}: {reason}")
+        yield "\n".join(parts)
 
 
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
