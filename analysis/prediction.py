@@ -11,7 +11,7 @@ Shapes: N sequences, G groups, S steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, hypot, inf, log, sqrt
 from typing import Any
@@ -22,9 +22,9 @@ from ..replay.arms import VLLM, Arm, arm_text, parse_arm
 from ..replay.engine import replay
 from ..replay.recorded import RecordedRun
 from ..replay.results import ReplayedSteps
-from ..schemas.errors import CannotReplay, InvalidOption, NotInstalled, WeightsMissing
+from ..schemas.errors import CannotReplay, InvalidOption, NotInstalled, WeightsMissing, option
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
-from ..tracer.progress import Progress, no_progress
+from ..tracer.progress import Progress
 from ..tracer.store import first_line
 from .gate.condition import SequenceColumns
 from .objective.figures import FIGURES, totals_of
@@ -40,15 +40,18 @@ MOST_WIDTH = 0.4
 """A prediction is reported only if its interval is at most this wide, relative to the predicted value."""
 SAME = 1.25
 """An engine's replay stands for the recorded engine if the mean |d| that it leaves is the recorded one, up to this factor."""
-BIAS = "relative_abs_bias"
+ESS, BIAS = "ess_token", "relative_abs_bias"
 SIZES: Mapping[str, Callable[[Totals], Array]] = {
     "mean_abs_d": FROM_SUMS["mean_abs_d"],
     "k3": FROM_SUMS["k3"],
     "share_outside": FROM_SUMS["share_outside"],
-    "ess_token": lambda t: 1 - FROM_SUMS["ess_token"](t),
+    ESS: lambda t: (
+        (t["growth2"] - t["growth"] ** 2 / t["num_tokens"]) / (t["num_tokens"] + 2 * t["growth"] + t["growth2"])
+    ),
     BIAS: FIGURES[BIAS].value,
 }
-"""Statistics that are 0 without a mismatch: for ESS, 1 - ESS."""
+"""Statistics that are 0 without a mismatch. For ESS, this is 1 - ESS = n var(w) / sum w^2 with w = exp(d), from growth = sum
+(w - 1) and growth2 = sum (w - 1)^2."""
 UNFELT = {
     "mean_abs_d": (0.0165, "IsoExec, vllm.ai 2026-08-21"),
     "k3": (1e-5, "Miles and SGLang, All-in-One"),
@@ -105,11 +108,11 @@ class Remedy:
     """None for a side that the remedy leaves as recorded."""
     rollout: Arm | None
 
-    def pair(self, train: Arm, rollout: Arm) -> Pair:
+    def pair(self, train: Arm | None, rollout: Arm | None) -> Pair:
         """Return the passes to compare, with these arms on the sides that the remedy changes."""
         return (
-            REPLAY_PREFIX + train.name if self.train else TRAIN,
-            REPLAY_PREFIX + rollout.name if self.rollout else ROLLOUT,
+            REPLAY_PREFIX + train.name if self.train and train else TRAIN,
+            REPLAY_PREFIX + rollout.name if self.rollout and rollout else ROLLOUT,
         )
 
 
@@ -137,42 +140,59 @@ def parse_remedy(text: str, engine: Arm) -> Remedy:
     return Remedy(text=text, train=sides.get(TRAIN), rollout=sides.get(ROLLOUT))
 
 
-def predict(
-    run: RecordedRun, steps: Sequence[int], remedies: Sequence[str], engine: str | None, *,
-    progress: Progress = no_progress, cluster: Mapping[str, Any] = {},
-) -> tuple[Prediction, ...]:  # fmt: skip
-    """Predict the statistics in SIZES for each remedy, from replays of `steps`, at the run's other steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedies:
+    engine: Arm
+    """Arm that repeats the recorded engine."""
+    no_engine: str | None
+    """Why the engine cannot be repeated, as in `Prediction.code`, or None if it can."""
+    remedies: tuple[Remedy, ...]
 
-    `engine` is the arm that stands for the recorded engine. Raises InvalidOption.
-    """
-    base, code = _engine(run, steps, engine)
-    parsed = [parse_remedy(text, base) for text in remedies]
+
+def plan_remedies(run: RecordedRun, steps: Sequence[int], predict: Sequence[str], engine: str | None) -> Remedies:
+    """Parse `predict` and `engine`. Raises InvalidOption."""
+    if engine is not None and not predict:
+        raise InvalidOption(f"has no effect without {option('predict')}", option="engine")
+    if predict and not set(run.steps(TRAIN)) & set(run.steps(ROLLOUT)) - set(steps):
+        raise InvalidOption(
+            f"predictions are for steps that are not replayed; choose fewer steps with {option('steps')}",
+            option="predict",
+        )
+    base, code = engine_arm(run, steps, engine) if predict else (Arm(), None)
+    return Remedies(engine=base, no_engine=code, remedies=tuple(parse_remedy(text, base) for text in predict))
+
+
+def predict_left(
+    run: RecordedRun, steps: Sequence[int], plan: Remedies, progress: Progress, cluster: Mapping[str, Any]
+) -> Iterator[Prediction]:
+    """Yield each statistic in SIZES under each remedy at the run's other steps, predicted from replays of `steps`."""
     everything = open_database([run.store.url])
     sides = choose_sides(everything, choose_loss(everything, None)[0])
     assert sides is not None
-    recorded = _Sums.read(everything, (TRAIN, ROLLOUT), sides, progress)
-    found: list[Prediction] = []
-    for remedy in parsed:
-        identity = Arm()
-        pairs = (TRAIN, ROLLOUT), remedy.pair(identity, base), remedy.pair(remedy.train or identity, remedy.rollout or base)
-        problem = (code, "") if code and remedy.rollout else ("same_execution", "") if len({*pairs[2]}) == 1 else None
-        if problem is None:
-            arms = [arm for arm in (remedy.train, remedy.rollout, remedy.rollout and base) if arm and not arm.is_identity]
+    recorded = MismatchSums.read(everything, (TRAIN, ROLLOUT), sides, progress)
+    for remedy in plan.remedies:
+        pairs = (TRAIN, ROLLOUT), remedy.pair(Arm(), plan.engine), remedy.pair(remedy.train, remedy.rollout)
+        problem = None
+        if remedy.rollout and plan.no_engine:
+            problem = plan.no_engine, ""
+        elif pairs[2][0] == pairs[2][1]:
+            problem = "same_execution", ""
+        else:
+            arms = [arm for arm in (remedy.train, remedy.rollout, remedy.rollout and plan.engine) if arm]
             try:
                 replay_missing(run, list(dict.fromkeys(arms)), steps, progress, cluster)
             except (CannotReplay, NotInstalled, WeightsMissing) as error:
                 problem = "not_replayed", first_line(error)
+        level = recorded.at(~np.isin(recorded.step_G, steps))
         if problem is None:
             database = open_database([run.store.url], steps=comma_separated(steps))
-            measured = [_Sums.read(database, pair, sides, progress) for pair in pairs]
-            found += _predictions(remedy, recorded, measured, steps)
+            measured = [MismatchSums.read(database, pair, sides, progress) for pair in pairs]
+            yield from _predictions(remedy, recorded, level, measured, steps)
         else:
-            level = recorded.at(~np.isin(recorded.step_G, steps))
-            found += [_prediction(remedy, metric, level.size(metric), None, *problem) for metric in level.metrics]
-    return tuple(found)
+            yield from (_prediction(remedy, metric, level, None, *problem) for metric in SIZES)
 
 
-def _engine(run: RecordedRun, steps: Sequence[int], text: str | None) -> tuple[Arm, str | None]:
+def engine_arm(run: RecordedRun, steps: Sequence[int], text: str | None) -> tuple[Arm, str | None]:
     """Return the arm that stands for the recorded engine, and why there is none."""
     if text is None and not any(contract.get("engine") == VLLM for contract in run.arms(ROLLOUT)):
         return Arm(mode="decode"), "engine_unknown"
@@ -188,7 +208,7 @@ def _engine(run: RecordedRun, steps: Sequence[int], text: str | None) -> tuple[A
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sums:
+class MismatchSums:
     """Totals per group, [G], sorted by the group's hash."""
 
     unit_G: np.ndarray
@@ -196,10 +216,12 @@ class _Sums:
     columns: dict[str, Array]
 
     @classmethod
-    def read(cls, database: Database, pair: Pair, sides: PassRoles, progress: Progress) -> _Sums:
+    def read(cls, database: Database, pair: Pair, sides: PassRoles, progress: Progress) -> MismatchSums:
         read = SequenceColumns.read(database, pair)
         unit_G, first, place_N = np.unique(read.unit_N, return_index=True, return_inverse=True)
-        columns = {name: np.bincount(place_N, values_N) for name, values_N in read.values.items()}
+        growth_N = read.values["sum_d"] + read.values["sum_k3"]
+        values = read.values | {"growth": growth_N, "growth2": read.values["sum_expm1_2d"] - 2 * growth_N}
+        columns = {name: np.bincount(place_N, values_N) for name, values_N in values.items()}
         if ADVANTAGE in sides.known:
             train, rollout = pair
             sums = read_sequence_sums(database, replace(sides, train=train, rollout=rollout, current=train), progress)
@@ -211,23 +233,21 @@ class _Sums:
             }  # fmt: skip
         return cls(unit_G=unit_G, step_G=read.step_N[first], columns=columns)
 
-    @property
-    def metrics(self) -> list[str]:
-        return [name for name in SIZES if name != BIAS or "w_size_positive" in self.columns]
-
-    def at(self, kept_G: np.ndarray) -> _Sums:
+    def at(self, kept_G: np.ndarray) -> MismatchSums:
         columns = {name: values_G[kept_G] for name, values_G in self.columns.items()}
-        return _Sums(unit_G=self.unit_G[kept_G], step_G=self.step_G[kept_G], columns=columns)
+        return MismatchSums(unit_G=self.unit_G[kept_G], step_G=self.step_G[kept_G], columns=columns)
 
     def size(self, metric: str) -> float | None:
-        """Return a statistic, or None without tokens."""
+        """Return a statistic, or None without tokens or advantages."""
+        if metric == BIAS and "w_size_positive" not in self.columns:
+            return None
         with np.errstate(all="ignore"):
             value = float(SIZES[metric]({name: np.asarray(values.sum()) for name, values in self.columns.items()}))
         return value if np.isfinite(value) else None
 
     def step_variance(self, metric: str) -> float | None:
         """Return the variance of the statistic's logarithm between neighbouring steps, or None if it cannot be measured."""
-        steps, place_G = np.unique(self.step_G, return_inverse=True)
+        _, place_G = np.unique(self.step_G, return_inverse=True)
         with np.errstate(all="ignore"):
             sizes_S = SIZES[metric]({name: np.bincount(place_G, of_G) for name, of_G in self.columns.items()})
             change = np.diff(np.log(sizes_S[sizes_S > 0]))
@@ -235,29 +255,23 @@ class _Sums:
 
 
 def _predictions(
-    remedy: Remedy, recorded: _Sums, measured: Sequence[_Sums], steps: Sequence[int]
-) -> list[Prediction]:
+    remedy: Remedy, recorded: MismatchSums, level: MismatchSums, measured: Sequence[MismatchSums], steps: Sequence[int]
+) -> Iterator[Prediction]:
     common = measured[0].unit_G
     for sums in measured[1:]:
         common = np.intersect1d(common, sums.unit_G)
     old, base, new = (sums.at(np.isin(sums.unit_G, common)) for sums in measured)
-    level = recorded.at(~np.isin(recorded.step_G, steps))
-    problem = None
     same = _log_ratio("mean_abs_d", base, old)
-    if not len(level.unit_G):
-        problem = "no_other_steps", ""
-    elif len(common) < MIN_GROUPS:
+    problem = None
+    if len(common) < MIN_GROUPS:
         problem = "few_groups", str(len(common))
     elif same is None or max(-same[1], same[2]) > log(SAME):
         problem = "engine_differs", "" if same is None else f"{exp(same[0]):.3g}"
-    found = []
-    for metric in level.metrics:
-        size, own = level.size(metric), problem
-        interval = None
-        if not own:
+    for metric in SIZES:
+        interval, own = None, problem
+        if own is None:
             interval, own = _interval(metric, recorded, level, (old, base, new), len({*steps}))
-        found.append(_prediction(remedy, metric, size, interval, *(own or (None, ""))))
-    return found
+        yield _prediction(remedy, metric, level, interval, *(own or (None, "")))
 
 
 Bounds = tuple[float, float, float]
@@ -265,9 +279,15 @@ Bounds = tuple[float, float, float]
 
 
 def _interval(
-    metric: str, recorded: _Sums, level: _Sums, measured: tuple[_Sums, _Sums, _Sums], num_steps: int
+    metric: str,
+    recorded: MismatchSums,
+    level: MismatchSums,
+    measured: tuple[MismatchSums, MismatchSums, MismatchSums],
+    num_steps: int,
 ) -> tuple[Bounds | None, tuple[str, str] | None]:
     old, base, new = measured
+    if metric == BIAS and "w_size_positive" not in level.columns:
+        return None, ("no_advantages", "")
     if not new.columns["sum_abs_d"].any():
         return (0.0, 0.0, 0.0), None
     size = level.size(metric)
@@ -289,8 +309,8 @@ def _interval(
     value, low, high = (
         size * exp(ratio[0] + off) for off in (0.0, -hypot(ratio[0] - low, scatter), hypot(high - ratio[0], scatter))
     )
-    code = None if high - low <= MOST_WIDTH * value else ("wide", f"{(high - low) / value:.2g}")
-    return (value, low, high), code
+    width = (high - low) / (1 - value if metric == ESS else value)
+    return (value, low, high), None if width <= MOST_WIDTH else ("wide", f"{width:.2g}")
 
 
 _NORMAL = 1.96
@@ -300,7 +320,7 @@ def _variance(bounds: Bounds) -> float:
     return ((bounds[2] - bounds[1]) / 2 / _NORMAL) ** 2
 
 
-def _log_ratio(metric: str, above: _Sums, below: _Sums | None, by_step: bool = False) -> Bounds | None:
+def _log_ratio(metric: str, above: MismatchSums, below: MismatchSums | None, by_step: bool = False) -> Bounds | None:
     """Return the logarithm of two statistics' ratio, or of one, with its interval over groups or over whole steps. None
     without an interval."""
     columns = {f"above {name}": values for name, values in above.columns.items()}
@@ -336,13 +356,14 @@ class _Side(Mapping[str, Array]):
 
 
 def _prediction(
-    remedy: Remedy, metric: str, size: float | None, bounds: Bounds | None, code: str | None, detail: str
+    remedy: Remedy, metric: str, level: MismatchSums, bounds: Bounds | None, code: str | None, detail: str
 ) -> Prediction:
-    """Turn 1 - ESS into ESS."""
+    """Return a prediction, with 1 - ESS turned into ESS."""
+    size = level.size(metric)
     value, low, high = bounds or (None, None, None)
     limit, source = UNFELT.get(metric, (-inf, None))
-    below = source if code is None and high is not None and high < limit else None
-    if metric == "ess_token":
+    below = source if high is not None and high < limit else None
+    if metric == ESS:
         size, value, low, high = (None if of is None else 1 - of for of in (size, value, high, low))
     return Prediction(
         remedy=remedy.text, metric=metric, recorded=size, value=value, low=low, high=high, code=code, detail=detail,

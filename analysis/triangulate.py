@@ -26,7 +26,7 @@ from ..schemas.results import Result
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .prediction import Prediction, comma_separated, predict as predicted, replay_missing
+from .prediction import Prediction, comma_separated, plan_remedies, predict_left, replay_missing
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
@@ -129,6 +129,7 @@ def triangulate(
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps; choose steps that have them")
+    plan = plan_remedies(run, chosen, predict, engine)
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
         places(open_database([run.store.url]))  # raise before replaying if errors cannot be measured
@@ -139,7 +140,7 @@ def triangulate(
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
         errors, num_different = _errors(database, names, chosen, replayed is None, progress)
-        predictions = predicted(run, chosen, predict, engine, progress=progress, cluster=cluster) if predict else ()
+        predictions = tuple(predict_left(run, chosen, plan, progress, cluster)) if predict else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
     held = num_different == 0 if replayed is None else not_held is None
     return replace(_measured(run, chosen, errors, held, not_held), predictions=predictions)
