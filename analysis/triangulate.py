@@ -26,7 +26,8 @@ from ..schemas.results import Result
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .prediction import Prediction, comma_separated, plan_remedies, predict_left, replay_missing
+from .prediction import Prediction, listed, parse_remedies, replay_missing
+from .prediction import predictions as predicted
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
@@ -129,7 +130,7 @@ def triangulate(
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps; choose steps that have them")
-    plan = plan_remedies(run, chosen, predict, engine)
+    remedies = parse_remedies(run, chosen, predict, engine)
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
         places(open_database([run.store.url]))  # raise before replaying if errors cannot be measured
@@ -140,7 +141,7 @@ def triangulate(
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
         errors, num_different = _errors(database, names, chosen, replayed is None, progress)
-        predictions = tuple(predict_left(run, chosen, plan, progress, cluster)) if predict else ()
+        predictions = tuple(predicted(run, chosen, remedies, progress, cluster)) if remedies else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
     held = num_different == 0 if replayed is None else not_held is None
     return replace(_measured(run, chosen, errors, held, not_held), predictions=predictions)
@@ -189,7 +190,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 def _num_different(database: Database, steps: list[int]) -> int:
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
-        WHERE step IN ({comma_separated(steps)}) AND logprob_b IS NOT NULL
+        WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
     """
     ((different,),) = database.connection.execute(query).fetchall()
     return int(different)
@@ -200,7 +201,7 @@ def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.
         SELECT step, hash(seq_id) AS sequence, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
             {unit("s")} AS unit
         FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) JOIN sequences AS s USING (run, step, seq_id)
-        WHERE step IN ({comma_separated(steps)})
+        WHERE step IN ({listed(steps)})
         ORDER BY step, seq_id, position
     """
     columns: dict[str, np.ndarray] = database.connection.execute(query).fetchnumpy()

@@ -73,7 +73,9 @@ def predict(given: argparse.Namespace) -> None:
 def score(given: argparse.Namespace) -> None:
     """Replay the remedies at the other steps, and print how often the intervals hold, per metric and remedy."""
     rows = [row for path in given.files for row in scored(json.loads(path.read_text()))]
-    rows = [row for row in rows if row["value"] is None or row["value"] != row["recorded"]]  # a remedy that changes nothing
+    rows = [
+        row for row in rows if row["value"] is None or row["value"] != row["recorded"]
+    ]  # a remedy that changes nothing
     print(f"{'':<20} predictions  told  zero  held of told  median width  held of all intervals")
     for key in ("all", "metric", "remedy", "file"):
         for value in dict.fromkeys(row.get(key) for row in rows):
@@ -96,22 +98,20 @@ def _share(rows: list[dict[str, Any]]) -> str:
 def scored(file: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a file's predictions with what the remedy left at the other steps, as `actual`."""
     from tim_trace.analysis.objective.pass_roles import choose_loss, choose_sides
-    from tim_trace.analysis.prediction import MismatchSums, engine_arm, parse_remedy, replay_missing
+    from tim_trace.analysis.prediction import MismatchSums, parse_remedies, replay_missing
     from tim_trace.analysis.views import open_database
     from tim_trace.replay.recorded import RecordedRun
     from tim_trace.tracer.progress import no_progress
 
     run = RecordedRun(file["trace"])
     others = [step for step in run.steps("train") if step not in file["steps"]]
-    base, _ = engine_arm(run, others[:1], None)
     left: dict[str, MismatchSums] = {}
-    for text in dict.fromkeys(row["remedy"] for row in file["predictions"] if row["high"] is not None):
-        remedy = parse_remedy(text, base)
-        replay_missing(run, [arm for arm in (remedy.train, remedy.rollout) if arm], others, no_progress, {})
+    texts = list(dict.fromkeys(row["remedy"] for row in file["predictions"] if row["high"] is not None))
+    for remedy in parse_remedies(run, others, texts, None):
+        replay_missing(run, remedy.arms, others, no_progress, {})
         database = open_database([file["trace"]], steps=", ".join(map(str, others)))
         sides = choose_sides(database, choose_loss(database, None)[0])
-        pair = remedy.pair(remedy.train, remedy.rollout)
-        left[text] = MismatchSums.read(database, pair, sides, no_progress)
+        left[remedy.text] = MismatchSums.read(database, remedy.pairs[2], sides, no_progress)
     rows = []
     for row in file["predictions"]:
         more = {"all": "all", "file": f"{Path(file['trace']).name}, {len(file['steps'])} steps"}
