@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import exp, hypot, inf, log, nan, sqrt
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..tracer.progress import Progress
 from ..tracer.store import first_line
 from .gate.condition import SequenceColumns
-from .objective.figures import FIGURES, totals_of
+from .objective.figures import FIGURES, as_float, totals_of
 from .objective.pass_roles import ADVANTAGE, PassRoles, choose_loss, choose_sides
 from .objective.sums import read_sequence_sums
 from .statistics.estimators import FROM_SUMS, Array, Totals
@@ -153,22 +154,20 @@ def predictions(
     everything = open_database([run.store.url])
     sides = choose_sides(everything, choose_loss(everything, None)[0])
     assert sides is not None
-    recorded = MismatchSums.read(everything, (TRAIN, ROLLOUT), sides, progress)
-    level = recorded.where(~np.isin(recorded.step_G, steps))
+    recorded = read_sums(everything, (TRAIN, ROLLOUT), sides, progress)
+    level = _where(recorded, ~np.isin(recorded["step"], steps))
     for remedy in remedies:
-        problem, measured = (remedy.problem, "") if remedy.problem else None, None
+        problem, measured = (remedy.problem, "") if remedy.problem else None, list[Sums]()
         if problem is None:
             try:
                 replay_missing(run, remedy.arms, steps, progress, cluster)
                 database = open_database([run.store.url], steps=listed(steps))
-                read = [MismatchSums.read(database, pair, sides, progress) for pair in remedy.pairs]
-                measured, problem = _compared(read)
+                measured, problem = _comparable([read_sums(database, pair, sides, progress) for pair in remedy.pairs])
             except (CannotReplay, NotInstalled, WeightsMissing) as error:
                 problem = "not_replayed", first_line(error)
         for metric in SIZES:
-            size, bounds, code = level.size(metric), None, problem
-            if measured and code is None:
-                bounds, code = _interval(metric, recorded, level, measured)
+            bounds, code = (None, problem) if problem else _interval(metric, recorded, level, measured)
+            size = as_float(size_of(metric, level)[0])
             value, low, high = bounds or (None, None, None)
             limit, source = UNFELT.get(metric, (-inf, None))
             below = source if high is not None and high < limit else None
@@ -180,113 +179,106 @@ def predictions(
             )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchSums:
-    """Totals per group, [G]."""
-
-    unit_G: np.ndarray
-    step_G: np.ndarray
-    columns: dict[str, Array]
-
-    @classmethod
-    def read(cls, database: Database, pair: Pair, sides: PassRoles, progress: Progress) -> MismatchSums:
-        read = SequenceColumns.read(database, pair)
-        unit_G, first, place_N = np.unique(read.unit_N, return_index=True, return_inverse=True)
-        values = {name: read.values[name] for name in ("num_tokens", "num_outside", "sum_abs_d", "sum_k3")}
-        values["u"] = read.values["sum_d"] + read.values["sum_k3"]
-        values["v"] = read.values["sum_expm1_2d"] - 2 * values["u"]
-        columns = {name: np.bincount(place_N, values_N) for name, values_N in values.items()}
-        if ADVANTAGE in sides.known:
-            roles = replace(sides, train=pair[0], rollout=pair[1], current=pair[0])
-            sums = read_sequence_sums(database, roles, progress)
-            kept_N, totals = np.isin(sums.unit_N, unit_G), totals_of(sums)
-            place_N = np.searchsorted(unit_G, sums.unit_N[kept_N])
-            for name in (f"w_{of}_{sign}" for of in ("abs_applied", "size") for sign in ("positive", "negative")):
-                columns[name] = np.bincount(place_N, totals[name][kept_N], len(unit_G))
-        return cls(unit_G=unit_G, step_G=read.step_N[first], columns=columns)
-
-    @property
-    def num_steps(self) -> int:
-        return len(np.unique(self.step_G))
-
-    def where(self, kept_G: np.ndarray) -> MismatchSums:
-        columns = {name: values_G[kept_G] for name, values_G in self.columns.items()}
-        return MismatchSums(unit_G=self.unit_G[kept_G], step_G=self.step_G[kept_G], columns=columns)
-
-    def size(self, metric: str) -> float | None:
-        """Return a statistic, or None without tokens or advantages."""
-        if metric == BIAS and "w_size_positive" not in self.columns:
-            return None
-        with np.errstate(all="ignore"):
-            value = float(SIZES[metric]({name: np.asarray(values.sum()) for name, values in self.columns.items()}))
-        return value if np.isfinite(value) else None
-
-    def step_variance(self, metric: str) -> float:
-        """Return the variance of the statistic's logarithm between neighbouring steps. NaN without such steps."""
-        _, place_G = np.unique(self.step_G, return_inverse=True)
-        with np.errstate(all="ignore"):
-            sizes_S = SIZES[metric]({name: np.bincount(place_G, of_G) for name, of_G in self.columns.items()})
-            change = np.diff(np.log(sizes_S[sizes_S > 0]))
-        return float(np.mean(change**2) / 2) if len(change) else nan
+Sums = dict[str, np.ndarray]
+"""[G] totals per group by column, with the group's hash as `unit`, and its `step`."""
 
 
-Code = tuple[str, str]
-"""Code and detail, as in `Prediction`."""
+def read_sums(database: Database, pair: Pair, sides: PassRoles, progress: Progress) -> Sums:
+    read = SequenceColumns.read(database, pair)
+    unit_G, first, place_N = np.unique(read.unit_N, return_index=True, return_inverse=True)
+    values = {name: read.values[name] for name in ("num_tokens", "num_outside", "sum_abs_d", "sum_k3")}
+    values["u"] = read.values["sum_d"] + read.values["sum_k3"]
+    values["v"] = read.values["sum_expm1_2d"] - 2 * values["u"]
+    found = {name: np.bincount(place_N, values_N) for name, values_N in values.items()}
+    if ADVANTAGE in sides.known:
+        roles = replace(sides, train=pair[0], rollout=pair[1], current=pair[0])
+        sums = read_sequence_sums(database, roles, progress)
+        kept_N, totals = np.isin(sums.unit_N, unit_G), totals_of(sums)
+        place_N = np.searchsorted(unit_G, sums.unit_N[kept_N])
+        for name in (f"w_{of}_{sign}" for of in ("abs_applied", "size") for sign in ("positive", "negative")):
+            found[name] = np.bincount(place_N, totals[name][kept_N], len(unit_G))
+    return found | {"unit": unit_G, "step": read.step_N[first]}
 
 
-def _compared(measured: Sequence[MismatchSums]) -> tuple[list[MismatchSums], Code | None]:
-    """Return the sums over the groups in every pair, and why they cannot be compared."""
-    common = measured[0].unit_G[[all(unit in sums.unit_G for sums in measured) for unit in measured[0].unit_G]]
-    kept = [sums.where(np.isin(sums.unit_G, common)) for sums in measured]
-    if len(common) < MIN_GROUPS:
-        return kept, ("few_groups", str(len(common)))
-    same = _log_ratio("mean_abs_d", kept[1], kept[0], by_step=False)
-    if same is None or max(-same[1], same[2]) > log(SAME):
-        return kept, ("engine_differs", "" if same is None else f"{exp(same[0]):.3g}")
-    return kept, None
+def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
+    return {name: values_G[kept_G] for name, values_G in sums.items()}
+
+
+def _num_steps(sums: Sums) -> int:
+    return len(np.unique(sums["step"]))
+
+
+def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
+    """Return a statistic at each place, by default [1] over all groups. NaN without tokens or advantages."""
+    place_G = np.zeros(len(sums["unit"]), int) if place_G is None else place_G
+    if metric == BIAS and "w_size_positive" not in sums:
+        return np.full(1, nan)
+    with np.errstate(all="ignore"):
+        return SIZES[metric]({name: np.bincount(place_G, of_G) for name, of_G in sums.items() if name != "unit"})
+
+
+def _step_variance(metric: str, sums: Sums) -> float:
+    """Return the variance of the statistic's logarithm between neighbouring steps. NaN without such steps."""
+    sizes_S = size_of(metric, sums, np.unique(sums["step"], return_inverse=True)[1])
+    change = np.diff(np.log(sizes_S[sizes_S > 0]))
+    return float(np.mean(change**2) / 2) if len(change) else nan
 
 
 Bounds = tuple[float, float, float]
 """Value, low, high."""
+Code = tuple[str, str]
+"""Code and detail, as in `Prediction`."""
 
 
-def _interval(
-    metric: str, recorded: MismatchSums, level: MismatchSums, measured: Sequence[MismatchSums]
-) -> tuple[Bounds | None, Code | None]:
+def _comparable(measured: Sequence[Sums]) -> tuple[list[Sums], Code | None]:
+    """Return the sums over the groups that every pair has, and why they cannot be compared."""
+    common = reduce(np.intersect1d, (sums["unit"] for sums in measured))
+    old, repeated, new = (_where(sums, np.isin(sums["unit"], common)) for sums in measured)
+    same = _log_ratio("mean_abs_d", repeated, old, by_step=False)
+    code = None
+    if len(common) < MIN_GROUPS:
+        code = "few_groups", str(len(common))
+    elif same is None or max(-same[1], same[2]) > log(SAME):
+        code = "engine_differs", "an unknown number of" if same is None else f"{exp(same[0]):.3g}"
+    return [old, repeated, new], code
+
+
+def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]) -> tuple[Bounds | None, Code | None]:
     old, repeated, new = measured
-    size = level.size(metric)
-    if size is None:
+    size, *seen = (float(size_of(metric, sums)[0]) for sums in (level, old, new))
+    if np.isnan(size):
         return None, ("no_advantages", "")
-    if not new.columns["sum_abs_d"].any():
+    if not new["sum_abs_d"].any():
         return (0.0, 0.0, 0.0), None
-    if not size or not new.size(metric) or not old.size(metric):
+    if not (size > 0 and min(seen) > 0):
         return None, ("none_seen", "")
-    by_step = old.num_steps >= MIN_GROUPS
-    ratios = [_log_ratio(metric, new, other, by_step) for other in (old, repeated)]
-    if ratios[0] is None or ratios[1] is None:
+    by_step = _num_steps(old) >= MIN_GROUPS
+    one, other = (_log_ratio(metric, new, below, by_step) for below in (old, repeated))
+    if one is None or other is None:
         return None, ("no_interval", "")
-    off, low, high = ratios[0][0], min(ratio[1] for ratio in ratios), max(ratio[2] for ratio in ratios)
+    off, low, high = one[0], min(one[1], other[1]), max(one[2], other[2])
     if by_step:
-        scatter = (high - low) / 2 * sqrt(old.num_steps / level.num_steps)
+        scatter = (high - low) / 2 * sqrt(_num_steps(old) / _num_steps(level))
     else:
-        scatter = _NORMAL * sqrt(2 * recorded.step_variance(metric) * (1 / old.num_steps + 1 / level.num_steps))
+        scatter = _NORMAL * sqrt(2 * _step_variance(metric, recorded) * (1 / _num_steps(old) + 1 / _num_steps(level)))
     value = size * exp(off)
     low, high = value * exp(-hypot(off - low, scatter)), value * exp(hypot(high - off, scatter))
     width = (high - low) / (1 - value if metric == ESS else value)
     return (value, low, high), None if width <= MOST_WIDTH else ("wide", f"{width:.2g}")
 
 
-def _log_ratio(metric: str, above: MismatchSums, below: MismatchSums, by_step: bool) -> Bounds | None:
+def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool) -> Bounds | None:
     """Return the logarithm of the ratio of two statistics, with its interval over steps or groups. None without one."""
-    columns = {(side, name): of_G for side, sums in enumerate((above, below)) for name, of_G in sums.columns.items()}
-    if all(np.array_equal(columns[0, name], columns[1, name]) for name in above.columns):
+    names = above.keys() - {"unit", "step"}
+    columns = {(side, name): sums[name] for side, sums in enumerate((above, below)) for name in names}
+    if all(np.array_equal(above[name], below[name]) for name in names):
         return 0.0, 0.0, 0.0
 
     def statistic(totals: Mapping[Any, Array]) -> Array:
         with np.errstate(all="ignore"):
-            one, other = (SIZES[metric]({name: totals[side, name] for name in above.columns}) for side in (0, 1))
+            one, other = (SIZES[metric]({name: totals[side, name] for name in names}) for side in (0, 1))
             return np.asarray(np.log(one / other))
 
-    found = ends(bootstrap({metric: statistic}, columns, above.step_G if by_step else above.unit_G, CONFIDENCE)[metric])
+    found = ends(bootstrap({metric: statistic}, columns, above["step" if by_step else "unit"], CONFIDENCE)[metric])
     value = float(statistic({name: np.asarray(of_G.sum()) for name, of_G in columns.items()}))
     return (value, *found) if found else None

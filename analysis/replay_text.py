@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from ..replay.backends.trusted import WHY
 from ..replay.results import ReplayedStep, ReplayPlan, by_arm
 from ..schemas.passes import TRAIN
-from .prediction import UNFELT
 from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
 
 if TYPE_CHECKING:
@@ -100,40 +99,36 @@ def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
     return others[by]() if by in others else Rows(("side", *sides.columns[1:]), sides.rows)
 
 
-CANNOT_TELL = {
-    "wide": "the interval is {detail} times the value wide (at most 0.4); replay more steps",
-    "few_groups": "only {detail} groups at the replayed steps; replay more steps",
-    "none_seen": "no token with a value above 0 at the replayed steps; replay more steps",
-    "no_interval": "too few groups or steps have a value above 0; replay more steps",
-    "no_advantages": "the trace has no advantages",
-    "engine_unknown": "the recorded engine is not vLLM; give the arm that repeats it with --engine",
-    "engine_differs": "the replay as recorded has {detail} times the recorded mean |d|, with an interval beyond 0.8 to "
-    "1.25; give the arm that repeats the engine with --engine",
-    "mixed_versions": "the engine's weights lag by different versions at these steps; choose one step with --steps",
-    "same_execution": "both sides would be the same replay; change one side only",
-    "not_replayed": "{detail}",
-}
-"""Why a prediction cannot be relied on. `{detail}` is `Prediction.detail`."""
+PREDICTION_NOTES = {
+    "unfelt": "smaller than a mismatch whose removal raised no reward in published runs ({detail})",
+    "wide": "cannot tell: the interval is wider than 0.4 times the value; replay more steps",
+    "few_groups": "cannot tell: only {detail} groups at the replayed steps; replay more steps",
+    "none_seen": "cannot tell: all values are 0 at the replayed steps; replay more steps",
+    "no_interval": "cannot tell: too few groups have a value above 0; replay more steps",
+    "no_advantages": "cannot tell: the trace has no advantages",
+    "engine_unknown": "cannot tell: the engine is not vLLM; give the arm that repeats it with --engine",
+    "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; give the arm that repeats it "
+    "with --engine",
+    "mixed_versions": "cannot tell: the engine's weights lag by several versions; choose one step with --steps",
+    "same_execution": "cannot tell: both sides would be the same replay; change one side only",
+    "not_replayed": "cannot tell: {detail}",
+}  # fmt: skip
+"""Notes on predictions. `{detail}` is a field's value: `below` for unfelt, else `detail`."""
 
 
 def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> Iterator[str]:
-    """Yield a heading and a table per remedy. A metric without a reliable prediction has no values."""
+    legend: dict[str, None] = {}
     for remedy in dict.fromkeys(each.remedy for each in predictions):
-        own = [each for each in predictions if each.remedy == remedy]
-        known = [each for each in own if each.high is not None]
-        rows = [(each.metric, each.recorded, None if each.code else each.value, each.low, each.high) for each in known]
-        parts = [f"{remedy}: predicted for the steps that were not replayed"]
-        if rows:
-            parts.append(to_text(Rows(("metric", "recorded", "predicted", "low", "high"), rows), width))
-        for each in known:
-            if each.below:
-                limit = f"{each.metric} is below {UNFELT[each.metric][0]:g}"
-                parts.append(f"{limit}: removing that much raised no reward in published runs ({each.below})")
-        reasons = {each: CANNOT_TELL[each.code].format(detail=each.detail) for each in own if each.code}
-        for reason in dict.fromkeys(reasons.values()):
-            metrics = ", ".join(each.metric for each, why in reasons.items() if why == reason)
-            parts.append(f"cannot tell {metrics}: {reason}")
-        yield "\n".join(parts)
+        rows = []
+        for each in (each for each in predictions if each.remedy == remedy):
+            notes = {"unfelt": each.below} if each.below else {}
+            notes |= {each.code: each.detail} if each.code else {}
+            legend |= {f"{note}: {PREDICTION_NOTES[note].format(detail=of)}": None for note, of in notes.items()}
+            value = None if each.code else each.value
+            rows.append((each.metric, each.recorded, value, each.low, each.high, ", ".join(notes)))
+        table = to_text(Rows(("metric", "recorded", "predicted", "low", "high", "note"), rows), width)
+        yield f"{remedy}: predicted for the steps that were not replayed, with 90% intervals\n{table}"
+    yield "\n".join(legend)
 
 
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")

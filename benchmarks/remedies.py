@@ -98,25 +98,25 @@ def _share(rows: list[dict[str, Any]]) -> str:
 def scored(file: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a file's predictions with what the remedy left at the other steps, as `actual`."""
     from tim_trace.analysis.objective.pass_roles import choose_loss, choose_sides
-    from tim_trace.analysis.prediction import MismatchSums, parse_remedies, replay_missing
+    from tim_trace.analysis.prediction import Sums, parse_remedies, read_sums, replay_missing, size_of
     from tim_trace.analysis.views import open_database
     from tim_trace.replay.recorded import RecordedRun
     from tim_trace.tracer.progress import no_progress
 
     run = RecordedRun(file["trace"])
     others = [step for step in run.steps("train") if step not in file["steps"]]
-    left: dict[str, MismatchSums] = {}
+    left: dict[str, Sums] = {}
     texts = list(dict.fromkeys(row["remedy"] for row in file["predictions"] if row["high"] is not None))
     for remedy in parse_remedies(run, others, texts, None):
         replay_missing(run, remedy.arms, others, no_progress, {})
         database = open_database([file["trace"]], steps=", ".join(map(str, others)))
         sides = choose_sides(database, choose_loss(database, None)[0])
-        left[remedy.text] = MismatchSums.read(database, remedy.pairs[2], sides, no_progress)
+        left[remedy.text] = read_sums(database, remedy.pairs[2], sides, no_progress)
     rows = []
     for row in file["predictions"]:
         more = {"all": "all", "file": f"{Path(file['trace']).name}, {len(file['steps'])} steps"}
         if row["high"] is not None:
-            size = left[row["remedy"]].size(row["metric"])
+            size = float(size_of(row["metric"], left[row["remedy"]])[0])
             more["actual"] = 1 - size if row["metric"] == "ess_token" else size
         rows.append(row | more)
     return rows
