@@ -137,14 +137,17 @@ def parse_remedies(run: RecordedRun, steps: Sequence[int], predict: Sequence[str
 def _engine(run: RecordedRun, steps: Sequence[int], text: str | None) -> tuple[Arm, str | None]:
     if text is None and not any(contract.get("engine") == VLLM for contract in run.arms(ROLLOUT)):
         return Arm(mode="decode"), "engine_unknown"
-    arm, lags = parse_arm(text or "engine=vllm,mode=decode"), set()
-    for step in steps:
-        trained = {row.seq_id: row.policy_version for row in run.step(step, TRAIN)}
-        sampled = {row.seq_id: row.policy_version for row in run.step(step, ROLLOUT)}
-        lags |= {None if sampled[name] == trained[name] else sampled[name] for name in sampled.keys() & trained.keys()}
-    if lags == {None} or arm.weights_version is not None:
+    arm = parse_arm(text or "engine=vllm,mode=decode")
+    query = f"""
+        SELECT DISTINCT CASE WHEN theirs <> ours THEN theirs END FROM (
+            SELECT coalesce(r.policy_version, s.policy_version) AS theirs, coalesce(t.policy_version, s.policy_version) AS ours
+            FROM scores AS r JOIN scores AS t USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)
+            WHERE r."pass" = '{ROLLOUT}' AND t."pass" = '{TRAIN}' AND step IN ({listed(steps)}))
+    """
+    lags = [version for (version,) in open_database([run.store.url]).connection.execute(query).fetchall()]
+    if arm.weights_version is not None or set(lags) <= {None}:
         return arm, None
-    return (arm, "mixed_versions") if len(lags) > 1 else (replace(arm, weights_version=lags.pop(), name=""), None)
+    return (arm, "mixed_versions") if len(lags) > 1 else (replace(arm, weights_version=lags[0], name=""), None)
 
 
 def predictions(
