@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ..replay.arms import VLLM, Arm, arm_text, parse_arm
+from ..replay.arm_option import VLLM
+from ..replay.arms import Arm, arm_text, parse_arm
 from ..replay.engine import replay
 from ..replay.recorded import RecordedRun
 from ..replay.results import ReplayedSteps
@@ -78,11 +79,15 @@ class Prediction:
     """Published pair of runs with a larger mismatch in one, and no more reward in the other. None if there is none."""
 
 
+Sums = dict[str, np.ndarray]
+"""[G] totals per group by column, with the group's hash as `unit`, and its `step`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
     text: str
     arms: list[Arm]
-    pairs: tuple[Pair, Pair, Pair]
+    pairs: list[Pair]
     """Passes of trainer and engine: as recorded, repeated on the sides that change, and changed."""
     problem: str | None
     """Why nothing can be predicted, as in `Prediction.code`, or None."""
@@ -124,13 +129,13 @@ def parse_remedies(run: RecordedRun, steps: Sequence[int], predict: Sequence[str
         for side, changes in sides.items():
             changed[side] = parse_arm(changes if side == TRAIN else f"{arm_text(base.changes) or ''},{changes}")
         arms = [*changed.values(), *([base] if ROLLOUT in sides else [])]
-        pairs = [
-            tuple(REPLAY_PREFIX + by_side[side].name if side in sides else side for side in (TRAIN, ROLLOUT))
+        before, after = (
+            {side: REPLAY_PREFIX + by_side[side].name if side in sides else side for side in (TRAIN, ROLLOUT)}
             for by_side in (repeated, changed)
-        ]
-        problem = no_engine if ROLLOUT in sides else None
-        problem = "same_execution" if pairs[1][0] == pairs[1][1] else problem
-        found.append(Remedy(text=text, arms=arms, pairs=((TRAIN, ROLLOUT), *pairs), problem=problem))
+        )
+        problem = "same_execution" if after[TRAIN] == after[ROLLOUT] else no_engine if ROLLOUT in sides else None
+        pairs = [(TRAIN, ROLLOUT), *((names[TRAIN], names[ROLLOUT]) for names in (before, after))]
+        found.append(Remedy(text=text, arms=arms, pairs=pairs, problem=problem))
     return found
 
 
@@ -165,7 +170,14 @@ def predictions(
             try:
                 replay_missing(run, remedy.arms, steps, progress, cluster)
                 database = open_database([run.store.url], steps=listed(steps))
-                measured, problem = _comparable([read_sums(database, pair, sides, progress) for pair in remedy.pairs])
+                measured = [read_sums(database, pair, sides, progress) for pair in remedy.pairs]
+                common = reduce(np.intersect1d, (sums["unit"] for sums in measured))
+                measured = [_where(sums, np.isin(sums["unit"], common)) for sums in measured]
+                same = _log_ratio("mean_abs_d", measured[1], measured[0], by_step=False)
+                if len(common) < MIN_GROUPS:
+                    problem = "few_groups", str(len(common))
+                elif same is None or max(-same[1], same[2]) > log(SAME):
+                    problem = "engine_differs", f"{exp(same[0]):.3g}" if same else "an unknown number of"
             except (CannotReplay, NotInstalled, WeightsMissing) as error:
                 problem = "not_replayed", first_line(error)
         for metric in SIZES:
@@ -182,33 +194,25 @@ def predictions(
             )  # fmt: skip
 
 
-Sums = dict[str, np.ndarray]
-"""[G] totals per group by column, with the group's hash as `unit`, and its `step`."""
-
-
 def read_sums(database: Database, pair: Pair, sides: PassRoles, progress: Progress) -> Sums:
     read = SequenceColumns.read(database, pair)
     unit_G, first, place_N = np.unique(read.unit_N, return_index=True, return_inverse=True)
     values = {name: read.values[name] for name in ("num_tokens", "num_outside", "sum_abs_d", "sum_k3")}
     values["u"] = read.values["sum_d"] + read.values["sum_k3"]
     values["v"] = read.values["sum_expm1_2d"] - 2 * values["u"]
-    found = {name: np.bincount(place_N, values_N) for name, values_N in values.items()}
+    found = {name: np.bincount(place_N, of_N).astype(np.float64) for name, of_N in values.items()}
     if ADVANTAGE in sides.known:
         roles = replace(sides, train=pair[0], rollout=pair[1], current=pair[0])
         sums = read_sequence_sums(database, roles, progress)
         kept_N, totals = np.isin(sums.unit_N, unit_G), totals_of(sums)
         place_N = np.searchsorted(unit_G, sums.unit_N[kept_N])
         for name in (f"w_{of}_{sign}" for of in ("abs_applied", "size") for sign in ("positive", "negative")):
-            found[name] = np.bincount(place_N, totals[name][kept_N], len(unit_G))
+            found[name] = np.bincount(place_N, totals[name][kept_N], len(unit_G)).astype(np.float64)
     return found | {"unit": unit_G, "step": read.step_N[first]}
 
 
 def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
     return {name: values_G[kept_G] for name, values_G in sums.items()}
-
-
-def _num_steps(sums: Sums) -> int:
-    return len(np.unique(sums["step"]))
 
 
 def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
@@ -217,33 +221,14 @@ def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array
     if metric == BIAS and "w_size_positive" not in sums:
         return np.full(1, nan)
     with np.errstate(all="ignore"):
-        return SIZES[metric]({name: np.bincount(place_G, of_G) for name, of_G in sums.items() if name != "unit"})
-
-
-def _step_variance(metric: str, sums: Sums) -> float:
-    """Return the variance of the statistic's logarithm between neighbouring steps. NaN without such steps."""
-    sizes_S = size_of(metric, sums, np.unique(sums["step"], return_inverse=True)[1])
-    change = np.diff(np.log(sizes_S[sizes_S > 0]))
-    return float(np.mean(change**2) / 2) if len(change) else nan
+        totals = {name: np.bincount(place_G, of_G).astype(np.float64) for name, of_G in sums.items() if name != "unit"}
+        return SIZES[metric](totals)
 
 
 Bounds = tuple[float, float, float]
 """Value, low, high."""
 Code = tuple[str, str]
 """Code and detail, as in `Prediction`."""
-
-
-def _comparable(measured: Sequence[Sums]) -> tuple[list[Sums], Code | None]:
-    """Return the sums over the groups that every pair has, and why they cannot be compared."""
-    common = reduce(np.intersect1d, (sums["unit"] for sums in measured))
-    old, repeated, new = (_where(sums, np.isin(sums["unit"], common)) for sums in measured)
-    same = _log_ratio("mean_abs_d", repeated, old, by_step=False)
-    code = None
-    if len(common) < MIN_GROUPS:
-        code = "few_groups", str(len(common))
-    elif same is None or max(-same[1], same[2]) > log(SAME):
-        code = "engine_differs", "an unknown number of" if same is None else f"{exp(same[0]):.3g}"
-    return [old, repeated, new], code
 
 
 def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]) -> tuple[Bounds | None, Code | None]:
@@ -255,15 +240,17 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
         return (0.0, 0.0, 0.0), None
     if not (size > 0 and min(seen) > 0):
         return None, ("none_seen", "")
-    by_step = _num_steps(old) >= MIN_GROUPS
+    num_replayed, num_others = (len(np.unique(sums["step"])) for sums in (old, level))
+    by_step = num_replayed >= MIN_GROUPS
     one, other = (_log_ratio(metric, new, below, by_step) for below in (old, repeated))
     if one is None or other is None:
         return None, ("no_interval", "")
     off, low, high = one[0], min(one[1], other[1]), max(one[2], other[2])
-    if by_step:
-        scatter = (high - low) / 2 * sqrt(_num_steps(old) / _num_steps(level))
-    else:
-        scatter = _NORMAL * sqrt(2 * _step_variance(metric, recorded) * (1 / _num_steps(old) + 1 / _num_steps(level)))
+    scatter = (high - low) / 2 * sqrt(num_replayed / num_others)
+    if not by_step:
+        sizes_S = size_of(metric, recorded, np.unique(recorded["step"], return_inverse=True)[1])
+        change = np.diff(np.log(sizes_S[sizes_S > 0]))
+        scatter = _NORMAL * sqrt(np.mean(change**2) * (1 / num_replayed + 1 / num_others))
     value = size * exp(off)
     low, high = value * exp(-hypot(off - low, scatter)), value * exp(hypot(high - off, scatter))
     width = (high - low) / (1 - value if metric == ESS else value)
@@ -273,14 +260,13 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
 def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool) -> Bounds | None:
     """Return the logarithm of the ratio of two statistics, with its interval over steps or groups. None without one."""
     names = above.keys() - {"unit", "step"}
-    columns = {(side, name): sums[name] for side, sums in enumerate((above, below)) for name in names}
+    columns = {f"{side} {name}": sums[name] for side, sums in (("above", above), ("below", below)) for name in names}
     if all(np.array_equal(above[name], below[name]) for name in names):
         return 0.0, 0.0, 0.0
 
-    def statistic(totals: Mapping[Any, Array]) -> Array:
-        with np.errstate(all="ignore"):
-            one, other = (SIZES[metric]({name: totals[side, name] for name in names}) for side in (0, 1))
-            return np.asarray(np.log(one / other))
+    def statistic(totals: Totals) -> Array:
+        sizes = [SIZES[metric]({name: totals[f"{side} {name}"] for name in names}) for side in ("above", "below")]
+        return np.asarray(np.log(sizes[0] / sizes[1]))
 
     found = ends(bootstrap({metric: statistic}, columns, above["step" if by_step else "unit"], CONFIDENCE)[metric])
     value = float(statistic({name: np.asarray(of_G.sum()) for name, of_G in columns.items()}))

@@ -109,12 +109,10 @@ def triangulate(
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
-    reference.
-
-    `predict` lists remedies. Each is replayed on both sides at the given steps, and what it would leave of the mismatch is
-    predicted for the run's other steps, with a 95% interval. A remedy is an arm for both sides (`dtype=fp16`), for one
-    (`train:lm-head=fp32`, `rollout:engine=exact`) or for each (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm
-    that repeats the recorded engine, by default `engine=vllm,mode=decode` if vLLM was recorded; a remedy changes it.
+    reference. Replays each remedy in `predict`, and predicts what it would leave of the mismatch at the run's other steps,
+    with a 90% interval. A remedy is an arm for both sides (`dtype=fp16`), for one (`rollout:engine=exact`) or for each
+    (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm that repeats the recorded engine, by default
+    `engine=vllm,mode=decode` if vLLM was recorded; a remedy changes it.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers.
     `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists

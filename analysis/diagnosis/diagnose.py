@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from ...replay.arms import VLLM, arm_text, parse_arm
+from ...replay.arm_option import VLLM
+from ...replay.arms import arm_text, parse_arm
 from ...schemas.documents import Contract
 from ...schemas.modules import has_experts
 from ...schemas.passes import REPLAY_PREFIX

@@ -159,7 +159,16 @@ def test_predictions_are_for_steps_that_are_not_replayed(tmp_path):
 
 def test_the_command_prints_a_table_per_remedy_json_and_csv(tmp_path):
     make_run(tmp_path / "run", replayed=(3, 9, 15))
-    words = ["triangulate", str(tmp_path / "run"), "--steps", "3,9,15", "--predict", "dtype=fp16", "--engine", "mode=decode"]
+    words = [
+        "triangulate",
+        str(tmp_path / "run"),
+        "--steps",
+        "3,9,15",
+        "--predict",
+        "dtype=fp16",
+        "--engine",
+        "mode=decode",
+    ]
     text = in_process(words).stdout
     assert "dtype=fp16: predicted for the steps that were not replayed, with 90% intervals" in text
     assert "none_seen: cannot tell" in text
