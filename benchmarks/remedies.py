@@ -1,7 +1,7 @@
 """Score `triangulate --predict`: does what a remedy leaves lie in the predicted interval, at steps that were not used?
 
     python benchmarks/remedies.py record llama runs/remedies/llama [--dtype bfloat16] [--steps 64]
-    python benchmarks/remedies.py predict runs/remedies/llama --steps 1:64:8 -o runs/remedies/llama-8.json
+    python benchmarks/remedies.py predict runs/remedies/llama --steps 1:64:8 [--remedies ...] -o runs/remedies/llama-8.json
     python benchmarks/remedies.py score runs/remedies/*.json
 
 `record` trains a tiny random model of an architecture as examples/grpo_addition.py does, with vLLM in bfloat16. `predict`
@@ -65,7 +65,7 @@ def predict(given: argparse.Namespace) -> None:
     """Write the predictions of all remedies from the given steps."""
     from tim_trace.analysis import triangulate
 
-    found = triangulate(given.trace, steps=given.steps, predict=REMEDIES)
+    found = triangulate(given.trace, steps=given.steps, predict=given.remedies or REMEDIES)
     rows = [asdict(each) for each in found.predictions]
     given.output.write_text(json.dumps({"trace": given.trace, "steps": found.steps, "predictions": rows}, indent=1))
 
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("arguments", nargs="+")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--steps")
+    parser.add_argument("--remedies", nargs="*")
     parser.add_argument("-o", "--output", type=Path)
     given = parser.parse_args()
     if given.command == "score":
