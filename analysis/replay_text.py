@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ..replay.backends.trusted import WHY
@@ -127,8 +128,8 @@ def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> I
             value = None if each.code else each.value
             rows.append((each.metric, each.recorded, value, each.low, each.high, ", ".join(notes)))
         table = to_text(Rows(("metric", "recorded", "predicted", "low", "high", "note"), rows), width)
-        yield f"{remedy}: predicted for the steps that were not replayed, with 90% intervals\n{table}"
-    yield "\n".join(legend)
+        yield f"{remedy}: predicted for the other steps, with 90% intervals\n{table}"
+    yield "\n".join(fill(line, 80, subsequent_indent="  ") for line in legend)
 
 
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
