@@ -960,12 +960,21 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Reference precision.")
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
+@click.option(
+    "--predict", multiple=True, metavar="[SIDE:]CHANGES",
+    help="Predict what this change on both sides would leave of the mismatch at the run's other steps. For one side: "
+    "train:CHANGES or rollout:CHANGES; for each: train:CHANGES/rollout:CHANGES. Can be repeated.",
+)  # fmt: skip
+@click.option(
+    "--engine", metavar="CHANGES",
+    help="With --predict: the arm that repeats the recorded engine.  [default: engine=vllm,mode=decode]",
+)  # fmt: skip
 @_model_factory
 @_weights_from
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@_by("side", "arm", help="What each row of --csv describes.")
+@_by("side", "arm", "prediction", help="What each row of --csv describes.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes."""

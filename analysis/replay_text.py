@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from ..replay.backends.trusted import WHY
@@ -10,6 +11,7 @@ from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
 
 if TYPE_CHECKING:
     from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
+    from .prediction import Prediction
     from .triangulate import Triangulation
 
 
@@ -72,6 +74,8 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     ]
     if len(found.arms):
         parts.append(to_text(found.arms, width))
+    if found.predictions:
+        parts += _prediction_parts(found.predictions, width)
     return "\n\n".join(parts)
 
 
@@ -92,7 +96,40 @@ def triangulation_sentence(found: Triangulation) -> str:
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
     sides = table(found.sides)
-    return found.arms if by == "arm" else Rows(("side", *sides.columns[1:]), sides.rows)
+    others = {"arm": lambda: found.arms, "prediction": lambda: table(found.predictions)}
+    return others[by]() if by in others else Rows(("side", *sides.columns[1:]), sides.rows)
+
+
+PREDICTION_NOTES = {
+    "unfelt": "smaller than a mismatch whose removal raised no reward in published runs ({detail})",
+    "wide": "cannot tell: the interval is wider than 0.4 times the value; replay more steps",
+    "few_groups": "cannot tell: only {detail} groups at the replayed steps; replay more steps",
+    "none_seen": "cannot tell: all values are 0 at the replayed steps; replay more steps",
+    "no_interval": "cannot tell: too few groups have a value above 0; replay more steps",
+    "no_advantages": "cannot tell: the trace has no advantages",
+    "engine_unknown": "cannot tell: the engine is not vLLM; give the arm that repeats it with --engine",
+    "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; give the arm that repeats it "
+    "with --engine",
+    "mixed_versions": "cannot tell: the engine's weights lag by several versions; choose one step with --steps",
+    "same_execution": "cannot tell: both sides would be the same replay; change one side only",
+    "not_replayed": "cannot tell: {detail}",
+}  # fmt: skip
+"""Notes on predictions. `{detail}` is a field's value: `below` for unfelt, else `detail`."""
+
+
+def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> Iterator[str]:
+    legend: dict[str, None] = {}
+    for remedy in dict.fromkeys(each.remedy for each in predictions):
+        rows = []
+        for each in (each for each in predictions if each.remedy == remedy):
+            notes = {"unfelt": each.below} if each.below else {}
+            notes |= {each.code: each.detail} if each.code else {}
+            legend |= {f"{note}: {PREDICTION_NOTES[note].format(detail=of)}": None for note, of in notes.items()}
+            value = None if each.code else each.value
+            rows.append((each.metric, each.recorded, value, each.low, each.high, ", ".join(notes)))
+        table = to_text(Rows(("metric", "recorded", "predicted", "low", "high", "note"), rows), width)
+        yield f"{remedy}: predicted for the other steps, with 90% intervals\n{table}"
+    yield "\n".join(fill(line, 80, subsequent_indent="  ") for line in legend)
 
 
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")

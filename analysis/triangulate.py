@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import fsum, nan, sqrt
@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from ..replay.arms import Arm, parse_arm
-from ..replay.engine import replay
 from ..replay.loaded import gpus_of_actor
 from ..replay.recorded import RecordedRun
-from ..replay.results import ReplayedSteps
 from ..schemas.errors import InvalidOption, NothingToCompare
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.results import Result
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
+from .prediction import Prediction, listed, parse_remedies, replay_missing
+from .prediction import predictions as predicted
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
@@ -86,6 +86,8 @@ class Triangulation(Result):
     arms: Rows
     """One row per arm: the mismatch if the arm's replay replaces the trainer, and the share of mean d^2 that this
     removes."""
+    predictions: tuple[Prediction, ...] = ()
+    """What each remedy in `predict` would leave of the mismatch at the steps that are not replayed, one per metric."""
 
 
 def triangulate(
@@ -94,6 +96,8 @@ def triangulate(
     steps: str = "all",
     reference: str = "fp64",
     arm: Sequence[str] = (),
+    predict: Sequence[str] = (),
+    engine: str | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
     allow_kernel: Sequence[str] = (),
@@ -105,7 +109,12 @@ def triangulate(
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
-    reference. `model_factory` names a function (`module:function`) that builds models missing from transformers.
+    reference. Replays each remedy in `predict`, and predicts what it would leave of the mismatch at the run's other steps,
+    with a 90% interval. A remedy is an arm for both sides (`dtype=fp16`), for one (`rollout:engine=exact`) or for each
+    (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm that repeats the recorded engine, by default
+    `engine=vllm,mode=decode` if vLLM was recorded; a remedy changes it.
+
+    `model_factory` names a function (`module:function`) that builds models missing from transformers.
     `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
     recorded attention kernels that may be downloaded from the Hugging Face Hub and run. `ray` and `gpus_per_arm` spread
     the work over a Ray cluster, as in `replay`.
@@ -119,29 +128,21 @@ def triangulate(
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
         raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps; choose steps that have them")
+    remedies = parse_remedies(run, chosen, predict, engine)
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
         places(open_database([run.store.url]))  # raise before replaying if errors cannot be measured
     with connected(ray):
-        replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
+        cluster = {"ray": ray, "gpus_per_arm": gpus_per_arm}
+        replayed = replay_missing(run, arms, chosen, progress, cluster)
         database = open_database([run.store.url], ray=ray)
         names = [REPLAY_PREFIX + single.name for single in arms]
         tell_sampled(database, names)
         errors, num_different = _errors(database, names, chosen, replayed is None, progress)
+        predictions = tuple(predicted(run, chosen, remedies, progress, cluster)) if remedies else ()
     not_held = None if replayed is None else next((step.not_held for step in replayed if step.not_held), None)
-    return _measured(run, chosen, errors, num_different == 0 if replayed is None else not_held is None, not_held)
-
-
-def _replay_missing(
-    run: RecordedRun, arms: list[Arm], steps: list[int], progress: Progress, cluster: dict[str, Any]
-) -> ReplayedSteps | None:
-    lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
-    if not lacking:
-        return None
-    return replay(
-        run.store.url, steps=_list(steps), arm=lacking, model_factory=run.model_factory, weights_from=run.weights_from,
-        allow_kernel=run.allow_kernel, progress=progress, **cluster,
-    )  # fmt: skip
+    held = num_different == 0 if replayed is None else not_held is None
+    return replace(_measured(run, chosen, errors, held, not_held), predictions=predictions)
 
 
 def _errors(
@@ -187,7 +188,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 def _num_different(database: Database, steps: list[int]) -> int:
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
-        WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
+        WHERE step IN ({listed(steps)}) AND logprob_b IS NOT NULL
     """
     ((different,),) = database.connection.execute(query).fetchall()
     return int(different)
@@ -198,7 +199,7 @@ def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.
         SELECT step, hash(seq_id) AS sequence, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
             {unit("s")} AS unit
         FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) JOIN sequences AS s USING (run, step, seq_id)
-        WHERE step IN ({_list(steps)})
+        WHERE step IN ({listed(steps)})
         ORDER BY step, seq_id, position
     """
     columns: dict[str, np.ndarray] = database.connection.execute(query).fetchnumpy()
@@ -269,10 +270,6 @@ def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, 
 
 def _share(name: str, totals: Totals) -> Array:
     return totals[name] / totals[GAP]
-
-
-def _list(steps: Sequence[int]) -> str:
-    return ", ".join(str(int(step)) for step in steps)
 
 
 GAP, REMOVED = "gap", "removed"

@@ -15,6 +15,7 @@ from tim_trace.analysis.comparison import passes_text
 from tim_trace.analysis.comparison import text as comparison
 from tim_trace.analysis.dynamics import text as dynamics
 from tim_trace.analysis.objective import sentences as objective
+from tim_trace.analysis.replay_text import PREDICTION_NOTES
 from tim_trace.replay.backends.trusted import WHY
 from tim_trace.replay.certify.results import VERDICTS
 from tim_trace.schemas import errors
@@ -77,6 +78,7 @@ def codes():
         "objective: cannot_codes": objective.CANNOT,
         "objective: loss_basis": objective.loss_basis(),
         "replay, triangulate: not_held": WHY,
+        "triangulate: predictions": PREDICTION_NOTES,
         "verify: deviations": conformance.CODES,
         "errors": error_codes(),
     }

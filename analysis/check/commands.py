@@ -121,6 +121,12 @@ def triangulate(data: PairData, dtype: str | None) -> Advice:
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
+def predict(data: PairData) -> Advice:
+    first, last = int(data.sample.steps[0]), int(data.sample.steps[-1])
+    steps = f"{first}:{last}:{max((last - first) // 8, 2)}"
+    return Advice(f"tim-trace triangulate {_trace(data)} --steps {steps} --predict dtype=fp16")
+
+
 def locate(data: PairData, against: str) -> Advice:
     step = int(data.sample.steps[-1])
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")

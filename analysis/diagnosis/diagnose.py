@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from ...replay.arm_option import VLLM
 from ...replay.arms import arm_text, parse_arm
 from ...schemas.documents import Contract
 from ...schemas.modules import has_experts
@@ -253,7 +254,10 @@ def _next(
         return (*found, Advice(commands.supply(data), "this trace has no weights for a replay"))
     if not checked.is_valid:
         return (*found, *where)
-    return (*found, *where, commands.triangulate(data, dtype_of(data.contract("a"))))
+    found += [*where, commands.triangulate(data, dtype_of(data.contract("a")))]
+    if data.contract("b").get("engine") == VLLM and data.sample.steps[-1] - data.sample.steps[0] > 1:
+        found.append(commands.predict(data))
+    return tuple(dict.fromkeys(found))
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:

@@ -187,19 +187,21 @@ class SequenceColumns:
     largest: dict[str, Array]
     """[N] maxima by column name, as in LARGEST."""
     unit_N: np.ndarray
+    step_N: np.ndarray
 
     @classmethod
     def read(cls, database: Database, pair: Pair) -> SequenceColumns:
         names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
         query = f"""
-            SELECT {", ".join(names)}, {unit("s")} AS unit
+            SELECT {", ".join(names)}, {unit("s")} AS unit, step
             FROM pair_sums({quoted_pair(pair)}) AS sums JOIN sequences AS s USING (run, step, seq_id)
             WHERE sum_d IS NOT NULL ORDER BY sums.run, sums.step, sums.seq_id, iteration_a, iteration_b
         """
         found = database.connection.execute(query).fetchnumpy()
         sums = {name: np.asarray(found[name], dtype=np.float64) for name in names}
         largest = {name: sums[name] for name in LARGEST.values()}
-        return cls(values=addable(sums), largest=largest, unit_N=np.asarray(found["unit"]))
+        unit_N, step_N = np.asarray(found["unit"]), np.asarray(found["step"])
+        return cls(values=addable(sums), largest=largest, unit_N=unit_N, step_N=step_N)
 
     def __len__(self) -> int:
         return len(self.unit_N)
