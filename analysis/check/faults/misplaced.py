@@ -19,7 +19,7 @@ from .. import commands
 from ..features import sampled_score
 from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
-from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
+from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
 """Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""
@@ -222,7 +222,7 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
         for each in (sample.lengths, total)
         for name, block in batches(sample, order).items()
     }
-    known |= {f"place of {size}": order % size for size in MICRO_BATCHES}
+    known |= {f"place of {size}": order % size for size in PERIODS[:-1]}
     return next((name for name, each in known.items() if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
