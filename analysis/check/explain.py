@@ -24,10 +24,8 @@ from .faults.kinds import (
     equal_weights,
     find_implied,
     find_kinds,
-    find_place,
     find_placed,
     find_router_flips,
-    find_subset,
     is_fault,
     rounding,
     too_few,
@@ -96,7 +94,7 @@ _VALUES = (
 """Explanations that predict each token's d or its sign."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
 """Explanations that make one side a fixed function of the other side's distribution."""
-_PLACES = (find_place, find_subset, find_placed, find_neighbours)
+_PLACES = (find_placed, find_neighbours)
 
 
 def explain(data: PairData) -> list[Finding]:

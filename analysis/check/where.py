@@ -9,7 +9,7 @@ Shapes: K kept tokens in S sequences.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal

@@ -16,10 +16,10 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import sampled_score
 from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
+from .sides import sides
 
 CAP_NATS = 3.0
 """Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""
@@ -387,7 +387,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     if moved.sum() < 20:
         return None
     # The side whose logprob + entropy averages 0 has its values at the right tokens.
-    a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
+    a, b = sides(data)
+    a_is_right = abs(a.sampled_score) <= abs(b.sampled_score) or b.own.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
     is_rows = other_row[moved].mean() > 0.5
