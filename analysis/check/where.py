@@ -233,7 +233,7 @@ def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
         return np.asarray(-num / 2 * np.log(np.maximum(1 - between / max(total, 1e-30), 1e-12)))
 
     options: list[tuple[float, Kind, np.ndarray]] = []
-    size = np.arange(1, len(known))
+    size: np.ndarray = np.arange(1, len(known))
     if known.dtype == bool:
         chosen = int(sums[1] / counts[1] > sums[0] / counts[0])
         options.append((float(gains(counts[1:], sums[1:])[0]) - 1, "is" if chosen else "before", np.array([chosen])))
@@ -255,7 +255,8 @@ def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
         worth = gains(np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]) - cost
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
-    gain, kind, chosen_values = max(options, key=lambda option: option[0], default=(0.0, "is", size))
+    nothing: tuple[float, Kind, np.ndarray] = (0.0, "is", size)
+    gain, kind, chosen_values = max(options, key=lambda option: option[0], default=nothing)
     marked = np.zeros(len(values), bool)
     marked[np.flatnonzero(there)[np.isin(place, chosen_values)]] = True
     return (gain, kind, known, chosen_values, marked, there) if gain >= PLACE_NATS else None
@@ -432,4 +433,5 @@ def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] |
 
 
 def _known(values: np.ma.MaskedArray) -> np.ndarray:
-    return np.asarray(values.astype(float).filled(np.nan))
+    unknown = np.broadcast_to(np.asarray(values.mask, bool), values.shape)
+    return np.where(unknown, np.nan, np.asarray(values.data, float))

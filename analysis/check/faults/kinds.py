@@ -8,23 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...advice import NOTHING, Advice
-from .. import commands
-from ..features import (
-    NO_FAULT,
-    SIZE,
-    along_movement,
-    dtypes_text,
-    fades,
-    growth,
-    implied,
-    judged,
-    judged_words,
-    onset,
-    probabilities,
-    reasons,
-    repeats,
-    times_text,
-)
+from .. import commands, features
 from ..finding import SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
     FEW_TOKENS,
@@ -63,18 +47,18 @@ COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (all tensor digests agree), but "
-        + SIZE,
-        "judged": judged(
+        + features.SIZE,
+        "judged": features.judged(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
             "cap, expert or precision"
         ),
     },
-    words={"equal_weights": judged_words, "judged": judged_words},
+    words={"equal_weights": features.judged_words, "judged": features.judged_words},
     causes={"since": "one side's model or numerics changed during the run"},
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
-    evidence={"judged": judged("dropout, noise, or a context that was not recorded")}, words={"judged": judged_words},
+    evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
 )  # fmt: skip
 _HINTS = {
     "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
@@ -92,8 +76,8 @@ _HINTS = {
 }
 ROW_CONTEXT = Fault(
     code="row_context", title="the two sides read different contexts", broken="computation",
-    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
-    words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
+    evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}")},
+    words=dict.fromkeys(("judged", "implied"), lambda n: {**features.judged_words(n), "hint": _HINTS[n["cause"]]}),
     causes={
         "prompt": "the two sides read different prompts",
         "prefill": "one side processes prompts incorrectly",
@@ -118,9 +102,9 @@ _ONSETS = {
 }
 ONSET = Fault(
     code="position_onset", title="the mismatch begins inside sequences", broken="computation",
-    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
+    evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}")},
     words=dict.fromkeys(
-        ("judged", "implied"), lambda n: {**judged_words(n), "hint": _ONSETS[n["cause"]].format_map(n)}
+        ("judged", "implied"), lambda n: {**features.judged_words(n), "hint": _ONSETS[n["cause"]].format_map(n)}
     ),
     causes={
         "window": "one side attends to fewer tokens, or its positions are limited: an attention window, an evicted "
@@ -185,12 +169,12 @@ def _other_context(data: PairData, place: Where) -> Hypothesis | None:
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     told = None if place is None else _implied(data, place)
-    begins = onset(data) if place is not None and place.feature in ("position", "total_position") else None
+    begins = features.onset(data) if place is not None and place.feature in ("position", "total_position") else None
     if begins is not None and not (begins.shape == "event" and later_turn(data.sample)[data.keep].any()):
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
-    known = among_faults(probabilities(_after_jump(data)))
+    known = among_faults(features.probabilities(_after_jump(data)))
     first, second, *_ = known
     if known[second] < MIN_SECOND:
         return [_finding(data, first, KINDS[first][1], known[first], place)]
@@ -203,14 +187,14 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 def _grew(data: PairData) -> bool:
     """Return True if the mismatch was within rounding at the first step and clearly exceeds it later."""
-    grown = growth(data)
+    grown = features.growth(data)
     return grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data)
 
 
 @once
 def _after_jump(data: PairData) -> PairData:
     """Leave out the steps before a jump from rounding to a constant level. Any kind of fault can cause such a jump."""
-    grown = growth(data)
+    grown = features.growth(data)
     return data.without(data.sample.steps[data.seq] < grown.since) if grown.is_sudden and _grew(data) else data
 
 
@@ -268,10 +252,10 @@ def _finding(
     data: PairData, kind: str, cause: str, probability: float | None, place: Where | None,
     rival: Mapping[str, Number] | None = None,
 ) -> Finding:  # fmt: skip
-    grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
+    grown, twins, inside = features.growth(data), features.repeats(data), None if place is None else place.inside
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
     broken, later = None, data if place is not None else _after_jump(data)
-    told = (each for each in reasons(later, kind) if later is data or each[0] != "first_step")
+    told = (each for each in features.reasons(later, kind) if later is data or each[0] != "first_step")
     for at, (name, value, is_above) in enumerate(told):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
     if place is not None:
@@ -284,9 +268,9 @@ def _finding(
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
             # Weights alone cannot explain a mismatch that declines along responses (at most 2.7 in 45 runs).
-            if fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
+            if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
                 numbers["cause"] = "early"
-        along = along_movement(data) if numbers["cause"] != "early" else 0.0
+        along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
         behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
         broken = SIDES.get(data.names.get(behind, ""), "computation")
     elif kind == "model" and later is not data:
@@ -298,7 +282,7 @@ def _finding(
         # The prompt's forward pass predicts the first response token.
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
-    elif kind == "onset" and (begins := onset(data)) is not None:
+    elif kind == "onset" and (begins := features.onset(data)) is not None:
         numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(
         data, "implied" if probability is None else "judged", inside,
@@ -332,7 +316,7 @@ def equal_weights(data: PairData) -> Finding:
 def is_fault(data: PairData) -> bool:
     """Return True if a whole run's mismatch correlates with something that does not affect rounding."""
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
-    return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
+    return is_whole and data.rms() > 0.0 and features.probabilities(data)[features.NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
@@ -416,7 +400,7 @@ SUBSET = Fault(
     },
     words={
         "column": lambda n: {
-            "where": where_text({**n, "feature": n["column"]}).removeprefix("all where "), "times": times_text(n["ratio"]),
+            "where": where_text({**n, "feature": n["column"]}).removeprefix("all where "), "times": features.times_text(n["ratio"]),
         }
     },
 )  # fmt: skip
@@ -487,7 +471,7 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 
 
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
-    usual, dtypes = f"{n['allowed']:.2g}", dtypes_text(n)
+    usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
         return {
             "level_text": f"{n['level']:.2g}",
@@ -516,7 +500,7 @@ TOO_FEW = Fault(
 
 
 def _off(numbers: Mapping[str, Any]) -> dict[str, str]:
-    words = _place(numbers) | {"dtypes": dtypes_text(numbers)}
+    words = _place(numbers) | {"dtypes": features.dtypes_text(numbers)}
     if numbers["num_tokens"] == 1 and not words["where"]:
         words["where"] = (
             f"it is at position {numbers['position']} of sequence {numbers['seq_id']!r} at step {numbers['step']}"

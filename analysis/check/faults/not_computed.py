@@ -434,7 +434,7 @@ def find_equal(data: PairData) -> list[Finding]:
     by_chance = num * max(elsewhere, 1e-3) ** telling.max(where=copied, initial=0)
     if "dtype_a" not in differing or not copied.any() or by_chance > 1e-4:
         return []
-    numbers = counts(data, copied[data.seq]) | differing
+    numbers = {**counts(data, copied[data.seq]), **differing}
     next = commands.stats(data, "sequence")
     return [COPIES.finding(data, "copied_rows", copied[data.seq], effect=0.0, next=next, numbers=numbers)]
 
