@@ -60,59 +60,48 @@ NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
     evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
 )  # fmt: skip
-_HINTS = {
-    "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
-    "prefill": "chunked prefill that loses earlier chunks, or a stale prefix cache: the first response token, which the "
-    "prompt's forward pass predicts, differs most",
-    "decode": "wrong positions or a wrong cache after the prompt: the first response token, which the prompt's forward pass "
-    "predicts, agrees",
-    "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
-    "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
-    "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
-    "group": "another prompt's cached prefix, or prompt parts in a different order",
-    "padding": "attention to padding, or positions that include it; only rows with padding are affected",
-    "packing": "attention between packed rows; only each pack's first row is correct",
-    "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to other ids",
-}
-ROW_CONTEXT = Fault(
-    code="row_context", title="the two sides read different contexts", broken="computation",
-    evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}")},
-    words=dict.fromkeys(("judged", "implied"), lambda n: {**features.judged_words(n), "hint": _HINTS[n["cause"]]}),
-    causes={
-        "prompt": "the two sides read different prompts",
-        "prefill": "one side processes prompts incorrectly",
-        "decode": "one side decodes incorrectly after the prompt: wrong positions or a wrong cache",
-        "cut": "one side truncates long prompts or reads only part of them",
-        "group": "the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
-        "turns": "later turns have a different context",
-        "neighbours": "padding is attended to, or packed rows attend to each other",
-        "padding": "padding is attended to or included in positions",
-        "packing": "packed rows attend to each other",
-        "ids": "the two sides read some token ids differently",
-    },
-)  # fmt: skip
+_CONTEXTS = {
+    "prompt": ("the two sides read different prompts", "a different BOS token, chat template, truncation, cached prefix or prompt mask"),
+    "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: "
+                "the first response token, which the prompt's forward pass predicts, differs most"),
+    "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
+               "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
+    "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
+    "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, positions that include "
+                   "padding, or attention between packed rows"),
+    "cut": ("one side truncates long prompts or reads only part of them", "prompts truncated to a maximum length, or prompt chunks that were lost"),
+    "group": ("the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
+              "another prompt's cached prefix, or prompt parts in a different order"),
+    "padding": ("padding is attended to or included in positions", "attention to padding, or positions that include it; only rows with padding are affected"),
+    "packing": ("packed rows attend to each other", "attention between packed rows; only each pack's first row is correct"),
+    "ids": ("the two sides read some token ids differently", "different embeddings for these ids, a mask that treats them as padding, or ids "
+            "that one side maps to other ids"),
+}  # fmt: skip
+"""Cause -> title, and typical causes."""
 _ONSETS = {
-    "": "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during "
-    "sampling",
-    "window": "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about "
-    "{onset} on",
-    "shards": "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones",
-    "event": "a weight update during sampling, a resumed request, or a template that rewrites earlier turns, at response "
-    "token {onset}",
-}
-ONSET = Fault(
-    code="position_onset", title="the mismatch begins inside sequences", broken="computation",
-    evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}")},
-    words=dict.fromkeys(
-        ("judged", "implied"), lambda n: {**features.judged_words(n), "hint": _ONSETS[n["cause"]].format_map(n)}
-    ),
-    causes={
-        "window": "one side attends to fewer tokens, or its positions are limited: an attention window, an evicted "
-        "cache, or rotary positions",
-        "shards": "one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
-        "event": "from one response position on, one side has other weights or another context",
-    },
-)  # fmt: skip
+    "": ("", "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during sampling"),
+    "window": ("one side attends to fewer tokens, or its positions are limited: an attention window, an evicted cache, or rotary positions",
+               "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
+    "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
+               "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
+    "event": ("from one response position on, one side has other weights or another context", "a weight update during sampling, a resumed "
+              "request, or a template that rewrites earlier turns, at response token {onset}"),
+}  # fmt: skip
+
+
+def _by_cause(code: str, title: str, causes: Mapping[str, tuple[str, str]]) -> Fault:
+    def words(n: Mapping[str, Any]) -> dict[str, Any]:
+        return {**features.judged_words(n), "hint": causes[n["cause"]][1].format_map(n)}
+
+    return Fault(
+        code=code, title=title, broken="computation", words={"judged": words, "implied": words},
+        evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}")},
+        causes={cause: name for cause, (name, _) in causes.items() if cause},
+    )  # fmt: skip
+
+
+ROW_CONTEXT = _by_cause("row_context", "the two sides read different contexts", _CONTEXTS)
+ONSET = _by_cause("position_onset", "the mismatch begins inside sequences", _ONSETS)
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={

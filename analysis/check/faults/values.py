@@ -5,7 +5,7 @@ Shapes: K kept tokens in S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -31,22 +31,19 @@ from .sides import Side, counts, sides
 
 MAX_LOGPROB = 1e-4
 """Larger values are not logprobs (nats). Rounding in a float32 softmax gives at most 1e-6."""
-_FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
-"""Unit -> factor that turns logprobs in nats into the recorded values."""
-_PROBABILITIES = {
-    (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
-}  # fmt: skip
-"""(offset, factor) -> unit, for recorded values equal to offset + factor * p."""
-_NAMES = {
-    "log2": "logarithms of base 2",
-    "log10": "logarithms of base 10",
-    "negative_ln": "negative logprobs",
-    "negative_log2": "negative logarithms of base 2",
-    "probability": "probabilities",
-    "negative_probability": "negative probabilities, -p",
-    "complement": "1 - p",
-    "negative_complement": "p - 1",
-    "log_complement": "ln(1 - p)",
+_UNITS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "log2": ("logarithms of base 2", lambda x: x * np.log(2)),
+    "log10": ("logarithms of base 10", lambda x: x * np.log(10)),
+    "negative_ln": ("negative logprobs", lambda x: -x),
+    "negative_log2": ("negative logarithms of base 2", lambda x: -x * np.log(2)),
+    "probability": ("probabilities", np.log),
+    "negative_probability": ("negative probabilities, -p", lambda x: np.log(-x)),
+    "complement": ("1 - p", lambda x: np.log(1 - x)),
+    "negative_complement": ("p - 1", lambda x: np.log(1 + x)),
+    "log_complement": ("ln(1 - p)", lambda x: np.log(1 - np.exp(np.minimum(x, 50.0)))),
+}
+"""Unit -> name, and conversion of the recorded values to nats."""
+_NAMES = {unit: name for unit, (name, _) in _UNITS.items()} | {
     "cumulative": "cumulative logprob sums along the sequence",
     "cumulative_to_end": "logprob sums from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
@@ -229,13 +226,12 @@ _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
 
 
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
+    yield from ((unit, nats, {}, 2.0) for unit, nats in known.items())
     large = other < (-1.0 if np.sum(other < -1.0) >= FEW else -0.05)
-    ratio = values[large] / other[large]
     if large.sum() >= 8:
-        factor = float(np.median(ratio))
-        unit = min(_FACTORS, key=lambda name: abs(factor / _FACTORS[name] - 1))
-        if abs(factor / _FACTORS[unit] - 1) < 0.02:
-            yield unit, values / _FACTORS[unit], {}, 2.0
+        factor = float(np.median(values[large] / other[large]))
         if factor > 0:
             yield "factor", values / factor, {"factor": factor}, 8.0
         some = (other < -0.05) & (values < 0)
@@ -256,38 +252,10 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
             averaged = (values - kept * np.r_[0.0, values[:-1]]) / taken
             yield "moving_average", np.where(starts, values, averaged), {"factor": float(taken)}, 8.0
     p = np.exp(np.minimum(other, 0.0))
-    (offset, factor), rounded = _line(values, p)
-    if rounded in _PROBABILITIES:
-        yield _PROBABILITIES[rounded], _log((values - rounded[0]) / rounded[1]), {}, 2.0
-    raised = np.exp(np.minimum(values, 50.0))
-    (offset, factor), rounded = _line(raised, p)
-    if rounded == (1.0, -1.0):
-        yield "log_complement", _log(1 - raised), {}, 2.0
-    elif offset > 1e-12 and abs(factor - 1) < 0.1 and np.min(values) > np.log(offset) - 1e-3:
+    offset = float(np.median((np.exp(np.minimum(values, 50.0)) - p)[p <= np.quantile(p, 0.1)]))
+    if offset > 1e-12 and np.min(values) > np.log(offset) - 1e-3:
         yield "floor", other + values - np.log(p + offset), {"factor": offset}, 8.0
     yield "curve", _curve(data, values, other), {"curve": _shape(values, other)}, 8.0
-
-
-def _log(values: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.log(values))
-
-
-def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Fit values = offset + factor * p by least squares on relative errors, ignoring the worst 10% of tokens.
-
-    Returns the fit, and the fit rounded to integers (NaN unless within 0.01 of them).
-    """
-    weight = 1 / np.maximum(p, 1e-4)
-    design, target = np.stack([weight, p * weight], axis=1), values * weight
-    keep = np.ones(len(p), bool)
-    for _ in range(3):
-        (offset, factor), *_ = np.linalg.lstsq(design[keep], target[keep], rcond=None)
-        error = np.abs(target - design @ (offset, factor))
-        keep = error <= np.quantile(error, 0.9)
-    rounded = float(np.round(offset)) + 0.0, float(np.round(factor)) + 0.0
-    is_integer = max(abs(offset - rounded[0]), abs(factor - rounded[1])) < 0.01
-    return (float(offset), float(factor)), rounded if is_integer else (float("nan"), float("nan"))
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
