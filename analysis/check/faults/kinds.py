@@ -184,7 +184,8 @@ def _grew(data: PairData) -> bool:
 def _after_jump(data: PairData) -> PairData:
     """Leave out the steps before a jump from rounding to a constant level. Any kind of fault can cause such a jump."""
     grown = features.growth(data)
-    return data.without(data.sample.steps[data.seq] < grown.since) if grown.is_sudden and _grew(data) else data
+    later = data.sample.steps[data.seq] >= (grown.since or 0)
+    return data.within(later) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:

@@ -430,7 +430,9 @@ def _within_ids(data: PairData) -> float | None:
     their values vary only by rounding."""
     _, place, num = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = num[place] >= 4
-    least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2))) if often.sum() >= 200 else np.inf
+    if often.sum() < 200:
+        return None
+    least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2)))
     if any(np.std(centred(values, place)[often]) <= least for values in (data.a, data.b)):
         return None
     return pearson(*(centred(_ranks(values), place)[often] for values in (data.a, data.b)))
