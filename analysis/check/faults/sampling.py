@@ -226,7 +226,8 @@ def _scale(data: PairData) -> ScaleFit | None:
     slopes = [float(each[keep] @ centred[0][keep] / max(each[keep] @ each[keep], 1e-30)) for each in centred[1:]]
     error = float(np.sqrt(np.mean((centred[0][keep] - slopes[0] * own) ** 2) / max(own @ own, 1e-30)))
     # Noise in the reference flattens the slope, so the true scale is between the two fits.
-    low, *_, high = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])] * 2)
+    ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
+    low, high = ends[0], ends[-1]
     scale = low if low > 1 else min(high, 1.0)
     if low <= 2 * error or not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
         return None
