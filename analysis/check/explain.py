@@ -13,95 +13,35 @@ from dataclasses import replace
 import numpy as np
 
 from ..advice import NOTHING
-from .faults.kinds import (
-    BOUNDARY,
-    BY_TIME,
-    COMPUTATION,
-    ONE_PLACE,
-    ROUNDING,
-    SUBSET,
-    TOO_FEW,
-    equal_weights,
-    find_implied,
-    find_kinds,
-    find_place,
-    find_placed,
-    find_router_flips,
-    find_subset,
-    is_fault,
-    rounding,
-    too_few,
-    unexplained_tokens,
-)
-from .faults.misplaced import RETOKENISED, find_broken, find_neighbours, find_placement
-from .faults.not_computed import (
-    EQUAL,
-    find_constant_rows,
-    find_constants,
-    find_equal,
-    find_merged,
-    find_missing,
-    find_shared_constants,
-    find_unsampled,
-)
-from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
-from .faults.values import (
-    UNRELATED,
-    find_clamped,
-    find_low_precision,
-    find_other_quantity,
-    find_positive,
-    find_scattered,
-    find_unit,
-    find_unrelated,
-)
-from .faults.weights import (
-    declared_precision,
-    find_adapter,
-    find_after_update,
-    find_declared,
-    find_earlier_growth,
-    find_engine_weights,
-    weights_agree,
-)
-from .features import not_repeatable
+from .faults import kinds, misplaced, not_computed, sampling, values, weights
+from .features import FEW, not_repeatable
 from .finding import Finding, Hypothesis, Number, nobodys
 from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, logit_error
 from .where import MAX_COVERED, Where, places
 
-MIN_LOGPROBS = 30
-"""Minimum token count for statistics. With fewer tokens, a single one can cause a third of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
 100,000 reaches it."""
-_MAX_ROUNDS = 5
 MAX_LEFT = 0.5
 """Maximum unexplained share of the mismatch for an explanation confined to one place."""
 WELL_PREDICTED = 0.1
 """Below this unexplained share, an explanation competes only with explanations that predict values."""
-MIN_FIRST = 0.6
-"""Minimum probability for listing the fault's kind before its location."""
-MIN_LIKELY = 0.4
-"""Minimum probability for listing the fault's kind in addition to its location."""
-CLEAR_RATIO = 20.0
-"""If the mismatch at a place is this many times larger than elsewhere, explanations that cover all tokens are ruled
-out."""
-_MAX_PARTS = 3
-_MAX_PLACES = 16
+_MAX_ROUNDS, _MAX_PARTS, _MAX_PLACES = 5, 3, 16
 
+_FIXED = (
+    values.find_other_quantity, sampling.find_temperature, sampling.find_one_sided, sampling.find_penalty,
+)  # fmt: skip
+"""Explanations that make one side a fixed function of the other side's distribution."""
 _VALUES = (
-    find_constants, find_merged, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
-    find_penalty, find_low_precision, find_unrelated,
+    not_computed.find_constants, not_computed.find_merged, values.find_clamped, values.find_unit, *_FIXED[:1],
+    not_computed.find_constant_rows, misplaced.find_placement, *_FIXED[1:], values.find_low_precision, values.find_unrelated,
 )  # fmt: skip
 """Explanations that predict each token's d or its sign."""
-_FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
-"""Explanations that make one side a fixed function of the other side's distribution."""
-_PLACES = (find_place, find_subset, find_placed, find_neighbours)
 
 
 def explain(data: PairData) -> list[Finding]:
     """Return the findings, most probable first. There is always at least one."""
-    engine = find_engine_weights(data)
+    engine = weights.find_engine_weights(data)
     parts = [_explain(part, is_known=bool(engine)) for part in _by_precision(data)]
     rest: list[Finding] = []
     for part in parts:
@@ -113,13 +53,15 @@ def explain(data: PairData) -> list[Finding]:
     return [*engine, *(each for each in rest if each.fails or not engine)]
 
 
-_PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
+_PLAIN = (kinds.TOO_FEW.code, not_computed.EQUAL.code, kinds.ROUNDING.code)
 """Verdicts without a fault. They are dropped if another part of the run has a fault."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
     names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
-    precision = {each: [declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)}
+    precision = {
+        each: [weights.declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)
+    }
     kinds = np.array([str(precision[each]) for each in names])[data.seq]
     found, counts = np.unique(kinds, return_counts=True)
     if len(found) < 2:
@@ -128,45 +70,45 @@ def _by_precision(data: PairData) -> list[PairData]:
 
 
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
-    above = find_positive(data)
-    if above and (units := _best(find_unit(data))):
+    above = values.find_positive(data)
+    if above and (units := _best(values.find_unit(data))):
         rest = _explained(data.without(units.tokens))
         return _added([units.finding], [each for each in rest if each.fails], None)
     facts = [each.finding for each in above]
     if any(finding.share > 0.5 for finding in facts):
         return facts
-    facts += find_missing(data)
+    facts += not_computed.find_missing(data)
     data = _without(data, above)
-    for find in (find_grammar, find_shared_constants):
+    for find in (sampling.find_grammar, not_computed.find_shared_constants):
         owned_by = find(data)
         facts += [each.finding for each in owned_by]
         data = _without(data, owned_by)
-    if data.num_kept < MIN_LOGPROBS:
-        equal = [finding for finding in find_equal(data) if not finding.fails]
-        return facts or _gross(data) or equal or [too_few(data, MIN_LOGPROBS)]
-    equal = find_equal(data)
+    equal = not_computed.find_equal(data)
+    if data.num_kept < FEW:
+        off = nobodys(data) if data.num_kept else data.keep[:0]
+        gross = [kinds.unexplained_tokens(data, off, None)] if off.any() else []
+        return facts or gross or [each for each in equal if not each.fails] or [kinds.too_few(data, FEW)]
     if not data.d.any():
         return [*facts, *(each for each in equal if each.fails or not facts)]
     copied = [each for each in equal if each.signal == "copied_steps"]
-    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(_without(data, copied))]
-    if not any(finding.fails for finding in (*found, *facts)):
-        found += [each.finding for each in find_unsampled(data)]
-        if not any(finding.fails for finding in found):
-            found += [each.finding for each in find_sampled_elsewhere(data)]
+    found = [*equal, *([] if is_known else _explained(_without(data, copied)))]
+    for find in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
+        if not any(finding.fails for finding in (*found, *facts)):
+            found += [each.finding for each in find(data)]
     found = sorted(found, key=lambda finding: not finding.fails)
     cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
     ordered = [*found, *facts] if cut or (found and found[0].fails and found[0].weight > 0.5) else [*facts, *found]
-    return ordered or [rounding(data)]
+    return ordered or [kinds.rounding(data)]
 
 
 def _explained(data: PairData) -> list[Finding]:
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
-        if data.num_kept < MIN_LOGPROBS or data.rms() == 0.0:
+        if data.num_kept < FEW or data.rms() == 0.0:
             break
         # Recorded declarations come first.
-        given = [*find_declared(data), *find_adapter(data)] if not found else []
+        given = [*weights.find_declared(data), *weights.find_adapter(data)] if not found else []
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
         if any(each.is_expected for each in declared):
@@ -177,8 +119,7 @@ def _explained(data: PairData) -> list[Finding]:
         whole = _unrefuted(data, _candidates(data), placed)
         best = _best([*whole, *placed, *_inside(data, placed, whole)])
         if best is None:
-            left = (declared or _left(data)) if is_excessive(data) else []
-            return _added(found, left, behind)
+            return _added(found, (declared or _left(data)) if is_excessive(data) else [], behind)
         dated = _dated(data, best, _narrowed(data, best, _with_cause(data, best)))
         found = _added(found, [replace(each, tokens=best.tokens & data.keep) for each in dated], behind)
         if best.right is None:
@@ -191,7 +132,7 @@ def _explained(data: PairData) -> list[Finding]:
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
     """If the first finding covers only some tokens, add the place that contains nearly all tokens beyond rounding."""
     part = data.without(~best.tokens)
-    if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
+    if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
     off, allowed = nobodys(part), allowed_noise(part)
     shown = {str(value) for name, value in found[0].numbers.items() if name in ("feature", "column")}
@@ -221,14 +162,15 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
+    """Add findings with a new code or cause.
+
+    Those visible only after correcting for `behind` say so, without a command, which would read the uncorrected trace.
+    """
     known = {(each.code, each.cause) for each in found}
-    return [*found, *(_behind(each, behind) for each in more if (each.code, each.cause) not in known)]
-
-
-def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Label a finding as visible only after correcting for `behind`, and drop its command, which reads the uncorrected
-    trace."""
-    return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
+    more = [each for each in more if (each.code, each.cause) not in known]
+    if behind is not None:
+        more = [replace(each, next=NOTHING, numbers=each.numbers | {"behind": behind}) for each in more]
+    return [*found, *more]
 
 
 def _candidates(data: PairData) -> list[Hypothesis]:
@@ -248,13 +190,14 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
         each.gain > MIN_GAIN_NATS
         and (inside := each.tokens[data.keep]).mean() < MAX_COVERED
         and (off & inside).sum() > 0.95 * off.sum() > 0
-        and np.median(logit_error(data)[inside]) > CLEAR_RATIO * np.median(logit_error(data)[~inside])
+        and np.median(logit_error(data)[inside]) > 20 * np.median(logit_error(data)[~inside])
         for each in placed
     )
     return [each for each in whole if not exact or each.left is not None or each.gain == float("inf")]
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the explanations of what is inside the best places."""
     found = []
     parts = [
         each
@@ -263,7 +206,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
     ]
     for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
-        if inside.num_kept < MIN_LOGPROBS:
+        if inside.num_kept < FEW:
             continue
         # Rounding, as elsewhere in the run, stays unexplained.
         noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
@@ -271,38 +214,38 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
         )
         for each in _candidates(inside):
-            same = next((other for other in whole if _own_same(each, other)), None)
+            same = next((other for other in whole if other.gain > MIN_GAIN_NATS and _shared(each, other) > 0.8), None)
             # Values that are wrong from some position on always look as if they came from different tokens or from a
             # smaller vocabulary.
             left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))
-            if (by_position and each.left is None and same is None) or left > MAX_LEFT:
-                continue
-            shown = same or replace(each, beside=place.finding)
-            found.append(replace(shown, gain=each.gain + place.gain))
+            if left <= MAX_LEFT and not (by_position and each.left is None and same is None):
+                found.append(replace(same or replace(each, beside=place.finding), gain=each.gain + place.gain))
     return found
 
 
-def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
-    shared, either = (one.tokens & other.tokens).sum(), (one.tokens | other.tokens).sum()
-    return other.gain > MIN_GAIN_NATS and shared > 0.8 * either
+def _shared(one: Hypothesis, other: Hypothesis) -> float:
+    return float((one.tokens & other.tokens).sum() / max((one.tokens | other.tokens).sum(), 1))
 
 
 def _is_part(place: Finding) -> bool:
-    ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
-    is_wide = place.code == BOUNDARY.code and place.share > 0.15
-    is_cause = place.code in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code) or place.numbers.get("cause") == "ids"
-    return ids or is_wide or not is_cause
+    fixed = (kinds.ONE_PLACE.code, kinds.BOUNDARY.code, misplaced.RETOKENISED.code)
+    if place.code == kinds.BOUNDARY.code and place.share > 0.15:
+        return True
+    return place.numbers.get("feature") == "token_before" or (
+        place.code not in fixed and place.numbers.get("cause") != "ids"
+    )
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     """Return the explanation with the largest gain, or a simpler one with at least half that gain. None if the gain is
     too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
-    found = [
-        each
-        for each in found
-        if each.finding.code != UNRELATED.code or each.left is not None or not _overlaps(each, predicted)
-    ]
+
+    def is_predicted(one: Hypothesis) -> bool:
+        return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in predicted)
+
+    unrelated = values.UNRELATED.code
+    found = [e for e in found if e.finding.code != unrelated or e.left is not None or not is_predicted(e)]
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
@@ -312,19 +255,11 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     return min(rivals, key=lambda each: (each.rank, -each.gain))
 
 
-def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:
-    return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in others)
-
-
 def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
     for each in found:
         assert each.tokens is not None
         data = data.without(each.tokens)
     return data
-
-
-def _parts(data: PairData) -> tuple[str, ...]:
-    return (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b")
 
 
 def _is_told(data: PairData, place: Where) -> bool:
@@ -338,18 +273,19 @@ def _is_told(data: PairData, place: Where) -> bool:
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
         return False
     inside = level(data.within(place.inside))
-    if place.feature in _parts(data):
+    recorded = (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b")
+    if place.feature in recorded:
         return inside > allowed / 8 and place.mean_ratio > 3
     is_off = place.mean_ratio > 3 and float(off[place.inside].mean()) > 0.2
-    if is_above(data) or is_fault(data) or is_off:
+    if is_above(data) or kinds.is_fault(data) or is_off:
         return True
     return inside > allowed / 2 and place.ratio > 5 and data.num_kept >= FEW_TOKENS
 
 
 def _places(data: PairData) -> list[Hypothesis]:
     where = [place for place in places(data) if _is_told(data, place)][:_MAX_PLACES]
-    found = [each for find in _PLACES for each in find(data, where)]
-    return [*found, *find_broken(data)] if is_excessive(data) else found
+    found = [*kinds.find_placed(data, where), *misplaced.find_neighbours(data, where)]
+    return [*found, *misplaced.find_broken(data)] if is_excessive(data) else found
 
 
 # --- Judging and describing a mismatch
@@ -358,7 +294,7 @@ def _places(data: PairData) -> list[Hypothesis]:
 def is_excessive(data: PairData) -> bool:
     """Return True if the mismatch is larger than rounding can explain, overall or at some tokens, or correlates with
     something that does not affect rounding."""
-    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
+    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or kinds.is_fault(data))
 
 
 def is_above(data: PairData) -> bool:
@@ -371,27 +307,28 @@ def is_above(data: PairData) -> bool:
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     if best.finding.signal in ("judged", "implied"):
-        return find_kinds(data, best.place)
+        return kinds.find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
-    is_unrelated = cause is not None and cause.code == UNRELATED.code and best.left is None
-    if (is_unrelated or (cause is None and place.code == SUBSET.code)) and (
-        implied := find_implied(data, best.tokens, is_unrelated=is_unrelated)
-    ):
-        return [implied]
-    if place.code in (ONE_PLACE.code, BOUNDARY.code) and cause is None:
-        return [place] if place.numbers.get("cause") else [place, *_likely(data)]
-    if place.code != SUBSET.code:
-        return [place if cause is None else _confined(data, cause, best)]
+    is_unrelated = cause is not None and cause.code == values.UNRELATED.code and best.left is None
+    is_subset = place.code == kinds.SUBSET.code
+    if is_unrelated or (cause is None and is_subset):
+        implied = kinds.find_implied(data, best.tokens, is_unrelated=is_unrelated)
+        if implied is not None:
+            return [implied]
+    if not is_subset and cause is not None:
+        return [_confined(data, cause, best)]
+    if not is_subset:
+        is_fixed = place.code in (kinds.ONE_PLACE.code, kinds.BOUNDARY.code) and not place.numbers.get("cause")
+        return [place, *(_likely(data) if is_fixed else [])]
     inside = data.without(~best.tokens)
-    if cause is None and (is_excessive(inside) or place.numbers["column"] in BY_TIME):
+    if cause is None and (is_excessive(inside) or place.numbers["column"] in kinds.BY_TIME):
         cause = _state(data)[0]
     if cause is None:
         return [place]
     if place.since is not None:
         cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
-    is_likely = cause.code != COMPUTATION.code and cause.weight >= MIN_FIRST
-    is_named = best.beside is not None or place.since is not None or is_likely
-    return [cause, place] if is_named else [place, cause]
+    is_likely = cause.code != kinds.COMPUTATION.code and cause.weight >= 0.6
+    return [cause, place] if best.beside is not None or place.since is not None or is_likely else [place, cause]
 
 
 def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
@@ -406,41 +343,31 @@ def _left(data: PairData) -> list[Finding]:
     off = nobodys(data)
     if 0 < off.mean() <= 0.1:
         without = data.within(~off)
-        if not (is_above(without) or is_fault(without)):
-            found = find_router_flips(data, off) or find_scattered(data, off)
-            likely = _likely(data) if off.sum() >= MIN_LOGPROBS else []
-            return found or [unexplained_tokens(data, off, _describing(data, off)), *likely]
+        if not (is_above(without) or kinds.is_fault(without)):
+            shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
+            share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
+            likely = _likely(data) if off.sum() >= FEW else []
+            found = kinds.find_router_flips(data, off) or values.find_scattered(data, off)
+            return found or [kinds.unexplained_tokens(data, off, place if share > 0.5 else None), *likely]
     return _state(data)
 
 
-def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
-    share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
-    return place if share > 0.5 else None
-
-
 def _state(data: PairData) -> list[Finding]:
-    if weights_agree(data):
-        return [equal_weights(data)]
-    return find_after_update(data) or find_earlier_growth(data) or find_kinds(data)
+    if weights.weights_agree(data):
+        return [kinds.equal_weights(data)]
+    return weights.find_after_update(data) or weights.find_earlier_growth(data) or kinds.find_kinds(data)
 
 
 def _likely(data: PairData) -> list[Finding]:
-    return [each for each in _state(data)[:1] if each.weight >= MIN_LIKELY]
+    return [each for each in _state(data)[:1] if each.weight >= 0.4]
 
 
 def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:
+    """Mark a declared difference as expected unless the mismatch is larger than it explains."""
+    allowed = allowed_noise(data)
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
-        allowed = allowed_noise(data) * (4 * MAX_EXCESS if is_quantised else 1)
-        fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed
-        return replace(finding, is_expected=bool(fresh_are_fine))
-    if finding.signal == "contract":
-        return replace(finding, is_expected=level(data) <= 4 * MAX_EXCESS * allowed_noise(data))
-    return finding
-
-
-def _gross(data: PairData) -> list[Finding]:
-    if not data.num_kept or not nobodys(data).any():
-        return []
-    return [unexplained_tokens(data, nobodys(data), None)]
+        most = allowed * (4 * MAX_EXCESS if is_quantised else 1)
+        return replace(finding, is_expected=bool(not same.any() or np.median(np.abs(data.d[same])) <= most))
+    is_small = finding.signal == "contract" and level(data) <= 4 * MAX_EXCESS * allowed
+    return replace(finding, is_expected=is_small)

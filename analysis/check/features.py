@@ -16,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from ..facts.rollouts import centred
 from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
 from .where import later_turn, where_text
 
-MIN_REPEATS = 20
-"""Minimum repeated tokens (same prefix, same step) for judging whether a side is deterministic."""
+CLEAR = 6.0
+"""Standard errors from which on a statistic cannot be chance, although many are tried."""
+FEW = 30
+"""Minimum tokens for a statistic. With fewer, a single one can cause a third of the sum of squares."""
 _LAGS = (1, 2, 4)
 """Autocorrelation lags in tokens. Short, so that few pairs straddle a change within a sequence."""
 
@@ -60,36 +63,46 @@ def _sampling(data: PairData) -> dict[str, float]:
 
 def _tokens(data: PairData) -> dict[str, float]:
     bigrams = data.sample.bigrams[data.keep]
-    num_repeated = data.num_kept - len(np.unique(bigrams))
+    repeat = data.num_kept - len(np.unique(bigrams)) >= MIN_REPEATS
     return {
         "token_score": _certainty(token_effect(data)[1]),
-        "bigram": variance_between(_moved(data), bigrams)[0] if num_repeated >= MIN_REPEATS else 0.0,
+        "bigram": variance_between(clipped(data.d / data.scale), bigrams)[0] if repeat else 0.0,
     }
 
 
 def _positions(data: PairData) -> dict[str, float]:
     log, turn = levels(data), later_turn(data.sample)[data.keep]
+    is_known = min(turn.sum(), (~turn).sum()) >= 4
     return {
         "later_fall_score": _certainty(fades(data, data.position > 0)),
         "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
-        "later_turn": _contrast(log, turn),
+        "later_turn": float(log[turn].mean() - log[~turn].mean()) / max(float(log.std()), 1e-9) if is_known else 0.0,
     }  # fmt: skip
 
 
 def _rows(data: PairData) -> dict[str, float]:
     log, twins, rows = levels(data), repeats(data), np.unique(data.seq)
-    mean = (np.bincount(data.seq, log) / np.maximum(np.bincount(data.seq), 1))[rows]
-    structure, share, exact = error_structure(data), variance_between(log, data.seq)[0], exact_rows(data)[0]
-    unsteady, steady_rows = not_repeatable(data) is not None, float(np.clip(1 - share, 0.0, 1.0))
+    share, exact, persistence = variance_between(log, data.seq)[0], exact_rows(data)[0], error_structure(data)
+    unsteady = float(not_repeatable(data) is not None)
     return {
-        "row": share, "row_signed": variance_between(_moved(data), data.seq)[0],
-        "row_in_step": variance_between(mean, data.sample.steps[rows])[0], "exact_rows": exact,
-        "persistence": structure.persistence, "persistence_within": structure.persistence_within,
-        "sequences": _certainty(structure.sequence_score), "unsteady": float(unsteady),
-        "unsteady_rows": unsteady * (exact == 0) * steady_rows**4,
+        "row": share, "row_signed": variance_between(clipped(data.d / data.scale), data.seq)[0],
+        "row_in_step": variance_between(means(log, data.seq)[rows], data.sample.steps[rows])[0], "exact_rows": exact,
+        "persistence": persistence[0], "persistence_within": persistence[1], "sequences": _certainty(persistence[2]),
+        "unsteady": unsteady, "unsteady_rows": unsteady * (exact == 0) * float(np.clip(1 - share, 0.0, 1.0)) ** 4,
         "twins_both": _log((twins.a + 1e-5) / (twins.b + 1e-5)) if twins.is_known else 0.0,
         "along": _certainty(along_movement(data)),
     }  # fmt: skip
+
+
+def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
+    """Return the mean of `values` [K] in each of at least `num` groups, NaN in those without a value."""
+    count = np.bincount(group, minlength=num)
+    return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
+
+
+def clipped(values: np.ndarray) -> np.ndarray:
+    """Limit `values` to their first and last percentile."""
+    return np.asarray(np.clip(values, *np.quantile(values, [0.01, 0.99])))
 
 
 def _log(ratio: float) -> float:
@@ -101,20 +114,6 @@ def _certainty(score: float) -> float:
     return float(np.tanh(score / 6.0))
 
 
-def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
-    """Return the difference between the means inside and outside, in standard deviations. 0 if either has fewer than 4
-    values."""
-    if min(inside.sum(), (~inside).sum()) < 4:
-        return 0.0
-    return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
-
-
-@once
-def _moved(data: PairData) -> np.ndarray:
-    moved = data.d / data.scale
-    return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
-
-
 def fades(data: PairData, inside: np.ndarray) -> float:
     """Return by how much the mismatch drops from the first to the last third of a response, in standard errors.
 
@@ -124,51 +123,39 @@ def fades(data: PairData, inside: np.ndarray) -> float:
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
     along = data.position / np.maximum(data.sample.lengths[data.seq], 1)
-    means = []
-    for third in (known & (along < 1 / 3), known & (along >= 2 / 3)):
-        count = np.bincount(data.seq[third], minlength=data.sample.num_sequences)
-        total = np.bincount(data.seq[third], beyond[third], data.sample.num_sequences)
-        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
-    falls = (means[0] - means[1])[np.isfinite(means[0] - means[1])]
+    thirds = (known & (along < 1 / 3), known & (along >= 2 / 3))
+    first, last = (means(beyond[each], data.seq[each], data.sample.num_sequences) for each in thirds)
+    falls = (first - last)[np.isfinite(first - last)]
     return float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12)) if len(falls) > 1 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)) after subtracting the means per token id and per step. All 0 if there are too
-    few tokens."""
-
-    persistence: float
-    """Mean autocorrelation over _LAGS. High if neighbouring tokens have similar mismatches."""
-    sequence_score: float
-    """z-score of the variance between sequences. Near 0 if the variance is no larger than expected by chance."""
-    persistence_within: float = 1.0
-    """`persistence` after subtracting each sequence's mean. 0 if whole sequences are affected."""
-
-
 @once
-def error_structure(data: PairData) -> ErrorStructure:
-    level = data.level_beyond_tokens
+def error_structure(data: PairData) -> tuple[float, float, float]:
+    """Describe how log(|d| / (1 - p)) varies after subtracting the means per token id and per step.
+
+    Returns its mean autocorrelation over _LAGS (high if neighbouring tokens have similar mismatches), the same after
+    subtracting each sequence's mean (0 if whole sequences are affected), and the z-score of the variance between
+    sequences (near 0 if it is no larger than expected by chance). (0, 1, 0) if there are too few tokens.
+    """
+    level = data.level_beyond_tokens.copy()
     known = np.isfinite(level)
     if known.sum() < 2 * max(_LAGS):
-        return ErrorStructure(0.0, 0.0)
-    _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # includes final steps without any finite level
-    mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
-    level = level - mean[step]
-    count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
-    own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
+        return 0.0, 1.0, 0.0
+    seq = data.seq[known]
+    level[known] = centred(level[known], np.unique(data.sample.steps[seq], return_inverse=True)[1])
+    count = np.bincount(seq)
+    within = np.where(known, 0.0, np.nan)
+    within[known] = centred(level[known], seq)
     # Subtracting a mean over n tokens lowers the correlation between a sequence's tokens by 1 / n.
     lowered = float(1 / np.average(count, weights=count))
-    within = _persistence(level - own[data.seq], known, data.seq) + lowered
-    score = variance_between(level[known], data.seq[known])[1]
-    return ErrorStructure(_persistence(level, known, data.seq), score, within)
+    score = variance_between(level[known], seq)[1]
+    return _persistence(level, data.seq), _persistence(within, data.seq) + lowered, score
 
 
-def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
+def _persistence(level: np.ndarray, seq: np.ndarray) -> float:
     lags = []
     for lag in _LAGS:
-        same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
+        same = (seq[lag:] == seq[:-lag]) & np.isfinite(level[lag:] + level[:-lag])
         lags.append(pearson(level[lag:][same], level[:-lag][same]))
     return float(np.mean(np.nan_to_num(lags)))
 
@@ -224,15 +211,11 @@ def along_movement(data: PairData) -> float:
     steps = sample.steps[data.seq].astype(float)
     if len(np.unique(steps)) < 3 or not data.num_kept:
         return 0.0
-    _, place = np.unique(sample.bigrams[data.keep], return_inverse=True)
-    count = np.bincount(place)
+    _, place, count = np.unique(sample.bigrams[data.keep], return_inverse=True, return_counts=True)
     d = np.clip(data.d, *np.array([-3.0, 3.0]) * data.rms())
-    bins = np.digitize(data.a, np.quantile(data.a, np.linspace(0, 1, 11)[1:-1]))
-    d = d - (np.bincount(bins, d) / np.maximum(np.bincount(bins), 1))[bins]
+    d = centred(d, np.digitize(data.a, np.quantile(data.a, np.linspace(0, 1, 11)[1:-1])))
     mean_d = np.bincount(place, d) / (count + 3.0)
-    moved = np.clip(data.a - (np.bincount(place, data.a) / count)[place], -3, 3)
-    since = steps - (np.bincount(place, steps) / count)[place]
-    products = np.bincount(data.seq, mean_d[place] * since * moved)
+    products = np.bincount(data.seq, mean_d[place] * centred(steps, place) * np.clip(centred(data.a, place), -3, 3))
     return float(products.sum() / max(np.sqrt(np.sum(products**2)), 1e-30))
 
 
@@ -253,33 +236,33 @@ class RepeatedTokens:
         return self.num >= MIN_REPEATS
 
 
+MIN_REPEATS = 20
+"""Minimum repeated tokens for judging whether a side is deterministic."""
+
+
 @once
 def repeats(data: PairData) -> RepeatedTokens:
+    """Compare tokens that have the same prefix, step and temperature."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
+    temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
     order = np.lexsort((data.seq, keys, steps))
     one, two = order[:-1], order[1:]
-    temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
-    twin = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (data.rest[one] > 0.05)
-    twin &= temperature[one] == temperature[two]
+    twin = data.rest[one] > 0.05
+    for each in (keys, steps, temperature):
+        twin &= each[one] == each[two]
     one, two = one[twin], two[twin]
+    scale = data.scale[one]
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
-    scale = data.scale[one]
-
-    def rms(values: np.ndarray) -> float:
-        return float(np.sqrt(np.mean((values / scale) ** 2) / 2))
-
-    d = float(np.sqrt(np.mean((data.d[one] / scale) ** 2)))
-    return RepeatedTokens(len(one), rms(data.a[one] - data.a[two]), rms(data.b[one] - data.b[two]), d)
+    of_a, of_b, d = (data.a[one] - data.a[two]), (data.b[one] - data.b[two]), data.d[one] * np.sqrt(2)
+    return RepeatedTokens(len(one), *(float(np.sqrt(np.mean((each / scale) ** 2) / 2)) for each in (of_a, of_b, d)))
 
 
 def not_repeatable(data: PairData) -> str | None:
     """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None."""
     found = repeats(data)
-    if not found.is_known:
-        return None
     for side, own, other in (("a", found.a, found.b), ("b", found.b, found.a)):
-        if own > allowed_noise(data) / 2 and own > 3 * other and own > found.d / 3:
+        if found.is_known and own > max(allowed_noise(data) / 2, 3 * other, found.d / 3):
             return side
     return None
 
@@ -302,21 +285,19 @@ class MismatchGrowth:
 
 @once
 def growth(data: PairData) -> MismatchGrowth:
-    noise = logit_error(data)
-    steps = data.sample.steps[data.seq]
+    """Compare the first step's mismatch with the later ones."""
+    noise, steps = logit_error(data), data.sample.steps[data.seq]
     known = np.unique(steps)
     level = np.array([np.median(noise[steps == step]) for step in known])
     if len(known) < 2:
-        return MismatchGrowth(float(level[0]) if len(level) else 0.0, 0.0, None)
-    middle = np.sqrt(max(level[0], 1e-9) * max(level[1:].max(), 1e-9))
-    above = np.flatnonzero(level > middle)
+        return MismatchGrowth(float(level.sum()), 0.0, None)
+    first, later = float(level[0]), float(level[1:].max())
+    above = np.flatnonzero(level > np.sqrt(max(first, 1e-9) * max(later, 1e-9)))
     if not len(above):
-        return MismatchGrowth(float(level[0]), float(level[1:].max()), None)
-    before, after = np.split(level, above[:1])
-    is_sudden = (
-        min(len(before), len(after)) >= 2 and max(np.ptp(before) / before.min(), np.ptp(after) / after.min()) < 0.5
-    )
-    return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]), bool(is_sudden))
+        return MismatchGrowth(first, later, None)
+    parts = np.split(level, above[:1])
+    is_sudden = all(len(part) >= 2 and np.ptp(part) < 0.5 * part.min() for part in parts)
+    return MismatchGrowth(first, later, int(known[above[0]]), is_sudden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +306,6 @@ class Onset:
     shape: str
     """`event` if the onset is at a fixed response position, else `shards` if the mismatch decays and starts again at
     twice the column, else `window`."""
-
-
-MIN_ONSET_SHARE = 0.25
-"""Minimum share of variance in `levels` that splitting at one column must explain."""
 
 
 @once
@@ -359,8 +336,7 @@ def onset(data: PairData) -> Onset | None:
     is_event = of_position > (1.05 if end > 1.2 * begin else 0.9) * share
     if is_event:
         share, at, column = found[0]
-    least = MIN_ONSET_SHARE * float(np.sum((log - log.mean()) ** 2))
-    if share < least or np.median(noise[column < at]) > allowed_noise(data):
+    if share < np.sum((log - log.mean()) ** 2) / 4 or np.median(noise[column < at]) > allowed_noise(data):
         return None
     is_repeated = not is_event and min(begin, again) > 1.5 * end
     return Onset(at, "event" if is_event else "shards" if is_repeated else "window")
@@ -393,26 +369,20 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     return at / len(middle), rows[at:]
 
 
-def sampled_score(data: PairData, side: str) -> float:
-    """Return a side's mean logprob + entropy in standard errors over sequences.
+def sampled(data: PairData, side: str) -> tuple[float, float]:
+    """Return the mean of a side's logprob + entropy (nats), and the same in standard errors over sequences.
 
-    Near 0 if the tokens were sampled from that side's distribution. 0 if no entropies were recorded.
+    Near 0 if the tokens were sampled from that side's distribution. (NaN, 0) if no entropies were recorded.
     """
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
-        return 0.0
+        return float("nan"), 0.0
     values = getattr(data, side) + entropy[data.keep]
     there = np.isfinite(values)
-    if there.sum() < 30:
-        return 0.0
-    rows = np.unique(data.seq[there], return_inverse=True)[1]
-    total = np.bincount(rows, values[there])
-    return float(total.sum() / max(total.std() * np.sqrt(len(total)), 1e-9))
-
-
-def sampled_mean(data: PairData, side: str) -> float:
-    entropy = getattr(data.sample, side).entropy
-    return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
+    if there.sum() < FEW:
+        return float(np.nanmean(values)), 0.0
+    total = np.bincount(np.unique(data.seq[there], return_inverse=True)[1], values[there])
+    return float(values[there].mean()), float(total.sum() / max(total.std() * np.sqrt(len(total)), 1e-9))
 
 
 REASONS: dict[str, tuple[str, str]] = {
@@ -451,8 +421,9 @@ MAX_DISTANCE = 4.0
 """Standardised features are clipped to this absolute value. Runs beyond it do not resemble the fitted ones."""
 
 MAX_REASONS = 3
-SIZE = "the logits differ by {level:.2g} nats rms; rounding in {dtypes} usually causes at most {allowed:.2g}"
-_IMPLIED = "typical causes: HINT. The logits differ by {level:.2g} nats rms{since_text}; rounding in {dtypes} usually causes at most {allowed:.2g}{reason_text}{where_text}"
+_USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g}"
+SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
+_SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,7 +480,7 @@ def judged(hint: str) -> str:
 
 
 def implied(hint: str) -> str:
-    return _IMPLIED.replace("HINT", hint)
+    return f"typical causes: {hint}. {_SIZE_AND_PLACE}"
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:

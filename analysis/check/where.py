@@ -9,7 +9,7 @@ Shapes: K kept tokens in S sequences.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
@@ -23,20 +23,14 @@ Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
 """Minimum ratio of mean mismatch inside a description to outside. Healthy runs vary by less than a factor of 2."""
-MIN_GAIN_NATS = 20.0
+PLACE_NATS = 20.0
 """Minimum evidence for a description (nats). Because many descriptions are tried, one can reach 10 by chance."""
-MIN_PART_UNITS = 4
-"""Minimum sequences or tokens on either side of a split."""
 MAX_COVERED = 0.95
 """Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
-MIN_PERIODIC = 20
-_MOST_PERIOD = 64
-MICRO_BATCHES = (2, 4, 8, 16, 32)
-MIN_TRIGGERED = 6
-"""Triggering token ids are searched for only if the mismatch begins partway through at least this many rows."""
-TRIGGER_SLACK = 4
-"""Maximum tokens between a triggering id and the first visibly wrong token. Near-certain tokens in between can mask the
-onset."""
+MIN_UNITS = 4
+"""Minimum sequences or tokens on either side of a split, and maximum tokens between a triggering id and the onset."""
+PERIODS = (2, 4, 8, 16, 32, 64)
+"""Batch sizes in rows, and periods in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +67,11 @@ FEATURES = {
     "from_end": "the distance from the response's end in tokens",
     "position": "the position in the response",
     "total_position": "the position in prompt and response",
+    "phase": "the position in the response modulo {last}",
+    "phase_total": "the position in prompt and response modulo {last}",
+    "every": "one token in every {last}, with an offset that can differ between rows",
+    "first_of_chunk": "the first token of a chunk, if prompt and response together are split into {last} equal chunks",
+    "last_of_chunk": "the last token of a chunk, if prompt and response together are split into {last} equal chunks",
     "token_id": "the token id",
     "token_before": "the previous token's id",
     "after_ids": "an earlier token's id",
@@ -90,6 +89,7 @@ FEATURES = {
     "forward_row": "the row index in the forward pass",
     "pad_left": "the left padding",
     "row": "the row index in the step",
+    "not_first_of": "rows other than the first in each block of {last}",
     "group_rank": "the row index in the group",
     "group_id": "the group id",
     "prompt_seen_before": "the flag `prompt occurred at an earlier step`",
@@ -99,55 +99,52 @@ FEATURES = {
     "response_length": "the response length in tokens",
     "prompt_length": "the prompt length in tokens",
     "total_length": "the combined prompt and response length in tokens",
+    "shorter_prompt_of": "rows whose prompt length is below the maximum in their block of {last} rows",
+    "shorter_total_of": "rows whose total length is below the maximum in their block of {last} rows",
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. `where_text` adds the pass, and handles features whose names contain a number."""
+"""Feature -> phrase. A feature's name may end in a number, which is `{last}`, or in a pass."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
     """Return a description as a phrase, e.g. `all at the first token of the response`."""
-    feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), numbers["values"]
+    feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), str(numbers["values"])
     name, _, last = feature.rpartition("_")
-    if name in ("first_of_chunk", "last_of_chunk"):
-        return f"all at the {name.split('_')[0]} token of a chunk, if prompt and response together are split into {last} equal chunks"
-    if name == "every":
-        return f"all at one token in every {last}, with an offset that can differ between rows"
-    if name == "not_first_of":
-        return f"all in rows other than the first in each block of {last}"
-    if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
-        return f"all in rows whose {name.split('_')[1]} length is below the maximum in their block of {last} rows"
-    if name in ("phase", "phase_total"):
-        counted = "prompt and response" if name == "phase_total" else "the response"
-        return f"all where the position in {counted} modulo {last} is {values}"
-    side = f" of pass {last}" if last in ("a", "b") else ""
-    phrase = FEATURES.get(feature, FEATURES.get(name, name if side else feature).replace("_", " ") + side)
-    if kind == "is":
-        return f"all at {phrase}"
-    relation = {"from": "is at least", "before": "is below"}.get(kind, "is one of" if "," in str(values) else "is")
-    if kind == "before" and str(values) in ("", "True"):
-        return f"none at {phrase}"
+    side = f" of pass {last}" if last in ("a", "b") and feature not in FEATURES else ""
+    phrase = FEATURES.get(feature) or FEATURES.get(name) or (name if side else feature).replace("_", " ")
+    phrase = phrase.format(last=last) + side
+    if kind == "is" or (kind == "before" and values in ("", "True")):
+        return f"{'all' if kind == 'is' else 'none'} {'in' if phrase.startswith('rows') else 'at'} {phrase}"
+    relation = {"from": "is at least", "before": "is below"}.get(kind, "is one of" if "," in values else "is")
     return f"all where {phrase} {relation} {values}"
 
 
 @once
 def places(data: PairData) -> list[Where]:
-    noise, level = logit_error(data), levels(data)
-    num = np.bincount(data.seq, minlength=data.sample.num_sequences)
-    mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
-    rows = np.flatnonzero(num)
-    found = [
-        *(_split(data, noise, name, values[rows], mean[rows], rows) for name, values in sequence_columns(data.sample).items()),
-        *(_split(data, noise, name, values, level, None) for name, values in token_columns(data).items()),
-    ]  # fmt: skip
+    """Return the descriptions with enough evidence, best first."""
+    level, num = levels(data), np.bincount(data.seq, minlength=data.sample.num_sequences)
+    mean, rows = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1), np.flatnonzero(num)
+    of_rows, of_tokens = sequence_columns(data.sample), token_columns(data)
+    found = [_place(data, name, values[rows], mean[rows], rows) for name, values in of_rows.items()]
+    found += [_place(data, name, values, level, None) for name, values in of_tokens.items()]
     if ids := _trigger_ids(data):
-        after = _after(data, ids)
-        for name, inside in (("after_ids", after), ("from_ids", after | np.isin(data.sample.tokens[data.keep], ids))):
-            place = _split(data, noise, name, inside, level, None)
+        here = np.isin(data.sample.tokens[data.keep], ids)
+        after = np.zeros(data.num_kept, bool)
+        for first, last in _rows(data):
+            seen = not set(ids).isdisjoint(data.sample.prompts[data.seq[first]] or ())
+            after[first:last] = seen | (np.cumsum(here[first:last]) > here[first:last])
+        chosen = len(ids) * float(np.log(len(np.unique(data.sample.tokens[data.keep]))))
+        for name, inside in (("after_ids", after), ("from_ids", after | here)):
+            place = _place(data, name, inside, level, None)
             if place and place.kind == "is":
-                chosen = len(ids) * float(np.log(len(np.unique(data.sample.tokens[data.keep]))))
                 found.append(replace(place, kind="one_of", values=tuple(ids), gain=place.gain - chosen))
     return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
+
+
+def _rows(data: PairData) -> list[tuple[int, int]]:
+    first = np.flatnonzero(np.r_[True, data.seq[1:] != data.seq[:-1]])
+    return list(zip(first.tolist(), [*first[1:].tolist(), data.num_kept], strict=True))
 
 
 def _trigger_ids(data: PairData) -> list[int]:
@@ -155,89 +152,114 @@ def _trigger_ids(data: PairData) -> list[int]:
 
     An id qualifies if it occurs just before the onset in several rows, and well before it in only a few.
     """
-    noise = logit_error(data)
+    noise, least = logit_error(data), 6  # rows in which the mismatch begins partway
     off = noise > 50 * np.quantile(noise, 0.1)
-    if not MIN_TRIGGERED < off.sum() < MAX_COVERED * data.num_kept:
+    if not least < off.sum() < MAX_COVERED * data.num_kept:
         return []
     tokens = data.sample.tokens[data.keep]
     clean: Counter[int] = Counter()
     near, within = [], []
-    for first, last in zip(*_row_bounds(data), strict=True):
-        onset = int(off[first:last].argmax()) if off[first:last].any() else last - first
-        before = first + max(onset - TRIGGER_SLACK, 0)
-        clean.update(
-            {*tokens[first:before].tolist(), *(data.sample.prompts[data.seq[first]] or () if before > first else ())}
-        )
-        if onset < last - first:
-            given = () if onset else data.sample.prompts[data.seq[first]] or ()
-            near.append({*tokens[before : first + onset + 1].tolist(), *given})
-            within += near[-1:] if onset else []
+    for first, last in _rows(data):
+        prompt = data.sample.prompts[data.seq[first]] or ()
+        onset = first + int(off[first:last].argmax()) if off[first:last].any() else last
+        before = max(onset - MIN_UNITS, first)  # near-certain tokens in between can mask the onset
+        clean.update({*tokens[first:before].tolist(), *(prompt if before > first else ())})
+        if onset < last:
+            near.append({*tokens[before : onset + 1].tolist(), *(() if onset > first else prompt)})
+            within += near[-1:] if onset > first else []
     often = Counter(chain.from_iterable(near))
     left = [{each for each in ids if clean[each] < often[each] / 4} for ids in near]
     chosen: list[int] = []
     while left := [ids for ids in left if ids]:
         token, rows = Counter(chain.from_iterable(left)).most_common(1)[0]
-        if rows < 2 or (not chosen and len(left) < MIN_TRIGGERED):
+        if rows < 2 or (not chosen and len(left) < least):
             break
         chosen.append(token)
         left = [ids for ids in left if token not in ids]
-    return sorted(chosen) if sum(not ids.isdisjoint(chosen) for ids in within) >= MIN_TRIGGERED else []
+    return sorted(chosen) if sum(not ids.isdisjoint(chosen) for ids in within) >= least else []
 
 
-def _row_bounds(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    first = np.flatnonzero(np.r_[True, data.seq[1:] != data.seq[:-1]])
-    return first, np.r_[first[1:], data.num_kept]
-
-
-def _after(data: PairData, ids: Sequence[int]) -> np.ndarray:
-    there = np.isin(data.sample.tokens[data.keep], ids)
-    out = np.zeros(data.num_kept, bool)
-    for first, last in zip(*_row_bounds(data), strict=True):
-        prompt = data.sample.prompts[data.seq[first]]
-        seen = bool(prompt) and not set(ids).isdisjoint(prompt)
-        out[first:last] = seen | (np.cumsum(there[first:last]) > there[first:last])
-    return out
-
-
-def _split(
-    data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
-) -> Where | None:
-    there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
-    if values.dtype.kind == "O":
-        there, values = np.array([value is not None for value in values]), values.astype(str)
-    known, place = _distinct(values[there])
-    if len(known) < 2:
+def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None) -> Where | None:
+    """Describe the tokens, or all tokens of the `rows`, whose `values` go with a high `level`."""
+    noise = logit_error(data)
+    best = _split(name, values, level)
+    if best is None:
         return None
-    best = _best(np.bincount(place).astype(float), np.bincount(place, level[there]), level[there], known, name)
-    if best is None or best[0] < MIN_GAIN_NATS:
-        return None
-    gain, kind, chosen = best
-    if kind == "one_of" and values.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
-        if name.startswith("token"):
-            # Some ids above the limit may agree by chance, and a few below it may not.
+    gain, kind, known, chosen, marked, there = best
+    if kind == "one_of" and known.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
+        limit = int(chosen.min())
+        is_range = len(chosen) > 0.8 * (chosen.max() - limit + 1)
+        if name.startswith("token"):  # some ids above the limit may agree by chance, and a few below it may not
             limit = int(np.quantile(chosen, 0.01, method="lower"))
-            if np.mean((place >= limit) == np.isin(place, chosen)) > 0.97:
-                kind, chosen = "from", np.arange(limit, len(known))
-        elif len(chosen) > 0.8 * (chosen.max() - chosen.min() + 1):
-            kind, chosen = "from", np.arange(chosen.min(), chosen.max() + 1)
-    marked = np.zeros(len(values), bool)
-    marked[np.flatnonzero(there)[np.isin(place, chosen)]] = True
+            is_range = np.mean((values[there] >= known[limit]) == marked[there]) > 0.97
+        if is_range:
+            kind, chosen = "from", np.arange(limit, len(known) if name.startswith("token") else chosen.max() + 1)
+            marked = there & np.isin(values, known[chosen])
     inside = marked if rows is None else np.isin(data.seq, rows[marked])
     if inside.all() or not inside.any() or (kind == "one_of" and inside.mean() > MAX_COVERED):
         return None
-    outside = ~inside
     typical = np.minimum(noise, np.quantile(noise, 0.995))
-    mean_ratio = float(typical[inside].mean() / max(float(typical[outside].mean()), 1e-12))
-    ratio = float(np.exp(level[there][np.isin(place, chosen)].mean() - level[there][~np.isin(place, chosen)].mean()))
-    ratio = max(ratio, mean_ratio)
+    mean_ratio = float(typical[inside].mean() / max(float(typical[~inside].mean()), 1e-12))
+    ratio = max(float(np.exp(level[marked].mean() - level[there & ~marked].mean())), mean_ratio)
     if ratio < MIN_RATIO:
         return None
     shown = tuple(known[i].item() for i in chosen)
     edge = {"from": shown[:1], "before": (known[min(int(chosen.max()) + 1, len(known) - 1)].item(),), "is": ()}
     return Where(
         feature=name, kind=kind, values=edge.get(kind, shown), inside=inside, gain=gain, ratio=ratio, mean_ratio=mean_ratio,
-        level_outside=float(np.median(noise[outside])),
+        level_outside=float(np.median(noise[~inside])),
     )  # fmt: skip
+
+
+_Split = tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Gain, kind, distinct values, indices of those inside, and two masks over units: those inside, those with a value."""
+
+
+def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
+    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones."""
+    there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
+    if values.dtype.kind == "O":
+        there, values = np.array([value is not None for value in values]), values.astype(str)
+    known, place = _distinct(values[there])
+    level = level[there]
+    if len(known) < 2:
+        return None
+    num, counts = len(level), np.bincount(place).astype(float)
+    sums = np.bincount(place, level) - counts * level.mean()
+
+    def gains(inside: np.ndarray, part: np.ndarray, level: np.ndarray = level) -> np.ndarray:
+        total, num = float(np.sum((level - level.mean()) ** 2)), len(level)
+        between = part**2 / inside + part**2 / np.maximum(num - inside, 1e-9)
+        return np.asarray(-num / 2 * np.log(np.maximum(1 - between / max(total, 1e-30), 1e-12)))
+
+    options: list[tuple[float, Kind, np.ndarray]] = []
+    size: np.ndarray = np.arange(1, len(known))
+    if known.dtype == bool:
+        chosen = int(sums[1] / counts[1] > sums[0] / counts[0])
+        options.append((float(gains(counts[1:], sums[1:])[0]) - 1, "is" if chosen else "before", np.array([chosen])))
+    elif known.dtype.kind in "if" and not name.startswith("phase"):
+        before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
+        worth = gains(before, part) - np.log(len(known))
+        worth[np.minimum(before, num - before) < MIN_UNITS] = -np.inf
+        if name.startswith("token"):  # tokens with the same id have similar levels, so the ids' means must split, too
+            means = sums / counts
+            of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
+            worth[(of_ids < PLACE_NATS) | (np.minimum(size, len(known) - size) < MIN_UNITS)] = -np.inf
+        at = int(np.argmax(worth))
+        up = part[at] < 0
+        options.append((float(worth[at]), "from" if up else "before", size[at:] if up else np.arange(at + 1)))
+    if known.dtype != bool and len(known) <= num / 2:
+        order = np.argsort(-(sums / counts), kind="stable")
+        # Cost of naming m among n values: the log number of ways to choose them.
+        cost = size * (np.log(len(known) / size) + 1) + np.log(len(known))
+        worth = gains(np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]) - cost
+        at = int(np.argmax(worth))
+        options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
+    nothing: tuple[float, Kind, np.ndarray] = (0.0, "is", size)
+    gain, kind, chosen_values = max(options, key=lambda option: option[0], default=nothing)
+    marked = np.zeros(len(values), bool)
+    marked[np.flatnonzero(there)[np.isin(place, chosen_values)]] = True
+    return (gain, kind, known, chosen_values, marked, there) if gain >= PLACE_NATS else None
 
 
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -249,61 +271,15 @@ def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (np.flatnonzero(there) + least).astype(values.dtype), (np.cumsum(there) - 1)[whole - least]
 
 
-def _best(
-    counts: np.ndarray, sums: np.ndarray, level: np.ndarray, known: np.ndarray, name: str
-) -> tuple[float, Kind, np.ndarray] | None:
-    """Return the best split as (gain, kind, indices of the values inside), or None.
-
-    For each of V values, `counts` is the number of units (sequences or tokens) with that value, and `sums` their total
-    level. `level` has one level per unit.
-    """
-    num = len(level)
-    sums = sums - counts * level.mean()
-
-    def gains(inside: np.ndarray, part: np.ndarray, level: np.ndarray = level) -> np.ndarray:
-        total, num = float(np.sum((level - level.mean()) ** 2)), len(level)
-        between = part**2 / inside + part**2 / np.maximum(num - inside, 1e-9)
-        return np.asarray(-num / 2 * np.log(np.maximum(1 - between / max(total, 1e-30), 1e-12)))
-
-    options: list[tuple[float, Kind, np.ndarray]] = []
-    if known.dtype == bool:
-        chosen = 1 if sums[1] / counts[1] > sums[0] / counts[0] else 0
-        kind: Kind = "is" if chosen else "before"
-        options.append((float(gains(counts[1:], sums[1:])[0]) - 1, kind, np.array([chosen])))
-    elif known.dtype.kind in "if" and not name.startswith("phase"):
-        before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
-        worth = gains(before, part) - np.log(len(known))
-        worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
-        if name.startswith("token"):  # tokens with the same id have similar levels, so the ids' means must split, too
-            means, size = sums / counts, np.arange(1, len(known))
-            of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
-            worth[(of_ids < MIN_GAIN_NATS) | (np.minimum(size, len(known) - size) < MIN_PART_UNITS)] = -np.inf
-        at = int(np.argmax(worth))
-        up = part[at] < 0
-        chosen_values = np.arange(at + 1, len(known)) if up else np.arange(at + 1)
-        options.append((float(worth[at]), "from" if up else "before", chosen_values))
-    if known.dtype != bool and len(known) <= num / 2:
-        order = np.argsort(-(sums / counts), kind="stable")
-        inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
-        size = np.arange(1, len(known))
-        # Cost of naming m among n values: the log number of ways to choose them.
-        worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
-        at = int(np.argmax(worth))
-        options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
-    return max(options, key=lambda option: option[0], default=None)
-
-
 def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
     order, prompt = recorded_order(sample), sample.prompt_lengths
     total = prompt + sample.lengths
+    outcomes = sample.outcomes.items()
     columns: dict[str, np.ndarray] = {
         "version": _known(sample.versions), "lag": _known(sample.a.versions - sample.b.versions), **sample.settings,
-        "prompt_seen_before": seen_before(sample), "group_id": np.array(sample.group_ids, object),
+        "prompt_seen_before": _seen_before(sample), "group_id": np.array(sample.group_ids, object),
         "finish_reason": np.array(sample.finish_reasons, object),
-        **{
-            f"{name}_above_0": np.where(np.isfinite(values), values > 0, np.nan)
-            for name, values in sample.outcomes.items()
-        },
+        **{f"{name}_above_0": np.where(np.isfinite(values), values > 0, np.nan) for name, values in outcomes},
         "response_length": sample.lengths.astype(float), "prompt_length": prompt.astype(float),
         "total_length": total.astype(float), "step": sample.steps.astype(float), "row": order.astype(float),
         "group_rank": _group_rank(sample, order),
@@ -313,12 +289,11 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
             f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
             f"version_{side}": _known(own.versions), f"forward_row_{side}": own.forward_row, f"pad_left_{side}": own.pad_left,
         }  # fmt: skip
-    columns |= {f"not_first_of_{size}": order % size > 0 for size in MICRO_BATCHES}
     for size, batch in batches(sample, order).items():
-        columns |= {
-            f"shorter_{name}_of_{size}": lengths < largest(lengths, batch)
-            for name, lengths in (("prompt", prompt), ("total", total))
-        }
+        if size != "step":
+            columns[f"not_first_of_{size}"] = order % int(size) > 0
+        for name, lengths in (("prompt", prompt), ("total", total)):
+            columns[f"shorter_{name}_of_{size}"] = lengths < largest(lengths, batch)
     return columns
 
 
@@ -335,21 +310,19 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "token_repeated": occurrences(data)["row"] > 0, "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }  # fmt: skip
-    for parts in (2, 4, 8, 16):
+    for parts in PERIODS[:4]:
         chunk = np.maximum(-(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts), 1)
         columns[f"first_of_chunk_{parts}"] = total % chunk == 0
         columns[f"last_of_chunk_{parts}"] = ((total + 1) % chunk == 0) & (from_end > 0)
     if (period := _period(data)) is not None:
         # The offset within the period may differ by row, for example if prompt lengths are unknown.
-        cell, shape = data.seq * period + position % period, (sample.num_sequences, period)
-        count = np.bincount(cell, minlength=sample.num_sequences * period)
-        mean = np.where(count > 0, np.bincount(cell, levels(data), len(count)) / np.maximum(count, 1), -np.inf)
-        columns[f"every_{period}"] = position % period == mean.reshape(shape).argmax(axis=1)[data.seq]
-    for period in (2, 4, 8, 16, 32, _MOST_PERIOD):
-        columns |= {
-            f"phase_{period}": (position % period).astype(float),
-            f"phase_total_{period}": (total % period).astype(float),
-        }
+        cell, num = data.seq * period + position % period, sample.num_sequences * period
+        count = np.bincount(cell, minlength=num)
+        mean = np.where(count > 0, np.bincount(cell, levels(data), num) / np.maximum(count, 1), -np.inf)
+        columns[f"every_{period}"] = position % period == mean.reshape(-1, period).argmax(axis=1)[data.seq]
+    for period in PERIODS:
+        columns[f"phase_{period}"] = (position % period).astype(float)
+        columns[f"phase_total_{period}"] = (total % period).astype(float)
     return columns
 
 
@@ -357,16 +330,14 @@ def _period(data: PairData) -> int | None:
     """Return the distance between successive affected tokens in a row if it is nearly constant."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
-    if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
+    if len(off) >= data.num_kept / 2:
         return None
-    same = data.seq[off[1:]] == data.seq[off[:-1]]
-    gaps = (data.position[off[1:]] - data.position[off[:-1]])[same]
-    values, counts = np.unique(gaps, return_counts=True)
-    if len(gaps) < MIN_PERIODIC:
+    gaps = np.diff(data.position[off])[np.diff(data.seq[off]) == 0]
+    if len(gaps) < 20:
         return None
-    usual = int(values[np.argmax(counts)])
+    usual = int(np.bincount(gaps).argmax())
     # Affected tokens in between may be missed, so the distance can be a multiple of the period.
-    return usual if 2 <= usual <= _MOST_PERIOD and np.mean(gaps % usual == 0) > 0.75 else None
+    return usual if 2 <= usual <= PERIODS[-1] and np.mean(gaps % usual == 0) > 0.75 else None
 
 
 def later_turn(sample: Sample) -> np.ndarray:
@@ -401,7 +372,7 @@ def occurrences(data: PairData) -> dict[str, np.ndarray]:
     return {"response": in_response[data.keep], "row": in_row[data.keep]}
 
 
-def seen_before(sample: Sample) -> np.ndarray:
+def _seen_before(sample: Sample) -> np.ndarray:
     """Return 1 where the prompt also occurred at an earlier step, 0 elsewhere, NaN if unknown [S]."""
     first: dict[tuple[int, ...], int] = {}
     out = np.full(sample.num_sequences, np.nan)
@@ -413,12 +384,14 @@ def seen_before(sample: Sample) -> np.ndarray:
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
     """Return batch size in rows -> each sequence's batch [S]. The key `step` stands for whole steps."""
-    return {**{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}, "step": sample.steps}
+    sizes = PERIODS[:-1]
+    return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    """Return the largest of the values [S] in each sequence's batch, [S]."""
     _, place = np.unique(batch, return_inverse=True)
-    out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
+    out = np.zeros(int(place.max(initial=0)) + 1, values.dtype)
     np.maximum.at(out, place, values)
     return np.asarray(out[place])
 
@@ -434,6 +407,7 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
 
 
 def rank_of(label: np.ndarray) -> np.ndarray:
+    """Return how many earlier elements have the same label, [N]."""
     order = np.argsort(label, kind="stable")
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
@@ -446,25 +420,15 @@ def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] |
 
     Tries only features known before sampling. NaN means no value.
     """
-    there = np.isfinite(values)
-    found = []
+    rows, found = np.flatnonzero(np.isfinite(values)), []
+    known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():
-        if not name.startswith(
-            ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
-        ):
-            continue
-        known = there & (np.array([each is not None and each == each for each in column]))
-        kinds, place = np.unique(
-            column[known].astype(str) if column.dtype.kind == "O" else column[known], return_inverse=True
-        )
-        if len(kinds) < 2:
-            continue
-        best = _best(np.bincount(place).astype(float), np.bincount(place, values[known]), values[known], kinds, name)
-        if best is not None and best[0] > MIN_GAIN_NATS:
-            inside = np.zeros(len(values), bool)
-            inside[np.flatnonzero(known)[np.isin(place, best[2])]] = True
-            shown = ", ".join(str(each) for each in kinds[best[2]][:5])
-            found.append((best[0], where_text({"feature": name, "kind": best[1], "values": shown}), inside))
+        best = _split(name, column[rows], values[rows]) if name.startswith(known_before) else None
+        if best is not None:
+            gain, kind, known, chosen, marked, _ = best
+            shown = ", ".join(str(each) for each in known[chosen][:5])
+            inside = np.isin(np.arange(len(values)), rows[marked])
+            found.append((gain, where_text({"feature": name, "kind": kind, "values": shown}), inside))
     return max(found, key=lambda each: each[0])[1:] if found else None
 
 

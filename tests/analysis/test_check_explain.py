@@ -743,6 +743,15 @@ def test_the_steps_after_a_jump_are_judged_as_a_run_of_their_own(tmp_path):
     assert (first.code, first.numbers["since_step"], first.broken) == ("not_repeatable", 4, "trainer")
 
 
+def test_a_jump_is_judged_where_some_tokens_are_outside_of_the_loss(tmp_path):
+    def masked(step, number):
+        return {"response_mask": [np.arange(len(response)) >= 2 for response in step.responses]}
+
+    run = Recording(train=from_step_4(noisy), rollout=in_float32, steps=7, options={"in_group": 16}, sequences=masked)
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.numbers["since_step"]) == ("not_repeatable", 4)
+
+
 def test_temperatures_that_only_one_side_applies_to_its_rows_are_named(tmp_path):
     heats = (0.7, 0.9, 1.1, 1.3)
 

@@ -8,23 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...advice import NOTHING, Advice
-from .. import commands
-from ..features import (
-    NO_FAULT,
-    SIZE,
-    dtypes_text,
-    fades,
-    growth,
-    implied,
-    judged,
-    judged_words,
-    onset,
-    probabilities,
-    reasons,
-    repeats,
-    times_text,
-)
-from ..finding import SIDES, Broken, Fault, Finding, Hypothesis, Number, explained, located, max_flip
+from .. import commands, features
+from ..finding import SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
     FEW_TOKENS,
     HALF_ULP,
@@ -41,6 +26,7 @@ from ..pair_data import (
 )
 from ..where import Where, later_turn, places, where_text
 from .sampling import PENALTY
+from .sides import counts
 from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
@@ -52,87 +38,70 @@ MAX_ROUNDING = 0.1
 In cross-validation by author, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's random
 policies are far sharper: 64 of that author's 495 runs fall below it.
 """
-CLEAR_LAG = 2.5
-"""Minimum |along_movement| (standard errors) for saying which side's weights are behind."""
-CLEAR_FADE = 4.0
-"""If the mismatch declines along responses by more than this (standard errors), weights alone cannot explain it. In the
-45 runs with stale or quantised weights used to choose this bound, it is at most 2.7."""
-FIRST_TOKEN = 3.0
-"""Ratio between the logit errors of the first response token and the next four. The prompt's forward pass predicts the
-first one, so above this ratio, that pass is wrong. Below 1 / ratio^2, only later passes are wrong."""
 TAIL_RATIO = 10.0
 """Minimum logit error for a tail token, divided by the median error. Rounding alone reaches 6 to 8."""
+MAX_NAMED = 20
+"""Maximum number of token ids, or values of a column, that together count as one place."""
 
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (all tensor digests agree), but "
-        + SIZE,
-        "judged": judged(
+        + features.SIZE,
+        "judged": features.judged(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
             "cap, expert or precision"
         ),
     },
-    words={"equal_weights": judged_words, "judged": judged_words},
+    words={"equal_weights": features.judged_words, "judged": features.judged_words},
     causes={"since": "one side's model or numerics changed during the run"},
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
-    evidence={"judged": judged("dropout, noise, or a context that was not recorded")}, words={"judged": judged_words},
+    evidence={"judged": features.judged("dropout, noise, or a context that was not recorded")}, words={"judged": features.judged_words},
 )  # fmt: skip
-_HINTS = {
-    "prompt": "a different BOS token, chat template, truncation, cached prefix or prompt mask",
-    "prefill": "chunked prefill that loses earlier chunks, or a stale prefix cache: the first response token, which the "
-    "prompt's forward pass predicts, differs most",
-    "decode": "wrong positions or a wrong cache after the prompt: the first response token, which the prompt's forward pass "
-    "predicts, agrees",
-    "turns": "a template that drops or rewrites earlier turns or tool output, or positions that restart",
-    "neighbours": "attention to padding, positions that include padding, or attention between packed rows",
-    "cut": "prompts truncated to a maximum length, or prompt chunks that were lost",
-    "group": "another prompt's cached prefix, or prompt parts in a different order",
-    "padding": "attention to padding, or positions that include it; only rows with padding are affected",
-    "packing": "attention between packed rows; only each pack's first row is correct",
-    "ids": "different embeddings for these ids, a mask that treats them as padding, or ids that one side maps to other ids",
-}
-ROW_CONTEXT = Fault(
-    code="row_context", title="the two sides read different contexts", broken="computation",
-    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
-    words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
-    causes={
-        "prompt": "the two sides read different prompts",
-        "prefill": "one side processes prompts incorrectly",
-        "decode": "one side decodes incorrectly after the prompt: wrong positions or a wrong cache",
-        "cut": "one side truncates long prompts or reads only part of them",
-        "group": "the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
-        "turns": "later turns have a different context",
-        "neighbours": "padding is attended to, or packed rows attend to each other",
-        "padding": "padding is attended to or included in positions",
-        "packing": "packed rows attend to each other",
-        "ids": "the two sides read some token ids differently",
-    },
-)  # fmt: skip
+_CONTEXTS = {
+    "prompt": ("the two sides read different prompts", "a different BOS token, chat template, truncation, cached prefix or prompt mask"),
+    "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: "
+                "the first response token, which the prompt's forward pass predicts, differs most"),
+    "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
+               "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
+    "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
+    "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, positions that include "
+                   "padding, or attention between packed rows"),
+    "cut": ("one side truncates long prompts or reads only part of them", "prompts truncated to a maximum length, or prompt chunks that were lost"),
+    "group": ("the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
+              "another prompt's cached prefix, or prompt parts in a different order"),
+    "padding": ("padding is attended to or included in positions", "attention to padding, or positions that include it; only rows with padding are affected"),
+    "packing": ("packed rows attend to each other", "attention between packed rows; only each pack's first row is correct"),
+    "ids": ("the two sides read some token ids differently", "different embeddings for these ids, a mask that treats them as padding, or ids "
+            "that one side maps to other ids"),
+}  # fmt: skip
+"""Cause -> title, and typical causes."""
 _ONSETS = {
-    "": "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during "
-    "sampling",
-    "window": "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about "
-    "{onset} on",
-    "shards": "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones",
-    "event": "a weight update during sampling, a resumed request, or a template that rewrites earlier turns, at response "
-    "token {onset}",
-}
-ONSET = Fault(
-    code="position_onset", title="the mismatch begins inside sequences", broken="computation",
-    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
-    words=dict.fromkeys(
-        ("judged", "implied"), lambda n: {**judged_words(n), "hint": _ONSETS[n["cause"]].format_map(n)}
-    ),
-    causes={
-        "window": "one side attends to fewer tokens, or its positions are limited: an attention window, an evicted "
-        "cache, or rotary positions",
-        "shards": "one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
-        "event": "from one response position on, one side has other weights or another context",
-    },
-)  # fmt: skip
+    "": ("", "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during sampling"),
+    "window": ("one side attends to fewer tokens, or its positions are limited: an attention window, an evicted cache, or rotary positions",
+               "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
+    "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
+               "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
+    "event": ("from one response position on, one side has other weights or another context", "a weight update during sampling, a resumed "
+              "request, or a template that rewrites earlier turns, at response token {onset}"),
+}  # fmt: skip
+
+
+def _by_cause(code: str, title: str, causes: Mapping[str, tuple[str, str]]) -> Fault:
+    def words(n: Mapping[str, Any]) -> dict[str, Any]:
+        return {**features.judged_words(n), "hint": causes[n["cause"]][1].format_map(n)}
+
+    return Fault(
+        code=code, title=title, broken="computation", words={"judged": words, "implied": words},
+        evidence={"judged": features.judged("{hint}"), "implied": features.implied("{hint}")},
+        causes={cause: name for cause, (name, _) in causes.items() if cause},
+    )  # fmt: skip
+
+
+ROW_CONTEXT = _by_cause("row_context", "the two sides read different contexts", _CONTEXTS)
+ONSET = _by_cause("position_onset", "the mismatch begins inside sequences", _ONSETS)
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
@@ -166,25 +135,35 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+    """Explain the mismatch by the tokens that it affects: fixed places, parts of the run, or rows with another context."""
     return [
-        located(
-            data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
-        )
+        found
         for place in where
-        if place.feature.startswith(_CONTEXT)
-        and (place.kind != "one_of" or place.feature.endswith("_ids"))
-        and not _is_alternating(data, place)
+        for name in (_fixed_place, _part_of_run, _other_context)
+        if (found := name(data, place))
     ]
+
+
+def _other_context(data: PairData, place: Where) -> Hypothesis | None:
+    is_ids = place.feature.endswith("_ids")
+    if (
+        not place.feature.startswith(_CONTEXT)
+        or (place.kind == "one_of" and not is_ids)
+        or _is_alternating(data, place)
+    ):
+        return None
+    cost = 3.0 + np.log(data.num_kept) * (len(place.values) > 0)
+    return located(data, find_kinds(data, place)[0], place.inside, cost, place)
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     told = None if place is None else _implied(data, place)
-    begins = onset(data) if place is not None and place.feature in ("position", "total_position") else None
+    begins = features.onset(data) if place is not None and place.feature in ("position", "total_position") else None
     if begins is not None and not (begins.shape == "event" and later_turn(data.sample)[data.keep].any()):
         told = ("onset", "")
     if told is not None:
         return [_finding(data, *told, None, place)]
-    known = among_faults(probabilities(_after_jump(data)))
+    known = among_faults(features.probabilities(_after_jump(data)))
     first, second, *_ = known
     if known[second] < MIN_SECOND:
         return [_finding(data, first, KINDS[first][1], known[first], place)]
@@ -197,15 +176,16 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 def _grew(data: PairData) -> bool:
     """Return True if the mismatch was within rounding at the first step and clearly exceeds it later."""
-    grown = growth(data)
+    grown = features.growth(data)
     return grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data)
 
 
 @once
 def _after_jump(data: PairData) -> PairData:
     """Leave out the steps before a jump from rounding to a constant level. Any kind of fault can cause such a jump."""
-    grown = growth(data)
-    return data.without(data.sample.steps[data.seq] < grown.since) if grown.is_sudden and _grew(data) else data
+    grown = features.growth(data)
+    later = data.sample.steps[data.seq] >= (grown.since or 0)
+    return data.within(later) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
@@ -213,13 +193,9 @@ def _begins_later(data: PairData, place: Where) -> bool:
 
     This points to stale weights, because a different context has an effect from the first step on.
     """
-    steps = data.sample.steps[data.seq]
-    first = steps == steps.min()
-    inside, outside = first & place.inside, first & ~place.inside
-    if first.all() or not inside.any() or not outside.any():
-        return False
-    noise = logit_error(data)
-    return bool(np.median(noise[inside]) < 2 * np.median(noise[outside]))
+    first, noise = data.sample.steps[data.seq] == data.sample.steps[data.seq].min(), logit_error(data)
+    inside, outside = noise[first & place.inside], noise[first & ~place.inside]
+    return bool(not first.all() and len(inside) and len(outside) and np.median(inside) < 2 * np.median(outside))
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
@@ -234,23 +210,15 @@ def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> F
     If `is_unrelated` is False, different replicas may have served the prompts, so only padding and packing imply a
     finding.
     """
-    inside = tokens[data.keep]
-    same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
-    order = list(_IMPLIED.values())
-    known = [
-        (order.index(told), at)
-        for at, place in enumerate(same)
-        if (told := _implied(data, place)) and (is_unrelated or told[0] == "neighbours")
-    ]
+    inside, known = tokens[data.keep], []
+    for place in places(data):
+        is_same = (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()
+        if is_same and (told := _implied(data, place)) and (is_unrelated or told[0] == "neighbours"):
+            known.append((list(_IMPLIED.values()).index(told), told, place))
     if not known:
         return None
-    first, at = min(known)
-    return _finding(data, *order[first], None, same[at])
-
-
-def _splits_steps(data: PairData, place: Where) -> bool:
-    steps = data.sample.steps[data.seq]
-    return bool(np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() > 0.5)
+    _, told, place = min(known, key=lambda each: each[0])
+    return _finding(data, *told, None, place)
 
 
 def _is_alternating(data: PairData, place: Where) -> bool:
@@ -264,8 +232,9 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
         return None
     if place.kind == "one_of" and not name.endswith(("_id", "_ids")):
         return None  # only some rows of each pack, or some lengths, are affected
-    if name == "group_id" and not _splits_steps(data, place):
-        return None
+    steps = data.sample.steps[data.seq]
+    if name == "group_id" and np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() <= 0.5:
+        return None  # whole steps are affected
     return _IMPLIED["pad_left" if name == "prompt_length" and place.kind == "before" else name]
 
 
@@ -273,38 +242,38 @@ def _finding(
     data: PairData, kind: str, cause: str, probability: float | None, place: Where | None,
     rival: Mapping[str, Number] | None = None,
 ) -> Finding:  # fmt: skip
-    grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
+    grown, twins, inside = features.growth(data), features.repeats(data), None if place is None else place.inside
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
-    if kind == "weights" and _grew(data):
-        numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-        is_early = fades(data, data.sample.steps[data.seq] >= grown.since) > CLEAR_FADE
-        numbers |= {"cause": "early"} if is_early else {}
-    later = data if place is not None else _after_jump(data)
-    if later is not data and kind == "model":
-        numbers["cause"] = "since"
-    told = (each for each in reasons(later, kind) if later is data or each[0] != "first_step")
+    broken, later = None, data if place is not None else _after_jump(data)
+    told = (each for each in features.reasons(later, kind) if later is data or each[0] != "first_step")
     for at, (name, value, is_above) in enumerate(told):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
     if place is not None:
-        numbers |= {
-            **place.numbers, "ratio": place.ratio, "num_sequences": len(np.unique(data.seq[place.inside])),
-            "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside),
-        }  # fmt: skip
-    broken: Broken | None = None
-    if kind == "noise" and twins.is_known:
-        unsteady = "a" if twins.a > twins.b else "b"
-        broken = SIDES.get(data.names[unsteady], "computation")
-        numbers["side"] = data.names[unsteady]
-    if kind == "prompt" and cause == "prompt":
-        ratio = _first_token_ratio(data)
-        numbers["cause"] = "prefill" if ratio > FIRST_TOKEN else "decode" if ratio < 1 / FIRST_TOKEN**2 else cause
-    if kind == "onset" and (begins := onset(data)) is not None:
-        numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
+        numbers |= (
+            place.numbers
+            | counts(data, place.inside)
+            | {"ratio": place.ratio, "rms_elsewhere": data.rms(~place.inside)}
+        )
     if kind == "weights":
-        along = float(numbers["along_movement"] or 0.0)
-        behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
-        behind = "" if numbers["cause"] == "early" else behind
+        if _grew(data):
+            numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
+            # Weights alone cannot explain a mismatch that declines along responses (at most 2.7 in 45 runs).
+            if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
+                numbers["cause"] = "early"
+        along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
+        behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
         broken = SIDES.get(data.names.get(behind, ""), "computation")
+    elif kind == "model" and later is not data:
+        numbers["cause"] = "since"
+    elif kind == "noise" and twins.is_known:
+        numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
+        broken = SIDES.get(str(numbers["side"]), "computation")
+    elif kind == "prompt" and cause == "prompt":
+        # The prompt's forward pass predicts the first response token.
+        ratio = _first_token_ratio(data)
+        numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
+    elif kind == "onset" and (begins := features.onset(data)) is not None:
+        numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(
         data, "implied" if probability is None else "judged", inside,
         weight=1.0 if probability is None else probability, next=_next(data, kind), broken=broken, numbers=numbers,
@@ -337,7 +306,7 @@ def equal_weights(data: PairData) -> Finding:
 def is_fault(data: PairData) -> bool:
     """Return True if a whole run's mismatch correlates with something that does not affect rounding."""
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum() and data.num_kept >= FEW_TOKENS
-    return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
+    return is_whole and data.rms() > 0.0 and features.probabilities(data)[features.NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
@@ -357,24 +326,27 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > max_flip(data)):
         return []
     is_usual = tail.mean() < 0.05 or level(data) < allowed_noise(data)
-    expected = bool(_rounds_routers(data) and is_usual and not is_fault(data))
+    known = [side.coarsest for side in precisions(data)]
+    rounds_routers = None in known or any(dtype in HALF_ULP for dtype in known)
+    expected = bool(rounds_routers and is_usual and not is_fault(data))
     if mixture is None and not expected:
         return []
+    numbers = {
+        "tail_share": float(tail.mean()),
+        "tail_ratio": TAIL_RATIO,
+        "bulk": bulk,
+        "experts_known": int(bool(mixture)),
+    }
     return [
         ROUTER_FLIPS.finding(
-            data, "router_tail", tail, is_expected=expected,
-            weight=float(np.sum(data.d[tail] ** 2) / max(np.sum(data.d**2), 1e-30)),
-            next=commands.replay(data, "--routing recorded", "routed"),
-            numbers={
-                "tail_share": float(tail.mean()), "tail_ratio": TAIL_RATIO, "bulk": bulk, "experts_known": int(bool(mixture)),
-            },
+            data, "router_tail", tail, is_expected=expected, weight=_share_of_squares(data, tail),
+            next=commands.replay(data, "--routing recorded", "routed"), numbers=numbers,
         )
     ]  # fmt: skip
 
 
-def _rounds_routers(data: PairData) -> bool:
-    known = [side.coarsest for side in precisions(data)]
-    return None in known or any(dtype in HALF_ULP for dtype in known)
+def _share_of_squares(data: PairData, tokens: np.ndarray) -> float:
+    return float(np.sum(data.d[tokens] ** 2) / max(np.sum(data.d**2), 1e-30))
 
 
 # --- Tokens at one place, or in part of a run
@@ -383,19 +355,13 @@ _TOKENS = (
     "first_token", "last_token", "from_end", "position", "total_position", "token_id", "token_before", "starts_turn",
 )  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
-MAX_IDS = 20
-"""Maximum number of token ids that together count as one place."""
 _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
-    sign = numbers["share_lower"]
-    lower = (
-        f"; {sign:.0%} of them are less likely under {numbers['a']} than under {numbers['b']}"
-        if not 0.3 < sign < 0.7
-        else ""
-    )
-    return {"where": where_text(numbers), "sign_text": lower}
+    lower, words = numbers["share_lower"], f"{numbers['a']} than under {numbers['b']}"
+    sign = "" if 0.3 < lower < 0.7 else f"; {lower:.0%} of them are less likely under {words}"
+    return {"where": where_text(numbers) if numbers.get("feature") else "", "sign_text": sign}
 
 
 _EVIDENCE = {
@@ -424,73 +390,60 @@ SUBSET = Fault(
     },
     words={
         "column": lambda n: {
-            "where": where_text({**n, "feature": n["column"]}).removeprefix("all where "), "times": times_text(n["ratio"]),
+            "where": where_text({**n, "feature": n["column"]}).removeprefix("all where "), "times": features.times_text(n["ratio"]),
         }
     },
 )  # fmt: skip
 
 
-def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    found = []
-    for place in where:
-        if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
-            if place.inside.mean() > 0.5 or (
-                place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10)
-            ):
-                continue
-            fault = BOUNDARY
-        elif place.feature in _TOKENS and (place.inside.mean() < 0.5 or _is_id_range(place)):
-            if place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2:
-                continue
-            fault = ONE_PLACE
-        else:
-            continue
-        is_id = place.feature.startswith("token")
-        if len(place.values) > (MAX_IDS if is_id else 4) or (
-            place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)
-        ):
-            continue
-        finding = fault.finding(
-            data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
-            numbers={
-                **place.numbers, **data.names, "cause": "ids" if _is_id_range(place) else _ID_CAUSES.get(place.feature, ""),
-                "num_tokens": int(place.inside.sum()), "of_tokens": data.num_kept,
-                "size": float(np.mean(np.abs(data.d[place.inside]))),
-                "elsewhere": float(np.mean(np.abs(data.d[~place.inside]))),
-                "share_lower": float(np.mean(data.d[place.inside] < 0)),
-            },
-        )  # fmt: skip
-        rows = 0.0
-        if place.feature.startswith("every"):
-            rows = len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
-        each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
-        found.append(located(data, finding, place.inside, 2.0 + each * len(place.values) + rows))
-    return found
+def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:
+    size = np.abs(data.d)
+    return data.names | counts(data, inside) | {
+        "size": float(size[inside].mean()), "elsewhere": float(size[~inside].mean()) if not inside.all() else 0.0,
+        "largest": float(size[inside].max()), "share_lower": float(np.mean(data.d[inside] < 0)),
+    }  # fmt: skip
 
 
-def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    found = []
-    for place in where:
-        rows = np.unique(data.seq[place.inside])
-        by_time = place.feature in BY_TIME
-        known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
-        known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
-        known |= _is_alternating(data, place)
-        if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
-            continue
-        steps = data.sample.steps
-        since = _since(steps, rows) if by_time else None
-        finding = SUBSET.finding(
-            data, "column", place.inside, weight=explained(data, place.inside), next=commands.query(data, "course") if place.feature == "step" else commands.by_column(data, place.feature),
-            numbers={
-                "column": place.feature, "kind": place.kind, "values": place.values_text, "ratio": place.ratio, "num_sequences": len(rows),
-                "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside), "since": since,
-                "last_before": None if since is None else int(steps[steps < since].max()),
-            },
-        )  # fmt: skip
-        preferred = -2.0 if place.feature == "step" else 0.0
-        found.append(located(data, finding, place.inside, preferred + 10.0 * len(place.values)))
-    return found
+def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
+    name, values, is_id = place.feature, place.values, place.feature.startswith("token")
+    is_boundary = name.startswith(("first_of_chunk", "last_of_chunk", "phase", "every"))
+    if not is_boundary and name not in _TOKENS:
+        return None
+    if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not _is_id_range(place)):
+        return None
+    if (
+        (name.startswith("phase") and (len(values) > 2 or place.ratio < 10))
+        or (name in ("position", "total_position") and place.kind != "one_of" and values[0] >= 2)
+        or (name == "from_end" and (place.kind != "before" or values[0] > 4))
+    ):
+        return None
+    cause = "" if is_boundary else "ids" if _is_id_range(place) else _ID_CAUSES.get(name, "")
+    finding = (BOUNDARY if is_boundary else ONE_PLACE).finding(
+        data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
+        numbers=_sizes(data, place.inside) | place.numbers | {"cause": cause},
+    )  # fmt: skip
+    each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
+    rows = len(np.unique(data.seq)) * np.log(float(name.split("_")[1])) if name.startswith("every") else 0.0
+    return located(data, finding, place.inside, 2.0 + each * len(values) + rows)
+
+
+def _part_of_run(data: PairData, place: Where) -> Hypothesis | None:
+    name, by_time = place.feature, place.feature in BY_TIME
+    known = by_time or name in _ROW_SETTINGS or name in data.sample.settings or _is_alternating(data, place)
+    known |= name.startswith(("writer", "contract", "finish_reason", "group_id"))
+    if not known or len(place.values) > MAX_NAMED or (name.endswith("_length") and place.kind == "one_of"):
+        return None
+    steps = data.sample.steps
+    since = _since(steps, np.unique(data.seq[place.inside])) if by_time else None
+    finding = SUBSET.finding(
+        data, "column", place.inside, weight=explained(data, place.inside),
+        next=commands.query(data, "course") if name == "step" else commands.by_column(data, name),
+        numbers=counts(data, place.inside) | {
+            "column": name, "kind": place.kind, "values": place.values_text, "ratio": place.ratio, "since": since,
+            "rms_elsewhere": data.rms(~place.inside), "last_before": None if since is None else int(steps[steps < since].max()),
+        },
+    )  # fmt: skip
+    return located(data, finding, place.inside, 10.0 * len(place.values) - 2.0 * (name == "step"))
 
 
 def _is_id_range(place: Where) -> bool:
@@ -508,17 +461,15 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 
 
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
-    usual, dtypes = f"{n['allowed']:.2g}", dtypes_text(n)
+    usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
         return {
             "level_text": f"{n['level']:.2g}",
             "bound_text": f"; rounding in {dtypes} usually causes at most {usual}",
         }
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
-    return {
-        "level_text": f"{n['level']:.4g}",  # may be close to `most`
-        "bound_text": f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}",
-    }
+    bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
+    return {"level_text": f"{n['level']:.4g}", "bound_text": bound}  # the level may be close to `most`
 
 
 ROUNDING = Fault(
@@ -538,22 +489,14 @@ TOO_FEW = Fault(
 )  # fmt: skip
 
 
-def _where(numbers: Mapping[str, Any]) -> dict[str, str]:
-    lower = numbers["share_lower"]
-    sign = (
-        f"; {lower:.0%} of them are less likely under {numbers['a']} than under {numbers['b']}"
-        if not 0.3 < lower < 0.7
-        else ""
-    )
-    scattered = (
-        f"they are scattered over {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences and "
-        f"{numbers['num_ids']:,} token ids"
-    )
-    if numbers["num_tokens"] == 1:
-        scattered = (
+def _off(numbers: Mapping[str, Any]) -> dict[str, str]:
+    words = _place(numbers) | {"dtypes": features.dtypes_text(numbers)}
+    if numbers["num_tokens"] == 1 and not words["where"]:
+        words["where"] = (
             f"it is at position {numbers['position']} of sequence {numbers['seq_id']!r} at step {numbers['step']}"
         )
-    return {"where": where_text(numbers) if numbers.get("feature") else scattered, "sign_text": sign}
+    rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
+    return words | {"where": words["where"] or f"they are scattered over {rows} and {numbers['num_ids']:,} token ids"}
 
 
 UNEXPLAINED = Fault(
@@ -562,9 +505,7 @@ UNEXPLAINED = Fault(
         "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most "
         "{largest:.3g}, more than rounding in {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
     },
-    words={
-        "off": lambda n: {"dtypes": dtypes_text(n), **_where(n)}
-    },
+    words={"off": _off},
 )  # fmt: skip
 
 
@@ -585,16 +526,12 @@ def too_few(data: PairData, least: int) -> Finding:
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
-    size = np.abs(data.d[off])
-    worst = int(np.flatnonzero(off)[np.argmax(size)])
+    worst = int(np.flatnonzero(off)[np.argmax(np.abs(data.d[off]))])
     row = int(data.seq[worst])
     return UNEXPLAINED.finding(
-        data, "off", off, weight=float(np.sum(size**2) / max(np.sum(data.d**2), 1e-30)), next=commands.far_tokens(data),
-        numbers={
-            **data.names, **coarsest(data), "num_tokens": int(off.sum()), "of_tokens": data.num_kept, "size": float(size.mean()),
-            "largest": float(size.max()), "share_lower": float(np.mean(data.d[off] < 0)),
-            "num_sequences": len(np.unique(data.seq[off])), "of_sequences": len(np.unique(data.seq)),
+        data, "off", off, weight=_share_of_squares(data, off), next=commands.far_tokens(data),
+        numbers=_sizes(data, off) | coarsest(data) | (place.numbers if place else {}) | {
             "position": int(data.position[worst]), "seq_id": data.sample.seq_ids[row], "step": int(data.sample.steps[row]),
-            "num_ids": len(np.unique(data.sample.tokens[data.keep][off])), **(place.numbers if place else {}),
+            "num_ids": len(np.unique(data.sample.tokens[data.keep][off])),
         },
     )  # fmt: skip

@@ -16,33 +16,24 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import sampled_score
 from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
-from ..where import MICRO_BATCHES, Where, batches, largest, recorded_order, where_text
+from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
+from .sides import counts, sides
 
 CAP_NATS = 3.0
 """Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
 """Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
-MIN_SHIFTED = 0.6
-"""Minimum share of mismatched rows that a shift must realign. It is below 1 because a row shifted by most of its length
-cannot be realigned."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference left by a shift or reversal. A wrong shift leaves more than half."""
+"""Maximum share of the difference left by a shift or reversal. A wrong shift leaves more than half, and a wrong pairing of
+rows at least a third."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
-LAG_SWITCH_NATS = 2.0
-"""Cost of a lag change within a row (nats): about that of two unrelated tokens, so noise does not cause lag changes."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
-MAX_ALIGNED_ROWS = 256
-PAIRED_SHARE = 0.15
-"""Maximum share of the difference left after pairing a row with a different one. A chance match leaves a third."""
-MAX_PAIRED_ROWS = 64
-CHANCE_TRIALS = 4
+"""Chunk lengths to try, in tokens."""
 WIDTH = 6
 """Consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
-MAX_WINDOWS = 4_000
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
 _AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), but after it only if shifted by {{lags}} tokens: "
@@ -78,12 +69,9 @@ def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     told = {
         "padding": f"by its length difference from the longest of {of}: padding is on the opposite side, or was cut off wrongly",
         "place": f"by its index in {of}: the offsets into packed values are wrong",
+        "": "as if offsets into packed values were wrong, or padding had been cut off on the wrong side",
     }
-    return {
-        "counted_text": told.get(
-            what, "as if offsets into packed values were wrong, or padding had been cut off on the wrong side"
-        )
-    }
+    return {"counted_text": told[what]}
 
 
 SHIFT = Fault(
@@ -161,18 +149,17 @@ def _shifted(data: PairData) -> Hypothesis | None:
     long = compared.sum(axis=1) >= 4
     after, own = row_means(moved), row_means(np.where(compared, unmoved, np.nan))
     fits = long & (after < REALIGNED_SHARE * own) & (lags != 0)
-    if fits.sum() < max(2, MIN_SHIFTED * long.sum()):
-        return None
-    # Rows that agree at first and are shifted later have a different fault.
+    # Rows that agree at first and are shifted later have a different fault. A row shifted by most of its length cannot
+    # be realigned.
     head = np.cumsum(compared, axis=1) <= 4
-    if np.mean((np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1))[fits]) < 0.5:
+    at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
+    if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
         return None
     rows, lags = off[fits], lags[fits]
     row_lags = np.zeros((len(index), 1), np.int64)
     row_lags[rows, 0] = lags
-    values, counts = np.unique(lags, return_counts=True)
-    lag = int(values[counts.argmax()])
-    is_one = counts.max() > 0.9 * len(lags)
+    values, num = np.unique(lags, return_counts=True)
+    lag, is_one = int(values[num.argmax()]), num.max() > 0.9 * len(lags)
     query = (
         f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
         "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
@@ -216,37 +203,31 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
     """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
     sample, order = data.sample, recorded_order(data.sample)
-    total = sample.lengths + sample.prompt_lengths
-    known = {
-        f"padding of {name}": largest(each, block) - each
-        for each in (sample.lengths, total)
+    known = [
+        (f"padding of {name}", largest(lengths, block) - lengths)
         for name, block in batches(sample, order).items()
-    }
-    known |= {f"place of {size}": order % size for size in MICRO_BATCHES}
-    return next((name for name, each in known.items() if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
+        for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths)
+    ]
+    known += [(f"place of {size}", order % size) for size in PERIODS[:-1]]
+    return next((name for name, each in known if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+    """Explain the values at a place by those of the next or the previous token."""
     found, tried = [], [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
     beside = {lag: _lagged(_index(data), lag)[data.seq, data.position] for lag in (-1, 1)} if tried else {}
-    for place in tried:
-        for lag, side in ((-1, "a"), (-1, "b"), (1, "a"), (1, "b")):
-            own, others = (data.a, data.b) if side == "a" else (data.b, data.a)
-            at = np.where(place.inside, beside[lag], -1)
-            there, moved = at >= 0, np.abs(_at(others, at) - own)
-            off = moved[there]
-            by_chance = np.abs(others[np.random.default_rng(0).permutation(at[there])] - own[there])
-            if len(off) < 20 or np.median(off) > 0.1 * min(np.median(np.abs(data.d[there])), np.median(by_chance)):
-                continue
-            finding = SHIFT.finding(
-                data, "neighbours", there, next=commands.far_tokens(data),
-                numbers={
-                    **place.numbers, "side": data.names[side], "cause": "neighbour", "lag": lag, "num_tokens": len(off),
-                    "of_tokens": data.num_kept, "moved": float(off.mean()), "size": float(np.abs(data.d[there]).mean()),
-                },
-            )  # fmt: skip
-            residual = np.where(there, np.sign(data.d) * moved, data.d)
-            found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
+    for place, lag, side in ((place, lag, side) for place in tried for lag in beside for side in sides(data)):
+        at = np.where(place.inside, beside[lag], -1)
+        there, moved = at >= 0, np.abs(_at(side.others, at) - side.values)
+        off, size = moved[there], np.abs(data.d[there])
+        by_chance = np.abs(side.others[np.random.default_rng(0).permutation(at[there])] - side.values[there])
+        if len(off) < 20 or np.median(off) > 0.1 * min(np.median(size), np.median(by_chance)):
+            continue
+        numbers = side.names | counts(data, there) | {**place.numbers, "cause": "neighbour", "lag": lag}
+        numbers |= {"moved": float(off.mean()), "size": float(size.mean())}
+        finding = SHIFT.finding(data, "neighbours", there, next=commands.far_tokens(data), numbers=numbers)
+        residual = np.where(there, np.sign(data.d) * moved, data.d)
+        found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
     return found
 
 
@@ -275,7 +256,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
     a, b = (_at(values, _index(data)) for values in (data.a, data.b))
     own, steps = row_means(_cost(data, _index(data))), data.sample.steps
     rows_of = [np.flatnonzero((steps == step) & np.isfinite(own)) for step in np.unique(steps)]
-    tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
+    tried = [rows[own[rows] > MIN_OFF_NATS][:64] for rows in rows_of]
 
     def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         partner = np.full(len(own), -1)
@@ -287,7 +268,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
                 off_by = np.minimum(np.abs(a[row] - values), CAP_NATS)
                 enough = np.isfinite(off_by).sum(axis=1) >= min(4, np.isfinite(a[row]).sum())
                 costs = np.where(enough, np.nan_to_num(row_means(off_by), nan=np.inf), np.inf)
-                if costs.min() < PAIRED_SHARE * own[row] and candidates[costs.argmin()] != row:
+                if costs.min() < REALIGNED_SHARE / 2 * own[row] and candidates[costs.argmin()] != row:
                     partner[row] = candidates[costs.argmin()]
         return partner
 
@@ -296,7 +277,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
     if len(found) < 2 or len(np.unique(partner[found])) < 0.6 * len(found) or len(found) < 0.2 * num_tried:
         return None
     draw = np.random.default_rng(0)
-    by_chance = np.mean([(partners(draw.permutation) >= 0).sum() for _ in range(CHANCE_TRIALS)])
+    by_chance = np.mean([(partners(draw.permutation) >= 0).sum() for _ in range(4)])
     if len(found) < max(2 * by_chance, by_chance + 3.0 * np.sqrt(by_chance)):
         return None
     names, place = data.sample.seq_ids, np.where(partner >= 0, partner, np.arange(len(own)))
@@ -313,7 +294,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
     index = _index(data)
     costs = np.nan_to_num(row_means(_cost(data, index)))
-    suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]
+    suspects = np.argsort(-costs, kind="stable")[:256]
     suspects = suspects[costs[suspects] > MIN_OFF_NATS]
     lags, gains = _aligned(data, index[suspects])
     zero = np.nansum(_cost(data, index[suspects]), axis=1)
@@ -362,14 +343,15 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return pass b's lag with the lowest cost at each position, [R, T], and the nats saved compared with no lag, [R].
 
-    A nonzero lag at the start, and each lag change, cost LAG_SWITCH_NATS. A token without a partner costs CAP_NATS / 2.
+    A nonzero lag at the start, and each lag change, cost about as much as two unrelated tokens, so that noise does not
+    cause lag changes. A token without a partner costs CAP_NATS / 2.
     """
-    there, states = index >= 0, np.arange(len(LAGS))[:, None]
+    there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
-    best = np.where(np.array(LAGS)[:, None] == 0, 0.0, np.full((1, len(index)), LAG_SWITCH_NATS))
+    best = np.where(np.array(LAGS)[:, None] == 0, 0.0, np.full((1, len(index)), switch))
     came, path = np.empty(costs.shape, np.int8), np.empty(index.shape, np.int64)
     for t in range(index.shape[1]):
-        switched = best.min(axis=0) + LAG_SWITCH_NATS
+        switched = best.min(axis=0) + switch
         came[:, :, t] = np.where(best <= switched, states, best.argmin(axis=0))
         best = np.minimum(best, switched) + costs[:, :, t]
     state = best.argmin(axis=0)
@@ -387,7 +369,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     if moved.sum() < 20:
         return None
     # The side whose logprob + entropy averages 0 has its values at the right tokens.
-    a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
+    a, b = sides(data)
+    a_is_right = abs(a.sampled_score) <= abs(b.sampled_score) or b.own.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
     is_rows = other_row[moved].mean() > 0.5
@@ -424,7 +407,7 @@ def _matches(data: PairData) -> np.ndarray | None:
     wanted = np.flatnonzero((np.std(windows_b, axis=1) > 10 * tolerance) & (own > 5 * tolerance))
     if len(start) < 20 or len(wanted) < 10:
         return None
-    wanted = wanted[:: -(-len(wanted) // MAX_WINDOWS)]
+    wanted = wanted[:: -(-len(wanted) // 4_000)]
     tree = cKDTree(windows_a)
     distance, nearest = tree.query(windows_b[wanted], p=1)
     by_chance = tree.query(np.random.default_rng(0).permuted(windows_b[wanted], axis=1), p=1)[0]

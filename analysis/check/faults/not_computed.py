@@ -9,30 +9,25 @@ from typing import Any
 import numpy as np
 
 from ....schemas.documents import Contract
+from ...advice import Advice
 from .. import commands
+from ..features import means
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
-from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
+from .sampling import IMPOSSIBLE_LOGPROB, MAX_LEFT, TRUNCATION, recorded_filter
+from .sides import Side, counts, sides
 
-MIN_MISSING_SHARE = 1e-4
-"""Minimum share of NULL logprobs for a finding. A smaller share comes from cut-off sequences, which `stats` counts."""
 MAX_CONSTANTS = 20
-MIN_CONSTANT_TOKENS = 3
-"""Minimum tokens (and token ids) that must share a value before it can count as a placeholder."""
-_SHARED_FACTOR = 10
-"""A value found in both passes is a placeholder if its contexts outnumber those of nearby values by this factor."""
+"""Maximum frequent values of a pass to test."""
+FEW_CONSTANTS = 3
+"""Minimum tokens, and token ids, that must share a value before it can count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""Corresponding factor for a value found in only one pass."""
+"""A value is a placeholder if its contexts outnumber those of nearby values by this factor, or by its square if both
+passes have the value."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
-MAX_LEFT_BY_MERGING = 0.3
-"""Maximum fraction of the mismatch that sums over neighbours may leave."""
-MIN_COPIED_TOKENS = 4
-"""A row counts as copied only if at least this many logprobs below -1e-3 nats are bitwise equal."""
-COPIED_BY_CHANCE = 1e-4
-"""Maximum rows expected to be equal by chance, given how often tokens are equal in all other rows."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -109,20 +104,20 @@ def _fault(code: str, title: str, *signals: str, **causes: str) -> Fault:
 
 _MISSING = ("missing", "missing_in_both", "missing_elsewhere")
 LENGTHS = _fault("lengths", "tokens are missing on one side", *_MISSING)
+PLACEHOLDERS = _fault(
+    "placeholders", "placeholders instead of logprobs", "constant", "constant_in_both", "constant_rows"
+)
 HOLES = _fault(
     "placeholders", "missing values instead of logprobs", *_MISSING,
     impossible="one side gives sampled tokens a probability of 0: it cuts off or forbids tokens that the other side sampled",
     not_finite="one side computed NaN or infinity instead of logprobs",
 )  # fmt: skip
-PLACEHOLDERS = _fault(
-    "placeholders", "placeholders instead of logprobs", "constant", "constant_in_both", "constant_rows"
-)
 MERGED = _fault("log_base", "one side's logprobs are sums over several tokens", "merged")
+MASK = _fault("mask", "prompt or tool tokens are included in the loss", "unlikely_runs")
 NOT_SAMPLED = _fault(
     "mask", "prompt, tool or padding tokens are included in the loss", "constant",
     appended="tokens that were not sampled are at the end of responses and included in the loss",
 )  # fmt: skip
-MASK = _fault("mask", "prompt or tool tokens are included in the loss", "unlikely_runs")
 COPIES = _fault(
     "copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps", "reference",
     reference="the reference's logprobs are stored as the trainer's",
@@ -132,9 +127,8 @@ EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
 def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
-    return COPIES.finding(
-        data, "reference", next=commands.stats(data, "step"), numbers={**numbers, "cause": "reference"}, weight=0.5
-    )
+    known: dict[str, Number] = {**numbers, "cause": "reference"}
+    return COPIES.finding(data, "reference", next=commands.stats(data, "step"), numbers=known, weight=0.5)
 
 
 def find_missing(data: PairData) -> list[Finding]:
@@ -144,25 +138,27 @@ def find_missing(data: PairData) -> list[Finding]:
     not inspected, because a sampled token has a finite logprob.
     """
     sample = data.sample
-    sides = (sample.a, sample.b)
-    lost_a, lost_b = (sample.mask & ~np.isfinite(side.logprobs) for side in sides)
-    null_a, null_b = (side.is_null for side in sides)
+    a, b = sample.a, sample.b
+    lost_a, lost_b = (sample.mask & ~np.isfinite(side.logprobs) for side in (a, b))
+    in_both = lost_a & lost_b & ~(a.is_null & b.is_null)
     missing = (
-        _missing(data, *sides, lost_a & ~lost_b, null_a), _missing(data, *sides[::-1], lost_b & ~lost_a, null_b),
-        _missing(data, *sides, lost_a & lost_b & ~(null_a & null_b), null_a & null_b, signal="missing_in_both"),
+        _missing(data, a, b, lost_a & ~lost_b, a.is_null), _missing(data, b, a, lost_b & ~lost_a, b.is_null),
+        _missing(data, a, b, in_both, a.is_null & b.is_null, "missing_in_both"),
     )  # fmt: skip
-    found = [finding for finding in missing if finding is not None]
-    found = [_shifted_mask(data, each) or each for each in found]
-    elsewhere = data.sums.num_not_finite - int(((lost_a & ~null_a) | (lost_b & ~null_b)).sum())
+    found = [_shifted_mask(data, finding) or finding for finding in missing if finding is not None]
+    elsewhere = data.sums.num_not_finite - int(((lost_a & ~a.is_null) | (lost_b & ~b.is_null)).sum())
     if elsewhere > 0:
-        share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
-        found.append(
-            HOLES.finding(
-                data, "missing_elsewhere", np.zeros(data.num_kept, bool), effect=float("nan"), share=share, next=commands.stats(data, "step"),
-                numbers={"num_tokens": elsewhere, **data.names},
-            )
-        )  # fmt: skip
+        share = elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1)
+        numbers: dict[str, Number] = {"num_tokens": elsewhere, **data.names}
+        found.append(_of_no_value(HOLES, data, "missing_elsewhere", share, commands.stats(data, "step"), numbers))
     return found
+
+
+def _of_no_value(
+    fault: Fault, data: PairData, signal: str, share: float, next: Advice, numbers: Mapping[str, Number]
+) -> Finding:
+    nobody = np.zeros(data.num_kept, bool)
+    return fault.finding(data, signal, nobody, effect=float("nan"), share=share, next=next, numbers=numbers)
 
 
 def _missing(
@@ -171,8 +167,8 @@ def _missing(
     sample, num = data.sample, int(missing.sum())
     share = num / max(int(sample.mask.sum()), 1)
     nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
-    if not num or (nulls.all() and share < MIN_MISSING_SHARE):
-        return None
+    if not num or (nulls.all() and share < 1e-4):
+        return None  # so few NULLs come from cut-off sequences, which `stats` counts
     first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
     np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
     np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
@@ -183,39 +179,35 @@ def _missing(
     cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two tokens may be at an end by chance
     cause = "" if nulls.any() else "impossible" if np.isneginf(values).all() else "not_finite"
     kinds = {"NULL": nulls, "-inf": np.isneginf(values), "inf": np.isinf(values)}
-    return (LENGTHS if cut and not cause else HOLES).finding(
-        data, signal, np.zeros(data.num_kept, bool), effect=float("nan"), share=float(share),
-        next=commands.sql(
-            data,
-            "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
-            f"(SELECT step, seq_id, unnest(logprobs) AS logprob FROM scores WHERE \"pass\" = '{side.name}') "
-            "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
-        ),
-        numbers={
-            "side": side.name, "other": other.name, "num_tokens": num, "num_sequences": len(rows),
-            "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
-            "value": next((kind for kind, has in kinds.items() if has.all()), "NaN"), "cause": cause,
-        },
-    )  # fmt: skip
+    kind = next((kind for kind, has in kinds.items() if has.all()), "NaN")
+    query = commands.sql(
+        data,
+        "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
+        f"(SELECT step, seq_id, unnest(logprobs) AS logprob FROM scores WHERE \"pass\" = '{side.name}') "
+        "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
+    )
+    numbers: dict[str, Number] = {
+        "side": side.name, "other": other.name, "num_tokens": num, "num_sequences": len(rows),
+        "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
+        "value": kind, "cause": cause,
+    }  # fmt: skip
+    return _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    sample, names = data.sample, {data.sample.a.name: data.sample.a, data.sample.b.name: data.sample.b}
-    side = names.get(str(finding.numbers.get("side")))
-    if side is None:
-        return None
+    sample = data.sample
+    side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, joined = np.isfinite(side.logprobs), np.diff(sample.seq) == 0
-    before = {name: np.r_[False, each[:-1] & joined] for name, each in (("mask", sample.mask), ("has", has))}
-    after = {name: np.r_[each[1:] & joined, False] for name, each in (("mask", sample.mask), ("has", has))}
     missing, left_out = sample.mask & ~has, has & ~sample.mask
+    before = [np.r_[False, each[:-1] & joined] for each in (sample.mask, has)]
+    after = [np.r_[each[1:] & joined, False] for each in (sample.mask, has)]
     for late, end, inside, outside in (("late", "end", before, after), ("early", "beginning", after, before)):
-        at_end = missing & inside["has"] & ~outside["mask"]
-        beside = left_out & outside["mask"]
-        if at_end.sum() > 0.9 * missing.sum() and beside.sum() > 0.5 * missing.sum():
-            return SHIFTED_MASK.finding(
-                data, "shifted_mask", np.zeros(data.num_kept, bool), effect=float("nan"), share=finding.share, next=finding.next,
-                numbers={"side": side.name, "num_tokens": int(missing.sum()), "num_left_out": int(beside.sum()), "end": end, "late": late},
-            )  # fmt: skip
+        at_end, beside = missing & inside[1] & ~outside[0], int((left_out & outside[0]).sum())
+        if at_end.sum() > 0.9 * missing.sum() and beside > 0.5 * missing.sum():
+            numbers: dict[str, Number] = {
+                "side": side.name, "num_tokens": int(missing.sum()), "num_left_out": beside, "end": end, "late": late,
+            }  # fmt: skip
+            return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
     return None
 
 
@@ -231,50 +223,44 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
     likely = np.maximum(data.a, data.b)
     unlikely = likely + entropy < UNSAMPLED_NATS
     runs = unlikely & (run_lengths(unlikely, data.seq) >= MIN_UNSAMPLED_RUN)
-    rows = np.unique(data.seq[runs])
-    present = len(np.unique(data.seq))
-    if len(rows) < max(4, 0.05 * present):
+    rows, numbers = np.unique(data.seq[runs]), counts(data, runs)
+    if len(rows) < max(4, 0.05 * len(np.unique(data.seq))):
         return []
-    finding = MASK.finding(
-        data, "unlikely_runs", runs, weight=0.9, next=commands.row(data, int(rows[0])),
-        numbers={
-            "num_tokens": int(runs.sum()), "num_sequences": len(rows), "of_sequences": present,
-            "mean_logprob": float(likely[runs].mean()), "mean_entropy": float(entropy[runs].mean()),
-        },
-    )  # fmt: skip
+    numbers |= {"mean_logprob": float(likely[runs].mean()), "mean_entropy": float(entropy[runs].mean())}
+    next = commands.row(data, int(rows[0]))
+    finding = MASK.finding(data, "unlikely_runs", runs, weight=0.9, next=next, numbers=numbers)
     return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]
 
 
 def find_constants(data: PairData) -> list[Hypothesis]:
+    """Detect values that stand for a missing logprob in one pass."""
     found = []
-    for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
-        values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
-        often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
-        tested = {*often[counts[often] >= MIN_CONSTANT_TOKENS].tolist()}
-        masks = [(value, data.keep & (side.logprobs == value)) for value in values[sorted(tested)].tolist()]
+    for side in sides(data):
+        values, num = np.unique(side.values, return_counts=True)
+        often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
+        tested = values[np.sort(often[num[often] >= FEW_CONSTANTS])].tolist()
+        masks = [(value, side.values == value) for value in tested if value > IMPOSSIBLE_LOGPROB]
         # Values from masked logits are not all equal, because the normaliser differs.
         if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
-            masks.append((float(np.median(impossible)), data.keep & (side.logprobs <= IMPOSSIBLE_LOGPROB)))
+            masks.append((float(np.median(impossible)), side.values <= IMPOSSIBLE_LOGPROB))
         for value, where in masks:
-            if _stands_for_none(data, side, other, value, where):
-                far = where & (np.abs(other.logprobs - value) > 0.1)
+            if _stands_for_none(data, side, value, where):
+                far = where & (np.abs(side.others - value) > 0.1)
                 if value == 0.0 and far.sum() < 0.02 * where.sum():  # a certain token has a logprob of 0
                     where = far
-                finding = _constant(data, side, other, value, where)
-                zeros = np.zeros(data.num_kept)
-                found.append(predicting(data, finding, zeros, np.log(data.num_kept), where[data.keep]))
+                finding = _constant(data, side, value, where)
+                found.append(predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where))
     return found
 
 
 def find_merged(data: PairData) -> list[Hypothesis]:
     """Detect tokens whose logprob is 0 because it was added to a neighbour's."""
     found, same = [], np.diff(data.seq) == 0
-    for side, own, other in (("a", data.a, data.b), ("b", data.b, data.a)):
+    for side in sides(data):
+        own, other = side.values, side.others
         zero = own == 0
         far = zero & (other < -0.05)
-        if far.sum() < MIN_CONSTANT_TOKENS:
-            continue
-        for where in ("before", "after"):
+        for where in ("before", "after") if far.sum() >= FEW_CONSTANTS else ():
             # Each token that is not 0 starts a group, or ends it.
             group = np.cumsum(np.r_[True, ~(same & (zero[1:] if where == "before" else zero[:-1]))]) - 1
             lead = ~zero & (np.bincount(group, zero)[group] > 0)
@@ -282,159 +268,140 @@ def find_merged(data: PairData) -> list[Hypothesis]:
             tokens = np.bincount(group, lead)[group] > 0
             if far[tokens].sum() < 0.8 * far.sum():
                 continue
-            size = float(np.median(np.abs(residual[lead])))
-            finding = MERGED.finding(
-                data, "merged", tokens, next=commands.tokens(data, f"logprob_{side} = 0"),
-                numbers={
-                    "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "where": where,
-                    "num_tokens": int(far.sum()), "num_sequences": len(np.unique(data.seq[tokens & far])), "residual": size,
-                },
-            )  # fmt: skip
+            numbers = side.names | counts(data, far & tokens) | {"where": where, "num_tokens": int(far.sum())}
+            numbers["residual"] = float(np.median(np.abs(residual[lead])))
+            next = commands.tokens(data, f"logprob_{side.key} = 0")
+            finding = MERGED.finding(data, "merged", tokens, next=next, numbers=numbers)
             hypothesis = predicting(data, finding, residual, 2.0, tokens)
-            found += [hypothesis] if hypothesis.left is not None and hypothesis.left < MAX_LEFT_BY_MERGING else []
+            found += [hypothesis] if hypothesis.left is not None and hypothesis.left < MAX_LEFT else []
     return found
 
 
-def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if `value`, found in one pass at `where` ([N] bool), stands for a missing logprob."""
-    rest = data.keep & ~where
-    off = other.logprobs[where] - value
+def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray) -> bool:
+    """Return True if `value`, found in one pass at `where` ([K] bool), stands for a missing logprob."""
+    off, ids = side.others[where] - value, data.sample.tokens[data.keep]
     if value <= IMPOSSIBLE_LOGPROB:
         return bool(np.median(np.abs(off)) > abs(value) / 2)
-    usual, large = np.quantile(np.abs(data.sample.d[rest]), [0.5, 0.9]) if rest.any() else (0.0, 0.0)
+    usual, large = np.quantile(np.abs(data.d[~where]), [0.5, 0.9]) if not where.all() else (0.0, 0.0)
     far = np.abs(off) > max(0.1, 10 * usual, large)
     if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
         return False
     if value != 0.0:
-        kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
-        num = min(len(np.unique(kind)) for kind in kinds)
-        if len(off) < 8 or far.mean() <= 0.5 or num < MIN_CONSTANT_TOKENS:
+        num = min(len(np.unique(kind[where])) for kind in (ids, data.sample.prefix_keys[data.keep]))
+        if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
         # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
         # -0.3133.
-        if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
+        if num <= _REPEATED_FACTOR * _repeats(side.values[~where], value, 0.5):
             return False
-    elsewhere = np.abs(other.logprobs[rest] - value)
+    elsewhere = np.abs(side.others[~where] - value)
     if value == 0.0:  # correct for certain tokens and for tokens that are alone in their nucleus
         uncertain = np.abs(off) > 0.02
-        if np.isin(data.sample.tokens[rest], data.sample.tokens[where][uncertain]).sum() < uncertain.sum() / 4:
+        if np.isin(ids[~where], ids[where][uncertain]).sum() < uncertain.sum() / 4:
             return True  # these ids nearly always have it
         off, elsewhere = off[uncertain], elsewhere[elsewhere > 0.02]
     usual = np.median(elsewhere) if len(elsewhere) else 0.0
     return bool(np.median(np.abs(off)) > usual / 2 or (value < 0 and np.mean(off < 0) > 0.9))
 
 
-def _constant(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> Finding:
-    sample, own, others = data.sample, side.logprobs[data.keep], other.logprobs
-    rest = data.keep & ~where
-    mean = float(np.mean(others[where]))
-    usual = float(np.mean(others[rest])) if rest.any() else mean
-    num_runs = int((where & ~np.r_[False, where[:-1] & (np.diff(sample.seq) == 0)]).sum())
-    is_last = np.r_[np.diff(sample.seq) != 0, True]
-    reason = "none"
-    if mean < min(1.5 * usual, usual - 1):
-        at_end = np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99
+def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Finding:
+    own, others, tokens = side.values, side.others, data.sample.tokens[data.keep]
+    ids, mean = np.unique(tokens[where]), float(np.mean(others[where]))
+    usual = mean if where.all() else float(np.mean(others[~where]))
+    every, seq = data.marked(where), data.sample.seq
+    num_runs = int((every & ~np.r_[False, every[:-1] & (np.diff(seq) == 0)]).sum())
+    is_improbable, varies = mean < min(1.5 * usual, usual - 1), bool(np.ptp(own[where]) > 0)
+    reason, cause = "none", ""
+    if is_improbable:
+        at_end = np.mean((np.r_[every[1:], True] | np.r_[np.diff(seq) != 0, True])[every]) > 0.99
         if where.sum() >= 2 * num_runs:
             reason = "after_end" if at_end else "improbable"
         # A token sampled at 1 of k positions has a probability of about 1/k.
-        elif at_end and np.median(others[where]) < np.log(where.sum() / data.num_kept) - 2:
-            reason = "appended"
+        elif at_end and np.median(others[where]) < np.log(where.mean()) - 2:
+            reason = cause = "appended"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
-        reason = "floor"
-    cause, is_impossible = reason if reason == "appended" else "", value <= IMPOSSIBLE_LOGPROB
-    is_filled = np.ptp(side.logprobs[where]) == 0 and value.is_integer() and np.any(side.logprobs[rest] % 2**-8)
-    ids = np.unique(sample.tokens[where])
-    if is_impossible and not is_filled and len(ids) < where.sum() / 2 and not np.isin(sample.tokens[rest], ids).any():
-        cause = "forbidden"
-    elif (
-        is_impossible
-        and mean < min(1.5 * usual, usual - 1)
-        and where.sum() < 1.5 * num_runs
-        and np.ptp(side.logprobs[where]) > 0
-    ):
-        cause = "masked"
-    chosen = f"<= {IMPOSSIBLE_LOGPROB}" if np.ptp(side.logprobs[where]) > 0 else f"= {value!r}::FLOAT"
+        reason, cause = "floor", ""
+    is_filled = not varies and value.is_integer() and np.any(own[~where] % 2**-8)
+    if value <= IMPOSSIBLE_LOGPROB:
+        if not is_filled and len(ids) < where.sum() / 2 and not np.isin(tokens[~where], ids).any():
+            cause = "forbidden"
+        elif is_improbable and varies and where.sum() < 1.5 * num_runs:
+            cause = "masked"
+    chosen = f"<= {IMPOSSIBLE_LOGPROB}" if varies else f"= {value!r}::FLOAT"
     is_cut = cause in ("forbidden", "masked")
     fault = TRUNCATION if is_cut else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
     return fault.finding(
-        data, cause if is_cut else "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
-        next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} {chosen}"),
+        data, cause if is_cut else "constant", where, effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
+        next=commands.tokens(data, f"logprob_{side.key} {chosen}"),
         numbers={
-            "side": side.name, "other": other.name, "value": value, "num_ids": len(ids), "num_tokens": int(where.sum()),
-            "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,
+            **side.names, **counts(data, where), "value": value, "num_ids": len(ids), "other_mean": mean,
             "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason, "cause": cause,
         },
     )  # fmt: skip
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
-    sample, found = data.sample, []
-    same = data.keep & (sample.a.logprobs == sample.b.logprobs)
-    values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
-    often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
-    for value in values[often[counts[often] > _SHARED_FACTOR]].tolist():
-        where = same & (sample.a.logprobs == value)
+    """Detect values that stand for a missing logprob in both passes."""
+    found, keys, ids = [], data.sample.token_keys[data.keep], data.sample.tokens[data.keep]
+    same = data.a == data.b
+    values, num = np.unique(data.a[same], return_counts=True)
+    often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
+    for value in values[often[num[often] > _REPEATED_FACTOR**2]].tolist():
+        where = same & (data.a == value)
         # Contexts are counted only once, because a repeated context repeats the value.
-        contexts, ids = (len(np.unique(each[where])) for each in (sample.token_keys, sample.tokens))
-        if ids < MIN_CONSTANT_TOKENS or contexts <= _SHARED_FACTOR * _by_chance(data, value, where):
+        num_contexts, num_ids = (len(np.unique(each[where])) for each in (keys, ids))
+        if num_ids < FEW_CONSTANTS or num_contexts <= _REPEATED_FACTOR**2 * _by_chance(data, value, where):
             continue
         finding = PLACEHOLDERS.finding(
-            data, "constant_in_both", where[data.keep], effect=0.0,
+            data, "constant_in_both", where, effect=0.0,
             next=commands.tokens(data, f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a"),
-            numbers={
-                **data.names, "value": value, "num_tokens": int(where.sum()), "num_sequences": len(np.unique(sample.seq[where])),
-            },
+            numbers={**data.names, **counts(data, where), "value": value},
         )  # fmt: skip
-        found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+        found.append(Hypothesis(finding=finding, tokens=data.marked(where), gain=float("inf")))
     return found
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
+    """Return how often a value repeats by chance, or infinity if `value` can be the logprob of many tokens."""
     if value == 0.0:
         # A token with probability 1 has an entropy of 0. A recorded filter can cause that even if the recorded entropy
         # is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
-        inside = where[data.keep]
-        is_certain = np.mean(data.entropy[inside]) <= max(0.1, 0.25 * np.mean(data.entropy[~inside]))
+        is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
         return np.inf if is_certain else 1.0
     ties = -np.log(np.arange(2, 9))
     if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
         return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
     # 16-bit values are sparse, so nearby values are searched for in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
-    return _repeats(data.sample.a.logprobs, data.keep & ~where, value, width)
+    return _repeats(data.a[~where], value, width)
 
 
-def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
-    _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
-    return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
+def _repeats(logprobs: np.ndarray, value: float, width: float) -> float:
+    _, num = np.unique(logprobs[np.abs(logprobs - value) < width], return_counts=True)
+    return float(np.quantile(num, 0.9)) if len(num) else 1.0
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
-        spread = _spreads(data, values)
-        asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)
-        if asked.sum() >= 3 and np.all(spread[asked] < 1e-3) and np.std(values) > 1e-3:
-            count = np.maximum(np.bincount(data.seq, minlength=len(spread)), 1)
-            own, sums = (np.bincount(data.seq, each, len(spread)) for each in (values, others))
-            off_sum, off_mean = np.abs(own / count - sums)[asked], np.abs(own - sums)[asked] / count[asked]
-            finding = PLACEHOLDERS.finding(
-                data, "constant_rows", next=commands.tokens(data),
-                numbers={
-                    "side": data.names[side], "other": data.names[other], "num_tokens": data.num_kept,
-                    "what": "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean",
-                },
-            )  # fmt: skip
-            return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
+    """Detect a pass with one value for all tokens of a sequence."""
+    num = np.bincount(data.seq, minlength=data.sample.num_sequences)
+    for side in sides(data):
+        own, others = (means(values, data.seq, len(num)) for values in (side.values, side.others))
+        spreads = [
+            np.sqrt(means((values - mean[data.seq]) ** 2, data.seq, len(num)))
+            for values, mean in ((side.values, own), (side.others, others))
+        ]
+        asked = (num >= 3) & (spreads[1] > 0.05)
+        if asked.sum() < 3 or not np.all(spreads[0][asked] < 1e-3) or np.std(side.values) < 1e-3:
+            continue
+        off_sum, off_mean = np.abs(own - others * num)[asked], np.abs(own - others)[asked]
+        numbers = (
+            side.names | counts(data) | {"what": "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean"}
+        )
+        finding = PLACEHOLDERS.finding(data, "constant_rows", next=commands.tokens(data), numbers=numbers)
+        return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
     return []
-
-
-def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    count = np.bincount(data.seq, minlength=data.sample.num_sequences)
-    mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
-    squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
-    return np.where(count >= 3, np.sqrt(squares / np.maximum(count, 1)), np.nan)
 
 
 def find_equal(data: PairData) -> list[Finding]:
@@ -457,27 +424,23 @@ def find_equal(data: PairData) -> list[Finding]:
             ]  # fmt: skip
         known = bool(data.contract("a") and data.contract("b"))
         return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(known)})]
-    size = data.sample.num_sequences
     if found := _copied_since(data):
         return found
-    num, telling, equal = (
-        np.bincount(data.seq, each, minlength=size)
-        for each in (None, data.b < -1e-3, (data.d == 0.0) & (data.b < -1e-3))
-    )
-    copied = (telling >= MIN_COPIED_TOKENS) & (equal == telling)
+    num = data.sample.num_sequences
+    telling = np.bincount(data.seq, data.b < -1e-3, num)
+    equal = np.bincount(data.seq, (data.d == 0.0) & (data.b < -1e-3), num)
+    copied = (telling >= 4) & (equal == telling)
     elsewhere = float(equal[~copied].sum() / max(telling[~copied].sum(), 1))
-    expected = size * max(elsewhere, 1e-3) ** telling.max(where=copied, initial=0)
-    if "dtype_a" not in differing or not copied.any() or expected > COPIED_BY_CHANCE:
+    by_chance = num * max(elsewhere, 1e-3) ** telling.max(where=copied, initial=0)
+    if "dtype_a" not in differing or not copied.any() or by_chance > 1e-4:
         return []
-    return [
-        COPIES.finding(
-            data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
-            numbers={"num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), **differing},
-        )
-    ]  # fmt: skip
+    numbers = {**counts(data, copied[data.seq]), **differing}
+    next = commands.stats(data, "sequence")
+    return [COPIES.finding(data, "copied_rows", copied[data.seq], effect=0.0, next=next, numbers=numbers)]
 
 
 def _copied_since(data: PairData) -> list[Finding]:
+    """Report a pass that copies the other from some step on, although the contracts stay the same."""
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
     equal = np.array([not data.d[steps == step].any() for step in known])
@@ -485,24 +448,14 @@ def _copied_since(data: PairData) -> list[Finding]:
     if since < 2 or len(known) - since < 2 or not equal[since:].all():
         return []
     later = steps >= known[since]
-    telling = data.b[~later] < -1e-3
-    share = float(np.mean(data.d[~later][telling] != 0)) if telling.any() else 0.0
-    contracts = [
-        {
-            name
-            for row in np.unique(data.seq[part])
-            for name in (data.sample.a.contracts[row], data.sample.b.contracts[row])
-        }
-        for part in (later, ~later)
-    ]
-    if share < 0.5 or contracts[0] != contracts[1]:
+    telling = ~later & (data.b < -1e-3)
+    share = float(np.mean(data.d[telling] != 0)) if telling.any() else 0.0
+    a, b = (np.array(side.contracts, str) for side in (data.sample.a, data.sample.b))
+    now, then = ({*a[data.seq[part]], *b[data.seq[part]]} for part in (later, ~later))
+    if share < 0.5 or now != then:
         return []
-    return [
-        COPIES.finding(
-            data, "copied_steps", later, effect=0.0, next=commands.stats(data, "step"),
-            numbers={**data.names, "since_equal": int(known[since]), "num_tokens": int(later.sum()), "share_before": share},
-        )
-    ]  # fmt: skip
+    numbers = data.names | counts(data, later) | {"since_equal": int(known[since]), "share_before": share}
+    return [COPIES.finding(data, "copied_steps", later, effect=0.0, next=commands.stats(data, "step"), numbers=numbers)]
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:

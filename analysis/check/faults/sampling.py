@@ -15,12 +15,31 @@ from typing import Any
 
 import numpy as np
 
+from ....schemas.passes import TRAIN
 from ...advice import Advice
+from ...facts.rollouts import centred
 from .. import commands
-from ..features import judged, judged_words, pearson, sampled_mean, sampled_score
+from ..features import CLEAR, FEW, clipped, judged, judged_words, means, pearson
 from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
-from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, log_odds, once, value_rounding
+from ..pair_data import (
+    MIN_REST,
+    UNIT_ROUNDOFF,
+    PairData,
+    allowed_noise,
+    context_pairs,
+    declared,
+    log_odds,
+    once,
+    value_rounding,
+)
 from ..where import occurrences, part_of_rows
+from .sides import Side, counts, sides
+
+MAX_LEFT = 0.3
+"""Maximum unexplained share of the mismatch for a prediction of each value."""
+MIN_R2 = 0.6
+"""Minimum share of the mismatch that one factor on the logits must explain. Other faults that sharpen a distribution leave
+far more scatter."""
 
 
 def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -141,16 +160,7 @@ PENALTY = Fault(
 
 # --- A factor on the logits
 
-MIN_R2 = 0.6
-"""Minimum share of the mismatch that one factor on the logits must explain, with either side as the reference. Other
-faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one side."""
-MIN_SHIFT = 0.004
-"""Minimum |log T| for reporting a temperature T. Rounding to bfloat16 scales logits by less."""
 MAX_TEMPERATURE = 20.0
-MIN_PART = 100
-_MODEL_ERROR = 0.05
-"""Relative error of a fitted log T. The fits assume that log-odds scale linearly, which is exact only for two possible
-tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +171,7 @@ class ScaleFit:
     highest: float
     """Bounds on the scale: fits with either side as the reference, widened by two standard errors."""
     r2: float
-    """Share of d's variance explained by the scale: the smaller of the two fits."""
+    """Share of the variance in d explained by the scale."""
     score: float
     """Distance between the scale and 1, in standard errors."""
     residual: np.ndarray
@@ -169,19 +179,15 @@ class ScaleFit:
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Explain d by a constant factor that scales one side's logits.
-
-    The factor is fitted to the log-odds and, if entropies are recorded, to logprob + entropy. Tokens in the same
-    context determine it exactly.
-    """
+    """Explain d by a factor that scales one side's logits: the same at all tokens, or each row's recorded temperature."""
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
         return []  # a factor raises likely tokens and lowers unlikely ones, or vice versa
-    if found := _by_setting(data):
+    if (found := _by_setting(data)) or (fit := _scale(data)) is None:
         return found
     exact = _exact_scale(data)
-    return [_scaled(data, fit, exact) for fit in _scales(data) if exact is None or exact[2] * np.log(fit.scale) > 0]
+    return [_scaled(data, fit, exact)] if exact is None or exact[2] * np.log(fit.scale) > 0 else []
 
 
 def _by_setting(data: PairData) -> list[Hypothesis]:
@@ -189,85 +195,49 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
     residual, logs = data.d.copy(), []
     known = np.unique(settings[np.isfinite(settings) & (settings > 0)])
     for value in known if len(known) > 1 else ():
-        inside = settings == value
-        part = data.within(inside)
-        if part.num_kept < MIN_PART:
-            continue
-        fit = next(iter(_scales(part)), None)
-        logs.append((np.log(value), 0.0 if fit is None else np.log(fit.scale)))
-        if fit is not None:
-            residual[inside] = np.where(np.isfinite(fit.residual), fit.residual, part.d)
+        part, fit = data.within(settings == value), None
+        if part.num_kept >= FEW and (fit := _scale(part)) is not None:
+            residual[settings == value] = np.where(np.isfinite(fit.residual), fit.residual, part.d)
+        logs += [(np.log(value), 0.0 if fit is None else np.log(fit.scale))] if part.num_kept >= FEW else []
     recorded, fitted = np.array(logs).reshape(-1, 2).T
-    for side, sign in (("b", -1.0), ("a", 1.0)):
-        off = fitted - sign * recorded
-        if len(logs) > 1 and np.ptp(recorded) > 0.1 and np.max(np.abs(off - np.median(off))) < np.ptp(recorded) / 4:
+    for side in sides(data) if len(logs) > 1 and np.ptp(recorded) > 0.1 else ():
+        off = fitted - side.sign * recorded
+        if np.max(np.abs(off - np.median(off))) < np.ptp(recorded) / 4:
+            least, largest = np.exp(recorded.min()), np.exp(recorded.max())
             finding = TEMPERATURE.finding(
                 data, "by_setting", next=commands.by_column(data, "temperature"),
-                numbers={
-                    "side": data.names[side], "other": data.names["a" if side == "b" else "b"], "num_values": len(logs),
-                    "least": float(np.exp(recorded.min())), "largest": float(np.exp(recorded.max())),
-                },
+                numbers=side.names | {"num_values": len(logs), "least": float(least), "largest": float(largest)},
             )  # fmt: skip
             return [predicting(data, finding, residual, 8.0)]
     return []
 
 
-def _scales(data: PairData) -> list[ScaleFit]:
-    fits = []
-    for side, own, other in (("a", data.a, data.b), ("b", data.b, data.a)):
-        if (recorded := getattr(data.sample, side).entropy) is not None:
-            # To second order, scaling logits by s changes a logprob by (s - 1) u - (s - 1)^2 varentropy / 2, with u the
-            # logprob plus the entropy.
-            entropy = recorded[data.keep]
-            there = np.isfinite(entropy) & (np.abs(own + entropy) < 20)
-            fits.append(_scale(other - own, own + entropy, other + entropy, there, side, 2, np.ones(data.num_kept)))
-            break
-    # With two possible tokens, the log-odds scale exactly; with k equally likely alternatives, the line is
-    # shifted by (s - 1) log k.
-    odds = [log_odds(x) for x in (data.a, data.b)]
-    with np.errstate(invalid="ignore"):
-        off = odds[1] - odds[0]
-    there = np.isfinite(off) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
-    fits.append(_scale(off, odds[0], odds[1], there, "a", 1, data.rest))
-    return [
-        fit
-        for fit in fits
-        if fit is not None and abs(np.log(fit.scale)) >= MIN_SHIFT and fit.score >= 6 and fit.r2 >= MIN_R2
-    ]
-
-
-def _scale(
-    off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
-) -> ScaleFit | None:
-    if there.sum() < 30:
+def _scale(data: PairData) -> ScaleFit | None:
+    """Fit the factor to the log-odds. With two possible tokens, they scale exactly."""
+    odds = [log_odds(values) for values in (data.a, data.b)]
+    off = odds[1] - odds[0]
+    there = (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
+    if there.sum() < FEW:
         return None
-    off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
-    keep = there & (
-        np.abs(off - np.median(off[there])) <= np.quantile(np.abs(off - np.median(off[there]))[there], 0.98) + 1e-12
-    )
-    slopes, left = [], []
-    for values in (own, other):
-        x = np.stack([values**power for power in (1, 0, 2)[: degree + 1]], axis=1)
-        solution, *_ = np.linalg.lstsq(x[keep], off[keep], rcond=None)
-        left.append(off - x @ solution)
-        slopes.append(float(solution[0]))
-    spread = float(np.sum((off[keep] - off[keep].mean()) ** 2))
-    error = float(np.sqrt(np.mean(left[0][keep] ** 2) / max(float(np.var(own[keep])) * keep.sum(), 1e-30)))
+    away = np.abs(off - np.median(off[there]))
+    keep = there & (away <= np.quantile(away[there], 0.98) + 1e-12)
+    centred = [values - values[keep].mean() for values in (off, *odds)]
+    own = centred[1][keep]
+    slopes = [float(each[keep] @ centred[0][keep] / max(each[keep] @ each[keep], 1e-30)) for each in centred[1:]]
+    error = float(np.sqrt(np.mean((centred[0][keep] - slopes[0] * own) ** 2) / max(own @ own, 1e-30)))
     # Noise in the reference flattens the slope, so the true scale is between the two fits.
     ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
-    scale = ends[0] if ends[0] > 1 else ends[-1] if ends[-1] < 1 else 1.0
-    low, high = ends[0] - 2 * error, ends[-1] + 2 * error
-    if degree == 1:
-        left = [off - np.mean(off[keep]) - (scale - 1) * (own - own[keep].mean())]
-    squares = [float(each[keep] @ each[keep]) for each in left]
-    if low <= 0 or not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
+    low, high = ends[0], ends[-1]
+    scale = low if low > 1 else min(high, 1.0)
+    if low <= 2 * error or not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
         return None
-    if side == "b":  # a = scale * b
-        low, scale, high = 1 / high, 1 / scale, 1 / low
-    residual = np.where(there, left[int(np.argmax(squares))] * weight, np.nan)
-    return ScaleFit(
-        scale, low, high, 1 - max(squares) / max(spread, 1e-30), abs(slopes[0]) / max(error, 1e-12), residual
-    )
+    left = centred[0] - (scale - 1) * centred[1]
+    r2 = 1 - float(left[keep] @ left[keep]) / max(float(centred[0][keep] @ centred[0][keep]), 1e-30)
+    fit = ScaleFit(
+        scale, low - 2 * error, high + 2 * error, r2, abs(slopes[0]) / max(error, 1e-12), np.where(there, left * data.rest, np.nan)
+    )  # fmt: skip
+    # Rounding to bfloat16 scales logits by less than half its precision.
+    return fit if fit.score >= CLEAR and r2 >= MIN_R2 and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
@@ -292,41 +262,39 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
 
 def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
-    # A fit over different contexts is exact only to first order in log T.
-    error = max((1 - fit.r2) / 2, _MODEL_ERROR, abs(np.log(middle)) / 2)
+    # A fit over different contexts is exact only to first order in log T, and log-odds scale exactly only for two tokens.
+    error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
         middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
     wider = float(np.exp(abs(np.log(middle)) * error))
     temperature, known = 1 / middle, _temperatures(data)
-    settings = data.sample.settings["temperature"]
-    recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else temperature
+    recorded = known.get("recorded_sampling", temperature)
     nearest = recorded if abs(np.log(recorded / temperature)) < 0.3 else temperature
-    declared_ones = [value for name, value in known.items() if name != "logprobs_mode"]
-    # If every recorded temperature is 1, the cause is reported as a scale, which need not be a temperature.
-    cause = {"cause": "scale"} if declared_ones and all(value == 1.0 for value in declared_ones) else {}
     finding = TEMPERATURE.finding(
         data, "scaled_logits", weight=fit.r2, next=_confirming(data, nearest, has_contexts=exact is not None),
         numbers={
             "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
-            "r2": fit.r2, "standard_errors": fit.score, **data.names, **known, **cause,
+            "r2": fit.r2, "standard_errors": fit.score, **data.names, **known,
+            # If every recorded temperature is 1, the cause is reported as a scale, which need not be a temperature.
+            "cause": "scale" if {*known.values()} == {1.0} else "",
         },
     )  # fmt: skip
+    if mode := declared(data.contract("b"), "logprobs_mode"):
+        finding.numbers["logprobs_mode"] = str(mode)
     hypothesis = predicting(data, finding, fit.residual, 8.0)
     # A recorded temperature is tested first.
     is_recorded = low / wider < 1 / nearest < high * wider and abs(np.log(nearest)) > 0.02 and nearest != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
 
 
-def _temperatures(data: PairData) -> dict[str, float | str]:
+def _temperatures(data: PairData) -> dict[str, float]:
     settings = data.sample.settings["temperature"]
     named = {
         "recorded_a": declared(data.contract("a"), "temperature"),
         "recorded_b": declared(data.contract("b"), "sampling", "temperature"),
         "recorded_sampling": float(np.nanmedian(settings)) if np.isfinite(settings).any() else None,
     }
-    found: dict[str, float | str] = {name: value for name, value in named.items() if isinstance(value, (int, float))}
-    mode = declared(data.contract("b"), "logprobs_mode")
-    return found | ({"logprobs_mode": str(mode)} if mode else {})
+    return {name: value for name, value in named.items() if isinstance(value, (int, float))}
 
 
 def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Advice:
@@ -349,12 +317,6 @@ IMPOSSIBLE_LOGPROB = -80.0
 """
 
 
-MIN_ONE_SIDED = 0.6
-"""Minimum |mean d| / mean |d| for a one-sided mismatch: 1 if all d have one sign, 0 if they cancel out."""
-MAX_MINOR_SHARE = 0.05
-"""Maximum share of the larger differences that may have the opposite sign. With rounding alone, half do."""
-
-
 def find_one_sided(data: PairData) -> list[Hypothesis]:
     """Explain larger differences that nearly all have the same sign.
 
@@ -366,71 +328,75 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     if len(size) < 20 or not size.any():
         return []
     squares = size * size
-    is_negative = bool(squares[data.d < 0].sum() > 0.5 * squares.sum())
-    other = (data.d > 0) if is_negative else (data.d < 0)
+    raised, lowered = sides(data)
+    if squares[data.d < 0].sum() > 0.5 * squares.sum():
+        raised, lowered = lowered, raised
+    opposite = data.d * raised.sign < 0
     # Differences due to rounding have both signs, but larger ones must have only one.
-    large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
-    wrong = float(np.mean(other[large])) if large.any() else 1.0
-    clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
+    large = size > 2 * (float(np.quantile(size[opposite], 0.95)) if opposite.any() else 0.0)
+    clear = large.any() and opposite[large].mean() <= 0.05 and squares[large].sum() >= 0.5 * squares.sum()
     # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite
     # direction.
-    lean = abs(float(data.d.mean())) / float(size.mean())
-    if lean < (MIN_ONE_SIDED if clear else 0.7):
+    if abs(float(data.d.mean())) / float(size.mean()) < (0.6 if clear else 0.7):
         return []
     quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
-    raised, lowered = ("b", "a") if is_negative else ("a", "b")
     medians = [float(np.median(size[each])) for each in quarters]
-    falls = medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]
-    if falls and pearson(data.a, data.b) > 0.8:
-        return [_smoothed(data, lowered, raised)]
+    if all(np.diff(medians) < 0) and medians[0] > 1.2 * medians[3] and pearson(data.a, data.b) > 0.8:
+        return [_smoothed(data, lowered)]
     # Lost mass changes every token in one direction, with a few exceptions due to rounding. A wrong computation also
     # changes some tokens by nats in the opposite direction.
-    most = 0.1 if recorded_filter(data) else 0.02
-    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(most * other.sum(), 0.002 * len(size)):
+    most = max((0.1 if recorded_filter(data) else 0.02) * opposite.sum(), 0.002 * len(size))
+    if np.sum(size[opposite] > 3 * (allowed_noise(data) * data.scale)[opposite]) > most:
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
-    if np.median(size[quarters[3]]) > max(3.0, 20 * float(np.median(size[quarters[1]]))):
+    if medians[3] > max(3.0, 20 * medians[1]):
         return []
-    mass = np.minimum(np.exp(data.d if is_negative else -data.d), 1.0)
-    score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
-    if score < (4 if clear else 8):
+    mass = np.minimum(np.exp(-data.d * raised.sign), 1.0)
+    if (1 - mass.mean()) * np.sqrt(len(mass)) < (4 if clear else 8) * max(float(mass.std()), 1e-12):
         return []
-    numbers: dict[str, Number] = {"side": data.names[raised], "other": data.names[lowered]}
     if _is_cut(data, raised):
-        cause = "filter" if recorded_filter(data) else ""
-        numbers |= {
-            "kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "recorded": recorded_filter(data),
-            "cause": cause,
-        }  # fmt: skip
-        replay = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
-        finding = TRUNCATION.finding(data, "kept_mass", mass < 1 - 1e-6, next=replay, numbers=numbers)
-    else:
-        numbers = {"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())}
-        per_step = f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if is_negative else '>'} 0 GROUP BY step ORDER BY step"
-        finding = PADDED_VOCABULARY.finding(
-            data, "lost_mass", mass < 1 - 1e-6, next=commands.sql(data, per_step), numbers=numbers
+        fault, signal, next = (
+            TRUNCATION,
+            "kept_mass",
+            commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
         )
-    found = of_signs(data, finding, np.full(data.num_kept, -1.0 if is_negative else 1.0), 4.0)
+        known, cause = recorded_filter(data), "filter" if recorded_filter(data) else ""
+        numbers = raised.names | {
+            "kept_mass": float(mass.mean()),
+            "least_mass": float(mass.min()),
+            "recorded": known,
+            "cause": cause,
+        }
+    else:
+        fault, signal, numbers = PADDED_VOCABULARY, "lost_mass", lowered.names | {"lost_mass": float(1 - mass.mean())}
+        next = commands.sql(
+            data,
+            "SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {pair} WHERE mask AND d "
+            f"{'>' if raised.key == 'a' else '<'} 0 GROUP BY step ORDER BY step",
+        )
+    finding = fault.finding(data, signal, mass < 1 - 1e-6, next=next, numbers=numbers)
+    found = of_signs(data, finding, np.full(data.num_kept, raised.sign), 4.0)
     # A recorded filter is tested first.
-    return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
+    return [replace(found, gain=float("inf")) if _is_recorded(data, raised.own.name, size) else found]
 
 
-def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
+def _smoothed(data: PairData, side: Side) -> Hypothesis:
     """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary.
 
     Smoothing lowers likely tokens most, while lost mass lowers them least.
     """
-    values, others = getattr(data, lowered), getattr(data, raised)
-    slope, mean = np.polyfit(others, values - others, 1)
+    slope, mean = np.polyfit(side.others, side.values - side.others, 1)
     finding = SMOOTHED.finding(
-        data, "smoothed", next=commands.tokens(data),
-        numbers={"side": data.names[lowered], "other": data.names[raised], "smoothing": -float(slope), "mean": float(mean)},
-    )  # fmt: skip
-    return of_signs(data, finding, np.full(data.num_kept, -1.0 if lowered == "a" else 1.0), 4.0)
+        data,
+        "smoothed",
+        next=commands.tokens(data),
+        numbers=side.names | {"smoothing": -float(slope), "mean": float(mean)},
+    )
+    return of_signs(data, finding, np.full(data.num_kept, -side.sign), 4.0)
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    if not recorded_filter(data) or data.names[raised] == "train":
+    if not recorded_filter(data) or raised == TRAIN:
         return False
     least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
     return least >= 1.0 or float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
@@ -446,30 +412,24 @@ def recorded_filter(data: PairData) -> str:
     return ", ".join(said)
 
 
-def _is_cut(data: PairData, raised: str) -> bool:
+def _is_cut(data: PairData, raised: Side) -> bool:
     """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
     The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only those
     that truncation kept. Two other signs of truncation: the kept tokens always have the same mass (as top-p gives for a
     flat distribution), or a single kept token has logprob 0.
     """
-    if recorded_filter(data):
+    was_cut = (raised.own.logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(raised.other.logprobs)
+    if recorded_filter(data) or np.any(was_cut & data.sample.mask):
         return True
-    sides = {"a": data.sample.a, "b": data.sample.b}
-    cut_off = (sides[raised].logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(
-        sides["b" if raised == "a" else "a"].logprobs
-    )
-    if np.any(cut_off & data.sample.mask):
-        return True  # the other pass sampled a token that this pass cut off
     neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
-    if raised == "a" or all(np.all(data.sample.settings[name] == value) for name, value in neutral.items()):
+    if raised.key == "a" or all(np.all(data.sample.settings[name] == value) for name, value in neutral.items()):
         return False  # the recorded settings rule out truncation
     if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > 0.01:
         return True
-    vocabulary = int(data.sample.tokens.max()) + 1
     missing = -np.expm1(np.minimum(data.d, 0.0))
-    constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
-    return bool(constant or np.mean(np.exp(-data.b)) < 0.6 * vocabulary)
+    is_constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
+    return bool(is_constant or np.mean(np.exp(-data.b)) < 0.6 * (data.sample.tokens.max() + 1))
 
 
 def find_grammar(data: PairData) -> list[Hypothesis]:
@@ -478,40 +438,32 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
     The contract must declare the grammar, and the values must confirm it. Renormalising over fewer tokens raises every
     logprob, so lower values are evidence against it.
     """
-    named = {name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True}
-    under = {side: np.isin(np.array(getattr(data.sample, side).contracts, str), sorted(named)) for side in "ab"}
+    named = sorted(
+        name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True
+    )
+    under = {side.key: np.isin(np.array(side.own.contracts, str), named) for side in sides(data)}
     found = []
-    for side, other in ("ab", "ba"):
-        tokens = data.keep & (under[side] & ~under[other])[data.sample.seq]
+    for key, other in ("ab", "ba"):
+        tokens = data.keep & (under[key] & ~under[other])[data.sample.seq]
         inside = data.without(~tokens)
-        values, others = getattr(inside, side), getattr(inside, other)
-        if not tokens.any() or np.std(values) < 1e-3:
+        side = sides(inside)["ab".index(key)] if tokens.any() else None
+        if side is None or np.std(side.values) < 1e-3:
             continue
-        rounding = allowed_noise(inside) * np.maximum(-np.expm1(others), MIN_REST)
-        raised, lower = values - others > rounding, others - values > rounding
-        if raised.sum() < 10 or lower.sum() > 0.05 * (raised.sum() + lower.sum()):
+        rise = side.values - side.others
+        rounding = allowed_noise(inside) * np.maximum(-np.expm1(side.others), MIN_REST)
+        raised, num_lower = rise > rounding, int(np.sum(-rise > rounding))
+        if raised.sum() < 10 or num_lower > 0.05 * (raised.sum() + num_lower):
             continue
         step = int(inside.sample.steps[inside.seq[raised][0]])
         finding = GRAMMAR.finding(
-            inside, "allowed_tokens", raised, next=commands.whole_vocabulary_replay(inside, data.names[other], step),
-            numbers={
-                "side": data.names[side], "other": data.names[other], "num_tokens": int(raised.sum()),
-                "of_tokens": inside.num_kept, "num_lower": int(lower.sum()), "largest": float((values - others).max()),
-            },
+            inside, "allowed_tokens", raised, next=commands.whole_vocabulary_replay(inside, side.other.name, step),
+            numbers=side.names | counts(inside, raised) | {"num_lower": num_lower, "largest": float(rise.max())},
         )  # fmt: skip
         found.append(Hypothesis(finding=finding, tokens=tokens, gain=float("inf")))
     return found
 
 
 # --- Shifted logits
-
-MIN_SIGNS = 0.97
-"""Minimum share of mismatched tokens whose d has the sign that a bias would cause. By chance, half do."""
-MAX_LEFT_BY_BIAS = 0.25
-"""Maximum unexplained share of the mismatch at biased ids, given one constant per id. Different weights leave more."""
-MIN_REPEATED_R2, MIN_REPEATED_SCORE = 0.1, 10.0
-"""Minimum share of the log-odds difference explained by earlier occurrences, and its minimum significance (standard
-errors)."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
@@ -531,39 +483,28 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
-    num = np.bincount(place, minlength=len(ids))
-
-    def within(values: np.ndarray) -> np.ndarray:
-        return np.asarray(values - (np.bincount(place, values) / num)[place])
-
-    shift = (odds_a - odds_b)[known]
-    shift = np.clip(shift, *np.quantile(shift, [0.01, 0.99]))
-    odds, y = within((odds_a + odds_b)[known] / 2), within(shift)
-    recorded, best = recorded_penalty(data), (0.0, 0.0, np.zeros(0), "")
-    for counted in ("response", "row"):
-        count = occurrences(data)[counted].astype(float)
-        for times in (count, np.minimum(count, 1)):
-            x = within(times[known])
-            if not x.any():
-                continue
+    shift = clipped((odds_a - odds_b)[known])
+    odds, y = centred((odds_a + odds_b)[known] / 2, place), centred(shift, place)
+    alone = y - (y @ odds) / max(odds @ odds, 1e-30) * odds
+    recorded, r2, slope, times, counted = recorded_penalty(data), 0.0, 0.0, np.zeros(0), ""
+    for name in ("response", "row"):
+        count = occurrences(data)[name].astype(float)
+        for tried in (count, np.minimum(count, 1)):
+            x = centred(tried[known], place)
             fitted, *_ = np.linalg.lstsq(np.stack([x, odds], axis=1), y, rcond=None)
-            alone = y - (y @ odds) / max(odds @ odds, 1e-30) * odds
             left = y - x * fitted[0] - odds * fitted[1]
-            best = max(
-                best,
-                (1 - (left @ left) / max(alone @ alone, 1e-30), float(fitted[0]), times, counted),
-                key=lambda each: each[0],
-            )
-    r2, slope, times, counted = best
-    if r2 < MIN_REPEATED_R2 or np.sqrt(r2 * (len(y) - len(num))) < MIN_REPEATED_SCORE:
+            share = 1 - (left @ left) / max(alone @ alone, 1e-30)
+            if x.any() and share > r2:
+                r2, slope, times, counted = share, float(fitted[0]), tried, name
+    if r2 < 0.1 or np.sqrt(r2 * (len(y) - len(ids))) < 10:
         return []
-    side = "b" if slope > 0 else "a"
-    means = [float(data.d[each].mean()) * (1 if side == "a" else -1) for each in (times > 0, times == 0)]
+    side = sides(data)[slope > 0]
+    means = [side.sign * float(data.d[each].mean()) for each in (times > 0, times == 0)]
     finding = PENALTY.finding(
         data, "repeated", times > 0, next=commands.far_tokens(data),
-        numbers={
-            "side": data.names[side], "cause": "repeated", "counted": counted, "by_count": int(times.max() > 1), "slope": abs(slope),
-            "r2": r2, "mean_repeated": means[0], "mean_new": means[1], "recorded": recorded,
+        numbers=side.names | {
+            "cause": "repeated", "counted": counted, "by_count": int(times.max() > 1), "slope": abs(slope), "r2": float(r2),
+            "mean_repeated": means[0], "mean_new": means[1], "recorded": recorded,
         },
     )  # fmt: skip
     moved = slope * times
@@ -594,18 +535,20 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
     if not (1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~chosen]) >= 0.2) or (off & chosen).sum() < 4:
         return []
     sign = np.where(chosen, -usual, usual)
-    if np.mean(np.sign(data.d[off]) == sign[off]) < MIN_SIGNS:
+    if np.mean(np.sign(data.d[off]) == sign[off]) < 0.97:
         return []
     finding = _of_some_ids(data, ids[other], chosen, off)
     return [of_signs(data, finding, sign, float(other.sum()) * np.log(len(ids)) + 8.0)]
 
 
 def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.ndarray) -> Finding:
+    side = sides(data)[1]
+    means = [side.sign * float(data.d[each].mean()) for each in (chosen & off, ~chosen)]
     return PENALTY.finding(
         data, "token_ids", off, next=commands.far_tokens(data),
-        numbers={
-            "side": data.names["b"], "cause": "token_ids", "num_ids": len(ids), "ids": ", ".join(str(each) for each in ids[:8]),
-            "mean_ids": -float(data.d[chosen & off].mean()), "mean_rest": -float(data.d[~chosen].mean()),
+        numbers=side.names | {
+            "cause": "token_ids", "num_ids": len(ids), "ids": ", ".join(str(each) for each in ids[:8]), "mean_ids": means[0],
+            "mean_rest": means[1],
         },
     )  # fmt: skip
 
@@ -634,7 +577,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
     finding = _of_some_ids(data, ids[biased], chosen, chosen)
     residual = np.where(chosen, data.a - predicted, data.d)
     found = predicting(data, finding, residual, float(biased.sum()) * np.log(len(ids)), chosen)
-    return [found] if found.left is not None and found.left < MAX_LEFT_BY_BIAS else []
+    return [found] if found.left is not None and found.left < MAX_LEFT else []
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
@@ -659,31 +602,29 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    recorded = recorded_penalty(data)
-    scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
-    if not scores or data.num_kept < 400:
+    """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows."""
+    side = max(sides(data), key=lambda each: abs(each.sampled_score))
+    if side.own.entropy is None or data.num_kept < 400:
         return []
-    side = max(scores, key=lambda each: abs(scores[each]))
-    mean, entropy = sampled_mean(data, side), getattr(data.sample, side).entropy[data.keep]
-    surprise = -getattr(data, side)
-    is_plain, part = _is_plain(data), None
-    numbers: dict[str, Number] = {"mean": mean, "recorded": recorded, "cause": "sampled_elsewhere"}
-    if is_plain:
-        total = np.bincount(data.seq, np.nan_to_num(entropy - surprise), data.sample.num_sequences)
-        count = np.bincount(data.seq, np.isfinite(entropy), data.sample.num_sequences)
-        part = part_of_rows(data.sample, np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    recorded, entropy = recorded_penalty(data), side.own.entropy[data.keep]
+    excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
+    part = part_of_rows(data.sample, excess) if _is_plain(data) else None
+    numbers: dict[str, Number] = {"mean": side.sampled_mean, "recorded": recorded, "cause": "sampled_elsewhere"}
     if part is not None:
-        signal, (where, inside) = "sampled_by_rows", part
-        numbers |= {
-            "where": where.removeprefix("all "), "mean": float(total[inside].sum() / count[inside].sum()),
-            "mean_rest": float(total[~inside].sum() / max(count[~inside].sum(), 1)), "num_sequences": int(inside.sum()),
-            "of_sequences": len(np.unique(data.seq)),
-        }  # fmt: skip
-    elif abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
+        signal, (where, rows) = "sampled_by_rows", part
+        inside, values = rows[data.seq], side.values + entropy
+        numbers |= counts(data, inside) | {
+            "where": where.removeprefix("all "),
+            "mean": float(np.nanmean(values[inside])),
+            "mean_rest": float(np.nanmean(values[~inside])),
+        }
+    elif abs(np.nanmean(-side.values) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
         return []  # the entropies are in bits, which data_checks reports
     # Overly likely tokens are a fault only if the recording rules out a filter and a temperature.
-    elif abs(scores[side]) >= (6 if recorded else 12) and abs(mean) >= 0.05 and (mean < 0 or is_plain):
+    elif abs(side.sampled_score) >= CLEAR * (1 if recorded else 2) and abs(side.sampled_mean) >= 0.05:
         signal = "sampled_elsewhere"
+        if side.sampled_mean > 0 and not _is_plain(data):
+            return []
     else:
         return []
     finding = PENALTY.finding(data, signal, next=commands.tokens(data), effect=0.0, numbers=numbers)

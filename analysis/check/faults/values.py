@@ -5,14 +5,15 @@ Shapes: K kept tokens in S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ....schemas.passes import ROLLOUT
+from ...facts.rollouts import centred
 from .. import commands
-from ..features import exact_rows, judged, judged_words, pearson, sampled_mean, sampled_score
+from ..features import CLEAR, FEW, exact_rows, judged, judged_words, pearson
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting, scored
 from ..pair_data import (
     HALF_ULP,
@@ -25,25 +26,24 @@ from ..pair_data import (
     precisions,
     value_rounding,
 )
+from .sampling import MAX_LEFT
+from .sides import Side, counts, sides
 
 MAX_LOGPROB = 1e-4
 """Larger values are not logprobs (nats). Rounding in a float32 softmax gives at most 1e-6."""
-_FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
-"""Unit -> factor that turns logprobs in nats into the recorded values."""
-_PROBABILITIES = {
-    (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
-}  # fmt: skip
-"""(offset, factor) -> unit, for recorded values equal to offset + factor * p."""
-_NAMES = {
-    "log2": "logarithms of base 2",
-    "log10": "logarithms of base 10",
-    "negative_ln": "negative logprobs",
-    "negative_log2": "negative logarithms of base 2",
-    "probability": "probabilities",
-    "negative_probability": "negative probabilities, -p",
-    "complement": "1 - p",
-    "negative_complement": "p - 1",
-    "log_complement": "ln(1 - p)",
+_UNITS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "log2": ("logarithms of base 2", lambda x: x * np.log(2)),
+    "log10": ("logarithms of base 10", lambda x: x * np.log(10)),
+    "negative_ln": ("negative logprobs", lambda x: -x),
+    "negative_log2": ("negative logarithms of base 2", lambda x: -x * np.log(2)),
+    "probability": ("probabilities", np.log),
+    "negative_probability": ("negative probabilities, -p", lambda x: np.log(-x)),
+    "complement": ("1 - p", lambda x: np.log(1 - x)),
+    "negative_complement": ("p - 1", lambda x: np.log(1 + x)),
+    "log_complement": ("ln(1 - p)", lambda x: np.log(1 - np.exp(np.minimum(x, 50.0)))),
+}
+"""Unit -> name, and conversion of the recorded values to nats."""
+_NAMES = {unit: name for unit, (name, _) in _UNITS.items()} | {
     "cumulative": "cumulative logprob sums along the sequence",
     "cumulative_to_end": "logprob sums from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
@@ -53,11 +53,6 @@ _NAMES = {
     "moving_average": "an exponential moving average along the response (weight {factor:.3g} for the current token)",
     "curve": "an unknown function of the other side's logprobs ({curve})",
 }
-MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum unexplained fraction of the mismatch for accepting a known unit (first) or a fitted function (second)."""
-
-MIN_MONOTONE = 0.98
-
 NOT_LOGPROBS = Fault(
     code="not_logprobs", title="values are not logprobs: some are above 0", broken="recording",
     evidence={
@@ -144,19 +139,17 @@ temperature, the correlation stays above 0.8; for unrelated values it is 0."""
 
 def find_positive(data: PairData) -> list[Hypothesis]:
     found = []
-    for side in "ab":
-        own = getattr(data.sample, side)
-        where = data.keep & (np.nan_to_num(own.logprobs, nan=-1.0) > MAX_LOGPROB)
-        if not where.any():
-            continue
-        values = own.logprobs[where]
-        finding = NOT_LOGPROBS.finding(
-            data, "above_zero", where[data.keep], next=commands.tokens(data, f"mask AND logprob_{side} > {MAX_LOGPROB}"),
-            numbers={
-                "side": own.name, "num_tokens": int(where.sum()), "least": float(values.min()), "largest": float(values.max()),
-            },
-        )  # fmt: skip
-        found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+    for side in sides(data):
+        values = side.own.logprobs
+        where = data.keep & (np.nan_to_num(values, nan=-1.0) > MAX_LOGPROB)
+        if where.any():
+            finding = NOT_LOGPROBS.finding(
+                data, "above_zero", where[data.keep], next=commands.tokens(data, f"mask AND logprob_{side.key} > {MAX_LOGPROB}"),
+                numbers={
+                    **side.names, "num_tokens": int(where.sum()), "least": float(values[where].min()), "largest": float(values[where].max()),
+                },
+            )  # fmt: skip
+            found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
     return found
 
 
@@ -164,45 +157,43 @@ def find_positive(data: PairData) -> list[Hypothesis]:
 
 
 def find_unit(data: PairData) -> list[Hypothesis]:
-    found = [each for side in "ab" for each in _functions(data, side)]
+    """Explain one side as a function of the other, in all rows or in those that do not agree within rounding."""
+    found = [each for side in sides(data) for each in _functions(data, side)]
     _, rows = exact_rows(data)
     if any(each.finding.numbers["unit"] != "curve" for each in found) or not len(rows):
         return found
     part = data.within(np.isin(data.seq, rows))
-    counted = {"part_feature": None, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
-    for each in (each for side in "ab" for each in _functions(part, side)):
+    for each in (each for side in sides(part) for each in _functions(part, side)):
+        counted = {"part_feature": None, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
         found.append(replace(each, finding=replace(each.finding, numbers=each.finding.numbers | counted)))
     return found
 
 
-def _functions(data: PairData, side: str) -> list[Hypothesis]:
-    if not scored(data).all() and not _functions(data.within(scored(data)), side):
+def _functions(data: PairData, side: Side) -> list[Hypothesis]:
+    some = data.within(scored(data))
+    if some.num_kept < data.num_kept and not _functions(some, sides(some)[side.key == "b"]):
         return []  # no function fits a part of the rows, so none fits all of them
-    values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
+    values, other = side.values, side.others
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
-    # If logprobs hardly vary, a constant difference such as a lost mass looks like a factor, and any function fits.
     found = []
-    sizes = {
-        typical: (typical(data.d), typical(data.d - np.median(data.d)), typical(other - np.median(other)))
-        for typical in (_rms, _typical)
-    }
     for unit, nats, numbers, cost in _conversions(data, values, other):
         typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
-        size, varied = sizes[typical][0], min(sizes[typical])
+        # If logprobs hardly vary, a constant difference such as a lost mass looks like a factor, and any function fits.
+        size = typical(data.d)
+        varied = min(size, *(typical(each - np.median(each)) for each in (data.d, other)))
         residual = nats - other
         left = typical(residual[np.isfinite(residual)])
-        most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied
-        if np.mean(np.isfinite(nats)) < 0.99 or left >= most:
+        if np.mean(np.isfinite(nats)) < 0.99 or left >= (MAX_LEFT if cost <= 2 else MAX_LEFT / 3) * varied:
             continue
         query = "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
         finding = UNIT.finding(
             data, "other_unit", weight=1 - left / max(size, 1e-12), next=commands.sql(data, query),
-            numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
+            numbers={**side.names, "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
         )  # fmt: skip
-        hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=cost <= 2)
+        hypothesis = predicting(data, finding, side.sign * residual, cost, is_right=cost <= 2)
         wrong = _wrong_sides(data)
-        found.append(replace(hypothesis, rank=int(cost > 2) + 2 * (wrong != "" and side not in wrong)))
+        found.append(replace(hypothesis, rank=int(cost > 2) + 2 * (wrong != "" and side.key not in wrong)))
     return found
 
 
@@ -213,17 +204,20 @@ def _wrong_sides(data: PairData) -> str:
     A side is wrong if its probabilities in one context add up to more than 1, or if logprob + entropy averages 0 only
     on the other side.
     """
-    context = np.unique(
-        np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
-    )[1]
+    keys = np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]])
+    context = np.unique(keys, axis=1, return_inverse=True)[1]
     _, first = np.unique(np.stack([context, data.sample.tokens[data.keep]]), axis=1, return_index=True)
     wrong = ""
-    for side, values in (("a", data.a), ("b", data.b)):
-        total = np.bincount(context[first], np.exp(np.minimum(values[first], 0.0)))
-        wrong += side if total.max() > 1.02 else ""
-    scores = [abs(sampled_score(data, side)) for side in "ab"]
-    if not wrong and min(scores) > 0 and max(scores) > max(6.0, 4 * min(scores)):
-        return "ab"[scores.index(max(scores))]
+    for side in sides(data):
+        total = np.bincount(context[first], np.exp(np.minimum(side.values[first], 0.0)))
+        wrong += side.key if total.max() > 1.02 else ""
+    better, worse = sorted(sides(data), key=lambda side: abs(side.sampled_score))
+    if (
+        not wrong
+        and abs(better.sampled_score) > 0
+        and abs(worse.sampled_score) > max(CLEAR, 4 * abs(better.sampled_score))
+    ):
+        return worse.key
     return wrong
 
 
@@ -232,13 +226,12 @@ _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
 
 
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
-    large = other < (-1.0 if np.sum(other < -1.0) >= 30 else -0.05)
-    ratio = values[large] / other[large]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
+    yield from ((unit, nats, {}, 2.0) for unit, nats in known.items())
+    large = other < (-1.0 if np.sum(other < -1.0) >= FEW else -0.05)
     if large.sum() >= 8:
-        factor = float(np.median(ratio))
-        unit = min(_FACTORS, key=lambda name: abs(factor / _FACTORS[name] - 1))
-        if abs(factor / _FACTORS[unit] - 1) < 0.02:
-            yield unit, values / _FACTORS[unit], {}, 2.0
+        factor = float(np.median(values[large] / other[large]))
         if factor > 0:
             yield "factor", values / factor, {"factor": factor}, 8.0
         some = (other < -0.05) & (values < 0)
@@ -253,44 +246,16 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
     yield "cumulative", values - np.where(starts, 0.0, np.r_[0.0, values[:-1]]), {}, 2.0
     yield "cumulative_to_end", values - np.where(np.r_[starts[1:], True], 0.0, np.r_[values[1:], 0.0]), {}, 2.0
     design = np.stack([np.where(starts, 0.0, np.r_[0.0, values[:-1]]), other], axis=1)[~starts]
-    if len(design) >= 30:
+    if len(design) >= FEW:
         (kept, taken), *_ = np.linalg.lstsq(design, values[~starts], rcond=None)
         if kept > 0.05 and taken > 0.05 and abs(kept + taken - 1) < 0.02:
             averaged = (values - kept * np.r_[0.0, values[:-1]]) / taken
             yield "moving_average", np.where(starts, values, averaged), {"factor": float(taken)}, 8.0
     p = np.exp(np.minimum(other, 0.0))
-    (offset, factor), rounded = _line(values, p)
-    if rounded in _PROBABILITIES:
-        yield _PROBABILITIES[rounded], _log((values - rounded[0]) / rounded[1]), {}, 2.0
-    raised = np.exp(np.minimum(values, 50.0))
-    (offset, factor), rounded = _line(raised, p)
-    if rounded == (1.0, -1.0):
-        yield "log_complement", _log(1 - raised), {}, 2.0
-    elif offset > 1e-12 and abs(factor - 1) < 0.1 and np.min(values) > np.log(offset) - 1e-3:
+    offset = float(np.median((np.exp(np.minimum(values, 50.0)) - p)[p <= np.quantile(p, 0.1)]))
+    if offset > 1e-12 and np.min(values) > np.log(offset) - 1e-3:
         yield "floor", other + values - np.log(p + offset), {"factor": offset}, 8.0
     yield "curve", _curve(data, values, other), {"curve": _shape(values, other)}, 8.0
-
-
-def _log(values: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.log(values))
-
-
-def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Fit values = offset + factor * p by least squares on relative errors, ignoring the worst 10% of tokens.
-
-    Returns the fit, and the fit rounded to integers (NaN unless within 0.01 of them).
-    """
-    weight = 1 / np.maximum(p, 1e-4)
-    design, target = np.stack([weight, p * weight], axis=1), values * weight
-    keep = np.ones(len(p), bool)
-    for _ in range(3):
-        (offset, factor), *_ = np.linalg.lstsq(design[keep], target[keep], rcond=None)
-        error = np.abs(target - design @ (offset, factor))
-        keep = error <= np.quantile(error, 0.9)
-    rounded = float(np.round(offset)) + 0.0, float(np.round(factor)) + 0.0
-    is_integer = max(abs(offset - rounded[0]), abs(factor - rounded[1])) < 0.01
-    return (float(offset), float(factor)), rounded if is_integer else (float("nan"), float("nan"))
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -300,7 +265,7 @@ def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
     is_step = len(np.unique(y)) < len(y) / 2 or len(y) < 100
-    if is_step or abs(pearson(np.arange(len(y)).astype(float), _ranks(y))) < MIN_MONOTONE:
+    if is_step or abs(pearson(np.arange(len(y)).astype(float), _ranks(y))) < 0.98:
         return np.full(len(values), np.nan)
     own = np.argsort(np.argsort(values[first], kind="stable"), kind="stable")[inverse]
     below, above = np.searchsorted(x, values, "left") - 1, np.searchsorted(x, values, "right")
@@ -329,33 +294,29 @@ def _typical(d: np.ndarray) -> float:
     return float(np.mean(np.partition(np.abs(d), least - 1)[:least])) if len(d) else 0.0
 
 
-MIN_SHARE = 0.5
-"""If no dtype is declared, rounded values are reported only if rounding explains at least this share of the mismatch,
-because a pass computed entirely in 16 bits naturally has 16-bit logprobs."""
-
-
 def find_low_precision(data: PairData) -> list[Hypothesis]:
     found = []
-    for side, precision in zip("ab", precisions(data), strict=True):
-        numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
-        following = commands.replay(data, "--logits-dtype bf16", "head")
+    for side, precision in zip(sides(data), precisions(data), strict=True):
+        dtype, following = precision.rounded, commands.replay(data, "--logits-dtype bf16", "head")
         if precision.is_stored:
             continue
-        if (dtype := precision.rounded) is not None:
-            half = half_ulp(getattr(data, side), dtype)
+        if dtype is not None:
+            half = half_ulp(side.values, dtype)
             share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
             is_stored = dtype not in ("bfloat16", "float16")  # no head computes in such a precision
-            named = precision.declared in HALF_ULP and not is_stored
-            named |= declared(data.contract(side), "logprobs_dtype") == dtype
-            if share > (0.02 if precision.declared or is_stored else MIN_SHARE):
-                finding = LOW_PRECISION.finding(
-                    data, "rounded_values" if is_stored else "rounded_logprobs", is_expected=named,
-                    next=commands.tokens(data) if is_stored else following, broken="recording" if is_stored else None,
-                    numbers=numbers | {"rounding": share, "cause": "stored" if is_stored else ""},
-                )  # fmt: skip
-                residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)
-                found.append(predicting(data, finding, residual, 0.0))
+            # A pass computed entirely in 16 bits naturally has 16-bit logprobs.
+            if share <= (0.02 if precision.declared or is_stored else 0.5):
+                continue
+            is_named = precision.declared in HALF_ULP and not is_stored
+            finding = LOW_PRECISION.finding(
+                data, "rounded_values" if is_stored else "rounded_logprobs",
+                is_expected=is_named or declared(data.contract(side.key), "logprobs_dtype") == dtype,
+                next=commands.tokens(data) if is_stored else following, broken="recording" if is_stored else None,
+                numbers={**side.names, "dtype": dtype, "rounding": share, "cause": "stored" if is_stored else ""},
+            )  # fmt: skip
+            found.append(predicting(data, finding, np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0), 0.0))
         elif precision.logits in HALF_ULP and precision.declared == "float32":
+            numbers = {**side.names, "dtype": precision.logits}
             finding = LOW_PRECISION.finding(data, "rounded_logits", next=following, numbers=numbers)
             found.append(Hypothesis(finding=finding, tokens=data.keep.copy(), gain=20.0))
     return found
@@ -374,8 +335,8 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
         return []
     if min(np.mean(data.d[at] > 0), np.mean(data.d[at] < 0)) < 0.1:
         return []
-    numbers: dict[str, Number] = {**data.names, "limit": limit, "num_tokens": int(at.sum()), "of_tokens": data.num_kept}
-    finding = UNIT.finding(data, "clamped", at, next=commands.far_tokens(data), numbers=numbers | {"cause": "clamped"})
+    numbers = data.names | counts(data, at) | {"limit": limit, "cause": "clamped"}
+    finding = UNIT.finding(data, "clamped", at, next=commands.far_tokens(data), numbers=numbers)
     return [Hypothesis(finding=finding, tokens=data.marked(at), gain=float("inf"))]
 
 
@@ -383,32 +344,29 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
-    return [each for side, other in ("ab", "ba") for each in _of_distribution(data, side, other)]
+    """Detect a side that holds a property of the distribution, such as its entropy, instead of the token's logprob."""
+    return [each for side in sides(data) for each in _of_distribution(data, side)]
 
 
-def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
-    values, others = getattr(data, side), getattr(data, other)
-    numbers: dict[str, Number] = {
-        "side": data.names[side], "other": data.names[other], "num_tokens": data.num_kept,
-    }  # fmt: skip
-    recorded = getattr(data.sample, side).entropy
-    entropy = data.entropy if recorded is None else recorded[data.keep]
+def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
+    numbers, next = side.names | counts(data), commands.tokens(data)
+    entropy = data.entropy if side.own.entropy is None else side.own.entropy[data.keep]
     if entropy is not None and np.std(entropy) > 0.05 and data.rms() > 0.05:
-        left = values + entropy
+        left = side.values + entropy
         if np.quantile(np.abs(left), 0.95) < 0.1 * float(np.median(np.abs(data.d))):
-            finding = UNRELATED.finding(data, "negative_entropies", next=commands.tokens(data), numbers=numbers)
+            finding = UNRELATED.finding(data, "negative_entropies", next=next, numbers=numbers)
             return [predicting(data, finding, left, 1.0)]
-    if _are_of_most_probable(values, others):
-        finding = UNRELATED.finding(data, "most_probable", next=commands.tokens(data), numbers=numbers)
-        return [of_signs(data, finding, np.full(data.num_kept, 1.0 if side == "a" else -1.0), 1.0)]
+    if _are_of_most_probable(side.values, side.others):
+        finding = UNRELATED.finding(data, "most_probable", next=next, numbers=numbers)
+        return [of_signs(data, finding, np.full(data.num_kept, side.sign), 1.0)]
     one, two = context_pairs(data)
-    differ = np.abs(others[one] - others[two]) > 0.3
-    equal = np.abs(values[one] - values[two])[differ] < MAX_LOGPROB
+    differ = np.abs(side.others[one] - side.others[two]) > 0.3
+    equal = np.abs(side.values[one] - side.values[two])[differ] < MAX_LOGPROB
     # A single value for all contexts is a placeholder.
-    if differ.sum() < 12 or equal.mean() < 0.9 or np.std(values[one][differ][equal]) < 0.01:
+    if differ.sum() < 12 or equal.mean() < 0.9 or np.std(side.values[one][differ][equal]) < 0.01:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
-    finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
+    finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
     # As with uncorrelated values, only each side's distribution is predicted, not d, so the gain is small.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
@@ -421,7 +379,7 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
     probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, in contrast, are slightly
     higher at all tokens.
     """
-    if len(values) < 30:
+    if len(values) < FEW:
         return False
     raised = values - others
     equal = raised < max(0.05, 2 * -float(np.min(raised)))
@@ -434,7 +392,7 @@ def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
 
 
 def find_unrelated(data: PairData) -> list[Hypothesis]:
-    if data.num_kept < 30 or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
+    if data.num_kept < FEW or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
@@ -442,27 +400,26 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
-    means = {name: float(np.mean(getattr(data, name))) for name in "ab"}
-    lower, higher = sorted(means, key=lambda each: means[each])
-    is_improbable = means[lower] < min(2 * means[higher], means[higher] - 1)
-    scores = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
-    name = min(scores, key=lambda each: abs(scores[each]), default=None)
-    mean = None if name is None else sampled_mean(data, name)
-    side, sampled = "b", "unknown"
+    lower, higher = sorted(sides(data), key=lambda side: float(np.mean(side.values)))
+    low, high = float(np.mean(lower.values)), float(np.mean(higher.values))
+    is_improbable = low < min(2 * high, high - 1)
+    known = [side for side in sides(data) if side.own.entropy is not None]
+    sampler = min(known, key=lambda side: abs(side.sampled_score), default=None)
+    side, cause = sides(data)[1], "unknown"
     broken: Broken = "computation"
-    if name is not None and mean is not None and abs(scores[name]) >= 6 and abs(mean) >= 0.1:
-        side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
+    if sampler is not None and abs(sampler.sampled_score) >= CLEAR and abs(sampler.sampled_mean) >= 0.1:
+        side, cause = lower if is_improbable else side, "from_neither"
     elif is_improbable:
-        side, sampled = lower, "improbable"
+        side, cause = lower, "improbable"
         # The engine sampled the tokens, so if either side is broken, they are improbable for the trainer.
-        broken = "engine" if data.names[lower] == ROLLOUT else "computation"
-    elif name is not None:
-        side, sampled, broken = "b" if name == "a" else "a", "from_other", "recording"
+        broken = "engine" if lower.own.name == ROLLOUT else broken
+    elif sampler is not None:
+        side, cause, broken = sides(data)[sampler.key == "a"], "from_other", "recording"
     finding = UNRELATED.finding(
         data, "no_correlation", next=commands.query(data, "shape"), broken=broken,
-        numbers={
-            "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "num_tokens": data.num_kept,
-            "cause": sampled, "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
+        numbers=side.names | counts(data) | {
+            "cause": cause, "sampled": cause, "correlation": correlation, "mean_lower": low, "mean_higher": high,
+            "sampled_mean": None if sampler is None else sampler.sampled_mean,
         },
     )  # fmt: skip
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
@@ -471,18 +428,14 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 def _within_ids(data: PairData) -> float | None:
     """Return the passes' rank correlation among tokens with the same id, or None if there are too few repeated ids or
     their values vary only by rounding."""
-    _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
-    often = counts[place] >= 4
+    _, place, num = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
+    often = num[place] >= 4
     if often.sum() < 200:
         return None
     least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2)))
-    own = {}
-    for name, values in (("a", data.a), ("b", data.b)):
-        if np.std((values - (np.bincount(place, values) / counts)[place])[often]) <= least:
-            return None
-        ranks = _ranks(values)
-        own[name] = (ranks - (np.bincount(place, ranks) / counts)[place])[often]
-    return pearson(own["a"], own["b"])
+    if any(np.std(centred(values, place)[often]) <= least for values in (data.a, data.b)):
+        return None
+    return pearson(*(centred(_ranks(values), place)[often] for values in (data.a, data.b)))
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
@@ -497,14 +450,8 @@ def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
     alike = 0.5 < np.std(data.b[off]) / max(float(np.std(data.b)), 1e-9) < 2
     if within > MIN_CORRELATION or one_sign > 0.5 or not alike:
         return []
-    return [
-        UNRELATED.finding(
-            data, "scattered", off, weight=float(np.sum(data.d[off] ** 2) / np.sum(data.d**2)),
-            next=commands.far_tokens(data),
-            numbers={
-                "side": data.names["a"], "other": data.names["b"], "num_tokens": int(off.sum()), "correlation": within,
-                "size": float(np.mean(np.abs(data.d[off]))), "num_sequences": len(np.unique(data.seq[off])),
-                "of_sequences": len(np.unique(data.seq)),
-            },
-        )
-    ]  # fmt: skip
+    numbers = (
+        sides(data)[0].names | counts(data, off) | {"correlation": within, "size": float(np.mean(np.abs(data.d[off])))}
+    )
+    weight = float(np.sum(data.d[off] ** 2) / np.sum(data.d**2))
+    return [UNRELATED.finding(data, "scattered", off, weight=weight, next=commands.far_tokens(data), numbers=numbers)]

@@ -9,16 +9,13 @@ import numpy as np
 
 from ....schemas.documents import Contract
 from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
+from ...facts.rollouts import centred
 from .. import commands
-from ..features import SIZE, along_movement, judged, judged_words, pearson, token_effect
+from ..features import CLEAR, SIZE, along_movement, clipped, judged, judged_words, means, pearson, token_effect
 from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
+from .sides import counts
 
-CLEAR_GROWTH = 5.0
-"""Weights are reported as stale if the mismatch has grown by at least this factor since the run's first step."""
-CLEAR_ADVANTAGE = 6.0, 0.4
-"""Minimum correlation between mismatch and advantage for reporting that one side was scored after the update: in
-standard errors, and as a coefficient."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -83,33 +80,28 @@ def find_declared(data: PairData) -> list[Finding]:
 
 
 def _versions(data: PairData) -> list[Finding]:
-    rows = np.flatnonzero(data.updates_behind)
-    rows = rows[np.isin(rows, data.seq)]
-    if not len(rows):
+    inside = data.updates_behind[data.seq] != 0
+    if not inside.any():
         return []
-    lag = int(np.median(data.updates_behind[rows]))
+    lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
     query = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
-    return [
-        WEIGHTS.finding(
-            data, "policy_versions", np.isin(data.seq, rows), next=commands.sql(data, query), broken="versions",
-            numbers={
-                "cause": "stale_weights", "updates_behind": abs(lag), "side": data.names["b" if lag > 0 else "a"],
-                "num_sequences": len(rows), "of_sequences": data.sample.num_sequences,
-            },
-        )
-    ]  # fmt: skip
+    numbers = counts(data, inside) | {
+        "of_sequences": data.sample.num_sequences,
+        "side": data.names["b" if lag > 0 else "a"],
+    }
+    numbers |= {"cause": "stale_weights", "updates_behind": abs(lag)}
+    next = commands.sql(data, query)
+    return [WEIGHTS.finding(data, "policy_versions", inside, next=next, broken="versions", numbers=numbers)]
 
 
 def _quantisation(data: PairData) -> list[Finding]:
     own = {side: _quantised(data.contract(side)) for side in data.names}
-    for side, other in (("a", "b"), ("b", "a")):
+    for side, other in ("ab", "ba"):
         for name, value in own[side].items():
             if value not in own[other].values():
-                said: dict[str, Number] = {
-                    "cause": "quantised", "side": data.names[side], "setting": name, "value": value,
-                }  # fmt: skip
+                numbers = {"cause": "quantised", "side": data.names[side], "setting": name, "value": value}
                 replay = commands.replay(data, "--quantize int8", "suspect", int(data.sample.steps[-1]))
-                return [WEIGHTS.finding(data, "contract", next=replay, numbers=said)]
+                return [WEIGHTS.finding(data, "contract", next=replay, numbers=numbers)]
     return []
 
 
@@ -126,12 +118,8 @@ def find_adapter(data: PairData) -> list[Finding]:
     adapters = [name for side, name in data.names.items() if declared(data.contract(side), "model", "adapters")]
     if len(adapters) != 1:
         return []
-    more: dict[str, Number] = {"cause": "adapter", "side": adapters[0]}
-    return [
-        WEIGHTS.finding(
-            data, "one_adapter", weight=0.8, next=commands.weights(data), numbers=measured(data) | more
-        )
-    ]  # fmt: skip
+    numbers = measured(data) | {"cause": "adapter", "side": adapters[0]}
+    return [WEIGHTS.finding(data, "one_adapter", weight=0.8, next=commands.weights(data), numbers=numbers)]
 
 
 def find_after_update(data: PairData) -> list[Finding]:
@@ -143,29 +131,24 @@ def find_after_update(data: PairData) -> list[Finding]:
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
         return []
-    moved = np.clip(data.d / data.scale, *np.quantile(data.d / data.scale, [0.01, 0.99]))
-    mean = (np.bincount(data.seq, moved) / np.maximum(np.bincount(data.seq), 1))[rows]
-    _, step = np.unique(data.sample.steps[rows], return_inverse=True)
-    mean -= (np.bincount(step, mean) / np.bincount(step))[step]
+    mean = means(clipped(data.d / data.scale), data.seq)[rows]
+    mean = centred(mean, np.unique(data.sample.steps[rows], return_inverse=True)[1])
     there = np.isfinite(advantage[rows]) & (advantage[rows] != 0)
     correlation = pearson(advantage[rows][there], mean[there])
     score = correlation * np.sqrt(there.sum()) / np.sqrt(max(1 - correlation**2, 1e-9))
-    if not (abs(score) > CLEAR_ADVANTAGE[0] and abs(correlation) > CLEAR_ADVANTAGE[1]):
+    if not (abs(score) > CLEAR and abs(correlation) > 0.4):
         return []
-    side = "a" if correlation > 0 else "b"
-    numbers: dict[str, Number] = {
-        "cause": "after_update", "side": data.names[side], "correlation": abs(correlation), "num_sequences": int(there.sum()),
-    }  # fmt: skip
+    side = data.names["a" if correlation > 0 else "b"]
     return [
         WEIGHTS.finding(
-            data, "follows_advantages", weight=0.9, next=commands.weights_replay(data),
-            broken=SIDES.get(data.names[side], "computation"), numbers=numbers,
+            data, "follows_advantages", weight=0.9, next=commands.weights_replay(data), broken=SIDES.get(side, "computation"),
+            numbers={"cause": "after_update", "side": side, "correlation": abs(correlation), "num_sequences": int(there.sum())},
         )
     ]  # fmt: skip
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
-    if data.first is None or data.rms() < CLEAR_GROWTH * data.first[1] or level(data) < allowed_noise(data):
+    if data.first is None or data.rms() < 5 * data.first[1] or level(data) < allowed_noise(data):
         return []
     known: dict[str, Number] = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
     return [WEIGHTS.finding(data, "grew_before", weight=0.7, next=commands.weights_replay(data), numbers=known)]
