@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .data_finding import ALGORITHM, DataFinding, RunRows
+from .data_finding import ALGORITHM, DataFinding, DataRows
 from .where import rank_of
 
 _BATCH = "a constant for the whole batch"
@@ -324,7 +324,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     return None
 
 
-def check_advantages(run: RunRows) -> Iterator[DataFinding]:
+def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     r, a, length, labels = (
         each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "length")), run.labels)

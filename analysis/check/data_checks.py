@@ -19,7 +19,7 @@ from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from .advantages import TINY, check_advantages, count_of, mean_of, numbered, shifted, split_steps
-from .data_finding import CHANCE, DataFinding, RunRows
+from .data_finding import CHANCE, DataFinding, DataRows
 from .sample import Sample
 from .token_checks import token_findings
 
@@ -34,7 +34,7 @@ _EXPLAINED_BY = {
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
     """Check the data at the selected steps. Tokens are inspected only at `sample`'s steps."""
-    run = RunRows(database, sample)
+    run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (_values, _rewards, _groups, check_advantages, _repeats, _metrics, _ratios, _reward_parts)
@@ -46,7 +46,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
 
 
-def _values(run: RunRows) -> Iterator[DataFinding]:
+def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
     for column in ("reward", "advantage"):
         yield from run.find("not_finite", rows[f"lost_{column}"], column=column)
@@ -72,7 +72,7 @@ def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.asarray(at > at[differs].max(initial=-1))
 
 
-def _rewards(run: RunRows) -> Iterator[DataFinding]:
+def _rewards(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards that are constant, or constant within groups, from some step on."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
@@ -103,7 +103,7 @@ def _rewards(run: RunRows) -> Iterator[DataFinding]:
         )
 
 
-def _groups(run: RunRows) -> Iterator[DataFinding]:
+def _groups(run: DataRows) -> Iterator[DataFinding]:
     known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
     at, find = run.at[known], partial(run.find, steps=run.rows["step"][known])
     if not len(at):
@@ -128,7 +128,7 @@ def _groups(run: RunRows) -> Iterator[DataFinding]:
         yield from find("prompts_split", at >= 0, num_groups=int(groups[0]), notice=True)
 
 
-def _repeats(run: RunRows) -> Iterator[DataFinding]:
+def _repeats(run: DataRows) -> Iterator[DataFinding]:
     """Find batches that repeat, and equal responses with unequal rewards."""
     if not np.isfinite(run.rows["reward"]).any():
         return
@@ -174,7 +174,7 @@ FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value)
 """
 
 
-def _metrics(run: RunRows) -> Iterator[DataFinding]:
+def _metrics(run: DataRows) -> Iterator[DataFinding]:
     execute = run.database.connection.execute
     query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
     logged = {(name, step): value for name, step, value in execute(query).fetchall()}
@@ -227,7 +227,7 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     return np.isin(np.arange(len(value)), ends[off]), is_sample
 
 
-def _average_of(run: RunRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
+def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
     """Return which other rows or values have the means [E] that were logged, or an empty string."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
@@ -253,7 +253,7 @@ GROUP BY ALL ORDER BY a.step
 """
 
 
-def _ratios(run: RunRows) -> Iterator[DataFinding]:
+def _ratios(run: DataRows) -> Iterator[DataFinding]:
     """Find importance ratios that are all 1 although the weights were updated in between or the dtypes differ."""
     execute, sample = run.database.connection.execute, run.sample
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
@@ -295,7 +295,7 @@ def _ratios(run: RunRows) -> Iterator[DataFinding]:
         yield from find("ratio_is_one", reason=reason, notice=is_notice)
 
 
-def _reward_parts(run: RunRows) -> Iterator[DataFinding]:
+def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     """Compare the reward with the weighted sum of the reward functions."""
     query = "SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({steps}) ORDER BY step, place"
     rows = run.database.connection.execute(query.format(steps=run.inspected)).fetchall()

@@ -130,7 +130,7 @@ ORDER BY step, place
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 
 
-class RunRows:
+class DataRows:
     """The run's rows, and the sample of rows whose tokens are inspected."""
 
     def __init__(self, database: Database, sample: Sample | None) -> None:

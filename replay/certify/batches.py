@@ -217,9 +217,9 @@ def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
                 break
         else:
             size //= 2
-    for side in ("pad_left", "pad_right"):
-        for num in (0, getattr(batch, side) // 2):
-            fewer_pads: Any = {side: min(num, getattr(batch, side))}
+    for name in ("pad_left", "pad_right"):
+        for num in (0, getattr(batch, name) // 2):
+            fewer_pads: Any = {name: min(num, getattr(batch, name))}
             batch = candidate if better(candidate := replace(batch, **fewer_pads)) else batch
     for place in range(len(batch.rows)):
         for side in (0, 1):
