@@ -1,0 +1,247 @@
+"""Write a difference as a script that needs torch and transformers alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pprint import pformat
+from typing import Any
+
+import torch
+import transformers
+
+from ..locate.execution import Execution
+from ..locate.taps import outputs_of, tensors_of, with_tensors
+from .calls import Calls, NotWritable, written
+from .search import SEED, Difference, Scope, dtype_of, holding, state
+
+_MOST_LITERALS = 24
+_WIDTH = 118
+_NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "experts_implementation", "use_cache")
+
+
+@dataclass(slots=True)
+class Script:
+    text: str
+    file: dict[str, Any] = field(default_factory=dict)
+    """Tensors that the script reads, by name."""
+
+
+class Writer:
+    def __init__(self, scope: Scope, found: Difference, sides: Mapping[str, Execution], suspect: str, header: str):
+        self._scope, self._found, self._header = scope, found, header
+        self._suspect, self._reference = suspect, "a" if suspect == "b" else "b"
+        self._sides = sides
+        self._file: dict[str, Any] = {}
+        self._imports: list[str] = []
+        self._used: set[str] = set()
+        self._constants: dict[str, Any] = {}
+
+    def script(self) -> Script:
+        """Return the script. Raises NotWritable."""
+        found, scope = self._found, self._scope
+        with torch.no_grad(), scope.cut():
+            bodies = {self._suspect: self._calls(scope.module(scope.b), found.own)}
+            module = scope.module(scope.a)
+            built = None if self._sides[self._reference].is_other_code else self._built(module)
+            bodies[self._reference] = built or self._calls(module, {})
+            numbers = self._numbers(module, bool(built))
+            dtypes = {self._suspect: dtype_of(scope.module(scope.b), found.inputs)}
+            dtypes[self._reference] = dtype_of(module, found.inputs)
+        names = ", ".join(["weights", *(f"x{i}" for i in range(len(found.inputs)))])
+        functions: list[str] = []
+        for side in "ab":
+            functions += ["", "", f"def {side}({names}):", *(f"    {line}" for line in bodies[side])]
+        lines = [
+            f'"""{self._header}"""', "", "import sys", *(["from pathlib import Path"] if self._file else []), "",
+            "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
+            *self._imports, "", *numbers, *functions, "", "",
+            "def run(function, dtype):",
+            "    values = [*weights.values(), *inputs]",
+            "    values = [each.to(dtype) if each.is_floating_point() else each.clone() for each in values]",
+            "    given = function(dict(zip(weights, values)), *values[len(weights):])",
+            "    return given.double().flatten()", "", "",
+            "with torch.no_grad():",
+            f"    values = {{'a': run(a, {dtypes['a']}), 'b': run(b, {dtypes['b']})}}",
+            f"    exact = run({self._reference}, torch.float64)",
+            f"off = (values['{self._suspect}'] - exact).abs()",
+            "at = int(off.argmax())",
+            f"rounding = float((values['{self._reference}'] - exact).abs().max())",
+            f"bound = 4 * max(rounding, torch.finfo({dtypes[self._suspect]}).eps / 2 * float(exact.abs().max()))",
+            "print(f\"a {values['a'][at]:.9g}, b {values['b'][at]:.9g}: b differs from a by {abs(values['b'][at] - values['a'][at]):.3g}\")",
+            f"print(f\"{self._reference} in float64: {{exact[at]:.9g}}; rounding explains {{bound:.3g}}\")",
+            "sys.exit(0 if float(off[at]) <= bound else 1)",
+        ]  # fmt: skip
+        return Script("\n".join(lines) + "\n", self._file)
+
+    # --- functions ------------------------------------------------------------------------------------------------------
+
+    def _calls(self, module: Any, own: Mapping[str, Any]) -> list[str]:
+        """Return the body of a function that makes the module's torch calls."""
+        found, scope, dtype = self._found, self._scope, dtype_of(module, self._found.inputs)
+        inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
+        named = {f"x{i}": each for i, each in enumerate(inputs)}
+        for name, value in state(module):
+            named[f'weights["{name}"]' if name in found.weights else f'weights["{self._suspect}.{name}"]'] = value
+        args, kwargs = with_tensors(found.args, found.kwargs, inputs)
+        with holding(module, found.weights | own), Calls(named, len(self._constants)) as calls:
+            given = scope.call(module, args, kwargs)[found.output]
+        body, used = calls.source(given), calls.used(given)
+        self._used |= used
+        constants = {name: value for name, value in calls.constants.items() if f'weights["{name}"]' in used}
+        if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
+            raise NotWritable("the code holds numbers that were computed from the model's weights")
+        self._constants |= constants
+        for name, value in own.items():
+            if f'weights["{self._suspect}.{name}"]' in used:
+                self._constants[f"{self._suspect}.{name}"] = value
+        return body
+
+    def _built(self, module: Any) -> list[str] | None:
+        """Return the body of a function that builds the module from its class in transformers, or None."""
+        kind = type(module)
+        if not kind.__module__.startswith("transformers.models."):
+            return None
+        arguments = []
+        for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
+            value = self._argument(module, name, parameter)
+            if value is None and parameter.default is inspect.Parameter.empty:
+                return None
+            if value is not None:
+                arguments.append(value if parameter.default is inspect.Parameter.empty else f"{name}={value}")
+        lines = []
+        self._imports.append(f"from {kind.__module__} import {kind.__name__}")
+        if "config" in arguments:
+            config = self._config(module)
+            self._imports.insert(0, f"from transformers import {type(config).__name__}")
+            fields = {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_IN_CONFIG}
+            fields = {name: value for name, value in fields.items() if not name.startswith("_")}
+            number = self._found.num_layers
+            if number is not None:
+                total = len(getattr(config, "layer_types", None) or ())
+                fields = {
+                    name: value[:number] if isinstance(value, list) and len(value) == total else value
+                    for name, value in fields.items()
+                } | {"num_hidden_layers": number}
+            lines += _literal_lines(f"config = {type(config).__name__}(**", fields, ")")
+            for name in ("_attn_implementation", "_experts_implementation"):
+                if getattr(config, name, None) is not None:
+                    lines.append(f"config.{name} = {getattr(config, name)!r}")
+        found = self._found
+        args, kwargs = with_tensors(found.args, found.kwargs, [_Source(f"x{i}") for i in range(len(found.inputs))])
+        call = ", ".join([*map(_source, args), *(f"{name}={_source(value)}" for name, value in kwargs.items())])
+        floating = next((f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), None)
+        return [
+            *lines,
+            f"module = {kind.__name__}({', '.join(arguments)}).to({floating or 'next(iter(weights.values()))'}).eval()",
+            "module.load_state_dict(weights, strict=False)",
+            f"return module({call}){self._output(module)}",
+        ]
+
+    def _argument(self, module: Any, name: str, parameter: Any) -> str | None:
+        if name == "config":
+            return "config" if self._config(module) is not None else None
+        if name in ("args", "kwargs", "device"):
+            return None
+        value = getattr(module, name, None)
+        if name == "layer_idx" and value is None:
+            value = next((int(each) for each in self._found.path.split(".") if each.isdigit()), None)
+        weight = getattr(module, "weight", None)
+        if value is None and name in ("hidden_size", "dim", "normalized_shape") and weight is not None:
+            value = weight.shape[-1] if weight.dim() == 1 else tuple(weight.shape)
+        if value is None and name == "eps":
+            value = getattr(module, "variance_epsilon", None)
+        if value is None or isinstance(value, torch.Tensor | torch.nn.Module):
+            return None
+        try:
+            return written(value)
+        except NotWritable:
+            return None
+
+    def _config(self, module: Any) -> Any:
+        return getattr(module, "config", None) or self._scope.a.config.get_text_config()
+
+    def _output(self, module: Any) -> str:
+        if not self._found.path:
+            return ".logits.log_softmax(-1)"
+        with holding(module, self._found.weights):
+            given = module(*self._found.args, **self._found.kwargs)
+        if isinstance(given, torch.Tensor):
+            return ""
+        wanted = outputs_of(given)[self._found.output]
+        place = next((i for i, each in enumerate(given) if each is wanted), None)
+        if place is None:
+            raise NotWritable("the differing output is nested")
+        return f"[{place}]"
+
+    # --- numbers --------------------------------------------------------------------------------------------------------
+
+    def _numbers(self, module: Any, is_built: bool) -> list[str]:
+        """Return the lines that define `weights` and `inputs`."""
+        found = self._found
+        parameters = dict(module.named_parameters())
+        needed = set(module.state_dict()) if is_built else set()
+        needed |= {name for name in found.weights if f'weights["{name}"]' in self._used}
+        lines = [f"torch.manual_seed({SEED})"] if found.random_weights or any(found.random_inputs) else []
+        values = {}
+        if found.random_weights:
+            shapes = {name: tuple(value.shape) for name, value in found.weights.items() if name in parameters}
+            lines += _literal_lines("shapes = ", shapes)
+            lines.append("weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}")
+            needed -= set(shapes)
+        values = {name: found.weights[name] for name in found.weights if name in needed} | self._constants
+        long = {name: value for name, value in values.items() if literal(value) is None}
+        if long:
+            self._file["weights"] = {name: _kept(value) for name, value in long.items()}
+            lines.append("weights |= file['weights']" if found.random_weights else "weights = file['weights']")
+        elif not found.random_weights:
+            lines.append("weights = {}")
+        lines += [f'weights["{name}"] = {literal(value)}' for name, value in values.items() if name not in long]
+        inputs = []
+        for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
+            text = f"torch.randn({tuple(value.shape)})" if is_random else literal(value)
+            if text is None:
+                self._file[f"x{i}"], text = _kept(value), f"file['x{i}']"
+            inputs.append(text)
+        if self._file:
+            lines.insert(0, "file = torch.load(Path(__file__).with_suffix('.pt'))")
+        one = f"inputs = [{', '.join(inputs)}]"
+        return [*lines, *([one] if len(one) <= _WIDTH else ["inputs = [", *(f"    {each}," for each in inputs), "]"])]
+
+
+class _Source(str):
+    """Source of an input."""
+
+
+def _source(value: Any) -> str:
+    if isinstance(value, _Source):
+        return str(value)
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(_source, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    return written(value)
+
+
+def literal(value: Any) -> str | None:
+    """Return a small or regular tensor as source, or None."""
+    flat = value.detach().cpu().flatten()
+    if flat.numel() == 0:
+        return f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
+    if not value.is_floating_point() and value.dtype != torch.bool and flat.tolist() == list(range(flat.numel())):
+        return f"torch.arange({flat.numel()}).reshape({tuple(value.shape)})"
+    if bool((flat == flat[0]).all()):
+        return f"torch.full({tuple(value.shape)}, {written(flat[0].item())}, dtype={value.dtype})"
+    if flat.numel() > _MOST_LITERALS and value.is_floating_point():
+        return None
+    if flat.numel() > 4 * _MOST_LITERALS:
+        return None
+    return f"torch.tensor({written(value.tolist())}, dtype={value.dtype})"
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().cpu().contiguous().clone()
+
+
+def _literal_lines(start: str, value: Any, end: str = "") -> list[str]:
+    return (start + pformat(value, width=_WIDTH - 4, compact=True, sort_dicts=False) + end).split("\n")
