@@ -5,6 +5,7 @@ Python values that depend on tensors, such as sizes and chosen experts, become c
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -231,10 +232,14 @@ def written(value: Any) -> str:
         return f'float("{value}")'
     if isinstance(value, torch.device):
         return '"cpu"'
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, str):
+        return json.dumps(value)
+    if value is None or isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{written(name)}: {written(each)}" for name, each in value.items()) + "}"
     if isinstance(value, tuple | list):
         inner = ", ".join(written(each) for each in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"

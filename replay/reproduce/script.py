@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pprint import pformat
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .search import SEED, Difference, Scope, dtype_of, holding, state
 
 _MOST_LITERALS = 24
 _WIDTH = 118
-_NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "experts_implementation", "use_cache")
+_NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Writer:
         inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
         named = {f"x{i}": each for i, each in enumerate(inputs)}
         for name, value in state(module):
-            named[f'weights["{name}"]' if name in found.weights else f'weights["{self._suspect}.{name}"]'] = value
+            named[f'weights["{f"{self._suspect}.{name}" if name in own else name}"]'] = value
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
         with holding(module, found.weights | own), Calls(named, len(self._constants)) as calls:
             given = scope.call(module, args, kwargs)[found.output]
@@ -115,16 +115,9 @@ class Writer:
         if "config" in arguments:
             config = self._config(module)
             self._imports.insert(0, f"from transformers import {type(config).__name__}")
-            fields = {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_IN_CONFIG}
-            fields = {name: value for name, value in fields.items() if not name.startswith("_")}
-            number = self._found.num_layers
-            if number is not None:
-                total = len(getattr(config, "layer_types", None) or ())
-                fields = {
-                    name: value[:number] if isinstance(value, list) and len(value) == total else value
-                    for name, value in fields.items()
-                } | {"num_hidden_layers": number}
-            lines += _literal_lines(f"config = {type(config).__name__}(**", fields, ")")
+            fields = _fields(config, self._found.num_layers)
+            words = [f"{name}={written(value)}" for name, value in fields.items()]
+            lines += _filled(f"config = {type(config).__name__}(", words, ")")
             for name in ("_attn_implementation", "_experts_implementation"):
                 if getattr(config, name, None) is not None:
                     lines.append(f"config.{name} = {getattr(config, name)!r}")
@@ -187,7 +180,7 @@ class Writer:
         values = {}
         if found.random_weights:
             shapes = {name: tuple(value.shape) for name, value in found.weights.items() if name in parameters}
-            lines += _literal_lines("shapes = ", shapes)
+            lines += _filled("shapes = {", [f"{written(name)}: {shape}" for name, shape in shapes.items()], "}")
             lines.append("weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}")
             needed -= set(shapes)
         values = {name: found.weights[name] for name in found.weights if name in needed} | self._constants
@@ -197,7 +190,9 @@ class Writer:
             lines.append("weights |= file['weights']" if found.random_weights else "weights = file['weights']")
         elif not found.random_weights:
             lines.append("weights = {}")
-        lines += [f'weights["{name}"] = {literal(value)}' for name, value in values.items() if name not in long]
+        for name, value in values.items():
+            if name not in long:
+                lines += _filled(f'weights["{name}"] = ', [literal(value) or ""], "")
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
             text = f"torch.randn({tuple(value.shape)})" if is_random else literal(value)
@@ -206,8 +201,7 @@ class Writer:
             inputs.append(text)
         if self._file:
             lines.insert(0, "file = torch.load(Path(__file__).with_suffix('.pt'))")
-        one = f"inputs = [{', '.join(inputs)}]"
-        return [*lines, *([one] if len(one) <= _WIDTH else ["inputs = [", *(f"    {each}," for each in inputs), "]"])]
+        return [*lines, *_filled("inputs = [", inputs, "]")]
 
 
 class _Source(str):
@@ -243,5 +237,33 @@ def _kept(value: Any) -> Any:
     return value.detach().cpu().contiguous().clone()
 
 
-def _literal_lines(start: str, value: Any, end: str = "") -> list[str]:
-    return (start + pformat(value, width=_WIDTH - 4, compact=True, sort_dicts=False) + end).split("\n")
+def _fields(config: Any, num_layers: int | None) -> dict[str, Any]:
+    """Return the fewest arguments that build an equal configuration, or one with fewer layers."""
+    kind = type(config)
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_IN_CONFIG}
+    if num_layers is not None:
+        total = config.num_hidden_layers
+        fields = {
+            name: value[:num_layers] if isinstance(value, list) and len(value) == total else value
+            for name, value in fields.items()
+        } | {"num_hidden_layers": num_layers}  # fmt: skip
+    whole = kind(**fields).to_dict()
+    for name in list(fields):
+        fewer = {each: value for each, value in fields.items() if each != name}
+        try:
+            if kind(**fewer).to_dict() == whole:
+                fields = fewer
+        except Exception:  # the other fields need it; transformers can raise anything for a bad config
+            continue
+    return fields
+
+
+def _filled(start: str, items: Sequence[str], end: str) -> list[str]:
+    """Return comma-separated items in lines of at most `_WIDTH` characters."""
+    one = f"{start}{', '.join(items)}{end}"
+    if len(one) <= _WIDTH:
+        return [one]
+    if not end:
+        start, end = f"{start}(", ")"
+    inner = wrap(", ".join(items), _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    return [start, *(f"    {line}" for line in inner), end]

@@ -42,9 +42,9 @@ class Difference:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     weights: dict[str, Any]
-    """Parameters and buffers on which the executions agree, by name within the module."""
+    """The reference's parameters and buffers, by name within the module."""
     own: dict[str, Any]
-    """Parameters and buffers of b that differ from a's, by name within the module."""
+    """The suspect's parameters and buffers that differ from the reference's."""
     random_weights: bool
     """True if `weights` are random numbers from `SEED` (in order), except buffers."""
     random_inputs: tuple[bool, ...]
@@ -99,6 +99,9 @@ def scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
         (name for n in range(len(parts), 0, -1) for name in sorted(every, key=len)
          if f".{name}".endswith("." + ".".join(parts[:n]))), "",
     )  # fmt: skip
+    for name, _ in layers.get(found, a).named_children() if found in layers else ():
+        if any(True for _ in a.get_submodule(f"{found}.{name}").children()) and f"{found}.{name}" in every:
+            yield Scope(f"{found}.{name}", None, a, b)  # attention and MLP, for a computation between their parts
     while found and not any(name.startswith(f"{found}.") for name in layers):
         if found in every:
             yield Scope(found, None, a, b)
@@ -139,15 +142,13 @@ class Search:
     def __init__(self, scope: Scope, row_T: Any, token: int):
         self._scope, self._row_T, self._token = scope, row_T, token
         self._a, self._b = scope.module(scope.a), scope.module(scope.b)
-        theirs = dict(state(self._b))
-        self._shared, self._own = {}, {}
-        for name, value in state(self._a):
-            held = theirs.get(name)
-            if held is not None and held.shape == value.shape and bool((held.to(value.dtype) == value).all()):
-                self._shared[name] = value.detach().clone()
-        parameters = {name for name, _ in self._a.named_parameters()}
-        self._shapes = {name: tuple(value.shape) for name, value in self._shared.items() if name in parameters}
-        self._own = {name: value.detach().clone() for name, value in theirs.items() if name not in self._shared}
+        self._weights = {name: value.detach().clone() for name, value in state(self._a)}
+        self._shapes = {name: tuple(value.shape) for name, value in self._a.named_parameters()}
+        self._own = {
+            name: value.detach().clone()
+            for name, value in state(self._b)
+            if (given := self._weights.get(name)) is None or not _are_equal(value, given)
+        }
 
     @cached_property
     def _exact(self) -> Any:
@@ -196,7 +197,7 @@ class Search:
                 args, kwargs = with_tensors(args, kwargs, inputs)
                 found = Difference(
                     path=scope.path, num_layers=scope.num_layers, args=args, kwargs=kwargs,
-                    weights=self._shared | weights, own=self._own, random_weights=random_weights,
+                    weights=self._weights | weights, own=self._own, random_weights=random_weights,
                     random_inputs=are_random, output=0,
                 )  # fmt: skip
                 return self._judged(found)
@@ -261,6 +262,10 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     """Return the dtype in which a module computes."""
     values = (*module.parameters(), *module.buffers(), *inputs)
     return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    return value.shape == other.shape and bool((value.to(other) == other).all())
 
 
 def _is_plain(value: Any) -> bool:
