@@ -5,6 +5,7 @@ Python values that depend on tensors, such as sizes and chosen experts, become c
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -18,8 +19,10 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..locate.taps import outputs_of
 
-_WIDTH = 96
-"""Maximum length of a nested expression (characters)."""
+_WIDTH = 108
+"""Maximum length of an expression (characters)."""
+_LONG = 80
+"""Maximum length of an expression within another (characters)."""
 _OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "true_divide": "/", "matmul": "@", "pow": "**",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|",
@@ -70,7 +73,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self._first = first
         self.constants: dict[str, Any] = {}
-        """Tensors that were neither named nor returned by a recorded call. Their source is weights["c0"], ..."""
+        """Tensors that were neither named nor returned by a recorded call. Their source is w["c0"], ..."""
         self._calls: list[_Call] = []
         self._kept: list[Any] = []  # keeps ids unique
         self._sources: dict[int, str] = {}
@@ -102,7 +105,7 @@ class Calls(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             if id(value) not in self._sources:
                 name = f"c{self._first + len(self.constants)}"
-                self._sources[self._id(value)], self.constants[name] = f'weights["{name}"]', value.detach().clone()
+                self._sources[self._id(value)], self.constants[name] = f'w["{name}"]', value.detach().clone()
             return _Name(id(value))
         if isinstance(value, slice):
             return slice(*(self._refer(each) for each in (value.start, value.stop, value.step)))
@@ -145,7 +148,7 @@ class Calls(TorchFunctionMode):
         for call in calls:
             takes = set(call.takes())
             for name in takes & pending.keys():
-                if len(pending[name]) > _WIDTH // 2:
+                if len(pending[name]) > _LONG:
                     assign(name)
             text = _text(call, text_of)
             if len(text) > _WIDTH:
@@ -166,7 +169,7 @@ class Calls(TorchFunctionMode):
                     number += bool(uses[name])
                     texts[name] = f"v{number}" if uses[name] else "_"
                 comma = "," if len(call.gives) == 1 and not call.is_one else ""
-                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {text}")
+                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {_unwrapped(text)}")
         if not texts.get(id(given)) and id(given) not in pending:
             raise NotWritable("the result was computed by calls that torch does not report")
         return [*lines, f"return {_unwrapped(text_of(id(given)))}"]
@@ -175,11 +178,15 @@ class Calls(TorchFunctionMode):
 def _text(call: _Call, text_of: Callable[[int], str]) -> str:
     name = resolve_name(call.function) or f"torch.{call.function.__name__}"
     parts = name.split(".")
+    defaults = _defaults(call.function)
     args = [_written(each, text_of) for each in call.args]
+    inner = [_unwrapped(each) for each in args]
+    while inner[-1:] == ["None"] and parts[1] == "nn":
+        inner.pop()
     words = [
-        f"{word}={_written(value, text_of)}"
+        f"{word}={_unwrapped(_written(value, text_of))}"
         for word, value in call.kwargs.items()
-        if value is not None and not word.startswith("_") and word != "device"
+        if not word.startswith("_") and word != "device" and value is not None and value != defaults.get(word)
     ]
     last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
     if parts[1] != "Tensor" and resolved(name) is not call.function:
@@ -187,7 +194,7 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
     if parts[-1] == "__get__":
         return f"{args[0]}.{parts[-2]}"
     if parts[1] != "Tensor":
-        return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(args + words)})"
+        return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(inner + words)})"
     if parts[-1] in ("__getitem__", "__setitem__"):
         index = call.args[1]
         inner = ", ".join(_written(each, text_of) for each in index) if isinstance(index, tuple) and index else args[1]
@@ -201,7 +208,15 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
             return f"({args[1]} {_OPERATORS[last[1:]]} {args[0]})"
     if last in ("neg", "invert"):
         return f"({'-' if last == 'neg' else '~'}{args[0]})"
-    return f"{args[0]}.{parts[-1]}({', '.join(args[1:] + words)})"
+    return f"{args[0]}.{parts[-1]}({', '.join(inner[1:] + words)})"
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built-in functions
+        return {}
+    return {each.name: each.default for each in parameters}
 
 
 def resolved(name: str) -> Any:

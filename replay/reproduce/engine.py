@@ -70,10 +70,12 @@ def reproduce(
     row = next(each for each in run.step(found.step) if each.seq_id == first.seq_id or first.seq_id is None)
     row_T = torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])
     why = "no smaller part of the model shows it"
-    target = Path(output)
+    target, shortest = Path(output), 1 << 30
     for script in _scripts(executions, first, row_T):
         if len(script.text.splitlines()) > MOST_LINES:
-            why = f"the shortest script has {len(script.text.splitlines())} lines"
+            shortest = min(shortest, len(script.text.splitlines()))
+            why = f"the shortest script has {shortest} lines"
+            if os.environ.get("LONG"): print(script.text)
             continue
         num_bytes, duration_s, code, said = _run(script, target)
         if num_bytes > MOST_BYTES:
@@ -95,6 +97,7 @@ def _scripts(executions: dict[str, AnyExecution], first: Divergence, row_T: Any)
     suspect = executions[first.side]
     reference = executions[B if first.side == A else A]
     for scope in scopes(reference.model, suspect.model, first.operator):
+        found = None
         with torch.no_grad():
             for found in Search(scope, row_T, first.token or 0).smallest():
                 try:
@@ -102,6 +105,8 @@ def _scripts(executions: dict[str, AnyExecution], first: Divergence, row_T: Any)
                 except NotWritable:
                     if os.environ.get("DEBUG"): import traceback; traceback.print_exc()
                     continue
+        if found is not None and scope.num_layers is not None:
+            return  # more layers make it only longer
 
 
 def _header(scope: Scope, executions: dict[str, AnyExecution]) -> str:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import transformers
 
+from ...schemas.modules import has_experts
 from ..locate.execution import Execution
 from ..locate.taps import outputs_of, tensors_of, with_tensors
 from .calls import Calls, NotWritable, written
-from .search import SEED, Difference, Scope, dtype_of, holding, state
+from .search import SEED, Difference, Scope, dtype_of, holding, num_ids, state
 
 _MOST_LITERALS = 24
 _WIDTH = 118
@@ -44,12 +45,13 @@ class Writer:
         with torch.no_grad(), scope.cut():
             bodies = {self._suspect: self._calls(scope.module(scope.b), found.own)}
             module = scope.module(scope.a)
-            built = None if self._sides[self._reference].is_other_code else self._built(module)
+            is_cut = any(value.shape != found.weights[name].shape for name, value in state(module))
+            built = None if is_cut or self._sides[self._reference].is_other_code else self._built(module)
             bodies[self._reference] = built or self._calls(module, {})
             numbers = self._numbers(module, bool(built))
             dtypes = {self._suspect: dtype_of(scope.module(scope.b), found.inputs)}
             dtypes[self._reference] = dtype_of(module, found.inputs)
-        names = ", ".join(["weights", *(f"x{i}" for i in range(len(found.inputs)))])
+        names = ", ".join(["w", *(f"x{i}" for i in range(len(found.inputs)))])
         functions: list[str] = []
         for side in "ab":
             functions += ["", "", f"def {side}({names}):", *(f"    {line}" for line in bodies[side])]
@@ -58,20 +60,18 @@ class Writer:
             "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
             *self._imports, "", *numbers, *functions, "", "",
             "def run(function, dtype):",
-            "    values = [*weights.values(), *inputs]",
-            "    values = [each.to(dtype) if each.is_floating_point() else each.clone() for each in values]",
-            "    given = function(dict(zip(weights, values)), *values[len(weights):])",
-            "    return given.double().flatten()", "", "",
+            "    values = [v.to(dtype) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
+            "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
-            f"    values = {{'a': run(a, {dtypes['a']}), 'b': run(b, {dtypes['b']})}}",
+            f"    values = {{'a': run(a, {dtypes['a']}), 'b': run(b, {dtypes['b']})}}".replace("'", '"'),
             f"    exact = run({self._reference}, torch.float64)",
-            f"off = (values['{self._suspect}'] - exact).abs()",
-            "at = int(off.argmax())",
-            f"rounding = float((values['{self._reference}'] - exact).abs().max())",
+            f'error = (values["{self._suspect}"] - exact).abs()',
+            f'at, rounding = error.argmax(), float((values["{self._reference}"] - exact).abs().max())',
             f"bound = 4 * max(rounding, torch.finfo({dtypes[self._suspect]}).eps / 2 * float(exact.abs().max()))",
-            "print(f\"a {values['a'][at]:.9g}, b {values['b'][at]:.9g}: b differs from a by {abs(values['b'][at] - values['a'][at]):.3g}\")",
-            f"print(f\"{self._reference} in float64: {{exact[at]:.9g}}; rounding explains {{bound:.3g}}\")",
-            "sys.exit(0 if float(off[at]) <= bound else 1)",
+            "print(f\"a {values['a'][at]:.9g}, b {values['b'][at]:.9g}, "
+            f"{self._reference} in float64 {{exact[at]:.9g}}\")",
+            f'print(f"error of {self._suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}")',
+            "sys.exit(0 if error[at] <= bound else 1)",
         ]  # fmt: skip
         return Script("\n".join(lines) + "\n", self._file)
 
@@ -83,18 +83,18 @@ class Writer:
         inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
         named = {f"x{i}": each for i, each in enumerate(inputs)}
         for name, value in state(module):
-            named[f'weights["{f"{self._suspect}.{name}" if name in own else name}"]'] = value
+            named[f'w["{f"{self._suspect}.{name}" if name in own else name}"]'] = value
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
         with holding(module, found.weights | own), Calls(named, len(self._constants)) as calls:
             given = scope.call(module, args, kwargs)[found.output]
         body, used = calls.source(given), calls.used(given)
         self._used |= used
-        constants = {name: value for name, value in calls.constants.items() if f'weights["{name}"]' in used}
+        constants = {name: value for name, value in calls.constants.items() if f'w["{name}"]' in used}
         if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
             raise NotWritable("the code holds numbers that were computed from the model's weights")
         self._constants |= constants
         for name, value in own.items():
-            if f'weights["{self._suspect}.{name}"]' in used:
+            if f'w["{self._suspect}.{name}"]' in used:
                 self._constants[f"{self._suspect}.{name}"] = value
         return body
 
@@ -110,7 +110,9 @@ class Writer:
                 return None
             if value is not None:
                 arguments.append(value if parameter.default is inspect.Parameter.empty else f"{name}={value}")
-        lines = []
+        lines: list[str] = []
+        found = self._found
+        floating = next((f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), None)
         self._imports.append(f"from {kind.__module__} import {kind.__name__}")
         if "config" in arguments:
             config = self._config(module)
@@ -118,17 +120,18 @@ class Writer:
             fields = _fields(config, self._found.num_layers)
             words = [f"{name}={written(value)}" for name, value in fields.items()]
             lines += _filled(f"config = {type(config).__name__}(", words, ")")
-            for name in ("_attn_implementation", "_experts_implementation"):
-                if getattr(config, name, None) is not None:
-                    lines.append(f"config.{name} = {getattr(config, name)!r}")
-        found = self._found
+            lines.append(f"config._attn_implementation = {written(config._attn_implementation)}")
+            if has_experts(config.to_dict()):
+                experts = written(config._experts_implementation)
+                if "grouped" in experts:  # the kernel does not support float64, which the exact result needs
+                    experts = f'"eager" if {floating or "next(iter(w.values()))"}.dtype == torch.float64 else {experts}'
+                lines.append(f"config._experts_implementation = {experts}")
         args, kwargs = with_tensors(found.args, found.kwargs, [_Source(f"x{i}") for i in range(len(found.inputs))])
         call = ", ".join([*map(_source, args), *(f"{name}={_source(value)}" for name, value in kwargs.items())])
-        floating = next((f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), None)
         return [
             *lines,
-            f"module = {kind.__name__}({', '.join(arguments)}).to({floating or 'next(iter(weights.values()))'}).eval()",
-            "module.load_state_dict(weights, strict=False)",
+            f"module = {kind.__name__}({', '.join(arguments)}).to({floating or 'next(iter(w.values()))'}).eval()",
+            "module.load_state_dict(w, strict=False)",
             f"return module({call}){self._output(module)}",
         ]
 
@@ -175,7 +178,7 @@ class Writer:
         found = self._found
         parameters = dict(module.named_parameters())
         needed = set(module.state_dict()) if is_built else set()
-        needed |= {name for name in found.weights if f'weights["{name}"]' in self._used}
+        needed |= {name for name in found.weights if f'w["{name}"]' in self._used}
         lines = [f"torch.manual_seed({SEED})"] if found.random_weights or any(found.random_inputs) else []
         values = {}
         if found.random_weights:
@@ -187,7 +190,7 @@ class Writer:
         long = {name: value for name, value in values.items() if literal(value) is None}
         if long:
             self._file["weights"] = {name: _kept(value) for name, value in long.items()}
-            lines.append("weights |= file['weights']" if found.random_weights else "weights = file['weights']")
+            lines.append('weights |= file["weights"]' if found.random_weights else 'weights = file["weights"]')
         elif not found.random_weights:
             lines.append("weights = {}")
         for name, value in values.items():
@@ -195,12 +198,13 @@ class Writer:
                 lines += _filled(f'weights["{name}"] = ', [literal(value) or ""], "")
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
-            text = f"torch.randn({tuple(value.shape)})" if is_random else literal(value)
+            draw = "randn(" if value.is_floating_point() else f"randint({num_ids(self._scope.a)}, "
+            text = f"torch.{draw}{tuple(value.shape)})" if is_random else literal(value)
             if text is None:
-                self._file[f"x{i}"], text = _kept(value), f"file['x{i}']"
+                self._file[f"x{i}"], text = _kept(value), f'file["x{i}"]'
             inputs.append(text)
         if self._file:
-            lines.insert(0, "file = torch.load(Path(__file__).with_suffix('.pt'))")
+            lines.insert(0, 'file = torch.load(Path(__file__).with_suffix(".pt"))')
         return [*lines, *_filled("inputs = [", inputs, "]")]
 
 
@@ -242,7 +246,7 @@ def _fields(config: Any, num_layers: int | None) -> dict[str, Any]:
     kind = type(config)
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_IN_CONFIG}
     if num_layers is not None:
-        total = config.num_hidden_layers
+        total = len(getattr(config, "layer_types", None) or ())
         fields = {
             name: value[:num_layers] if isinstance(value, list) and len(value) == total else value
             for name, value in fields.items()

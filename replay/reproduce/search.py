@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 
-from ...tracer.hooks.patches import replaced
 from ..locate.judged import OF_CODE
 from ..locate.names import layer_modules
 from ..locate.taps import outputs_of, tensors_of, with_tensors
@@ -29,6 +29,8 @@ _LARGE = 1e4
 _ROUNDINGS = 4.0
 """Difference beyond rounding, in multiples of a's own rounding error. The script uses the same rule."""
 _ROWS = 4
+_CALLS = 2
+"""Number of a module's calls to try, e.g. a rotary embedding's for full and for sliding attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,14 @@ class Scope:
         """Within the block, both models keep only their first `num_layers` layers."""
         with ExitStack() as stack:
             for model in (self.a, self.b) if self.num_layers is not None else ():
-                name = next(iter(layer_modules(model))).rpartition(".")[0]
-                parent, _, attribute = name.rpartition(".")
-                layers = model.get_submodule(name)
-                stack.enter_context(replaced(model.get_submodule(parent), attribute, layers[: self.num_layers]))
-                for config in {id(each): each for each in (model.config, model.base_model.config)}.values():
-                    stack.enter_context(replaced(config, "num_hidden_layers", self.num_layers))
+                parent, _, attribute = next(iter(layer_modules(model))).rpartition(".")[0].rpartition(".")
+                owner = model.get_submodule(parent)
+                layers = getattr(owner, attribute)
+                stack.callback(setattr, owner, attribute, layers)
+                setattr(owner, attribute, layers[: self.num_layers])
+                for config in (model.config, owner.config):
+                    stack.callback(setattr, config, "num_hidden_layers", config.num_hidden_layers)
+                    config.num_hidden_layers = self.num_layers
             yield
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -129,12 +133,19 @@ def state(module: Any) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def drawn(shapes: Mapping[str, Sequence[int]], inputs: Sequence[Any], are_random: Sequence[bool]) -> tuple[Any, Any]:
+def drawn(
+    shapes: Mapping[str, Sequence[int]], inputs: Sequence[Any], are_random: Sequence[bool], num_ids: int
+) -> tuple[dict[str, Any], list[Any]]:
     """Return random weights and inputs, in the order in which the script draws them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         weights = {name: torch.randn(tuple(shape)) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-        new = [torch.randn(each.shape).to(each) if random else each for each, random in zip(inputs, are_random, strict=True)]
+        new = []
+        for each, is_random in zip(inputs, are_random, strict=True):
+            if is_random:
+                shape = tuple(each.shape)
+                each = (torch.randn(shape) if each.is_floating_point() else torch.randint(num_ids, shape)).to(each)
+            new.append(each)
     return weights, new
 
 
@@ -152,7 +163,11 @@ class Search:
 
     @cached_property
     def _exact(self) -> Any:
-        return deepcopy(self._a).double()
+        exact = deepcopy(self._a).double()
+        for module in exact.modules():
+            if getattr(getattr(module, "config", None), "_experts_implementation", None) is not None:
+                module.config._experts_implementation = "eager"  # other kernels do not support float64
+        return exact
 
     def smallest(self) -> Iterator[Difference]:
         """Yield differences, the simplest kind of numbers first."""
@@ -162,16 +177,16 @@ class Search:
         ):  # fmt: skip
             if random_weights and (are_parameters or not self._shapes):
                 continue
-            if random_inputs and not self._scope.path:
-                continue
-            for ids_T in self._rows() if row else self._random_rows():
-                found = self._difference(ids_T, random_weights, random_inputs)
-                if found is not None:
-                    yield self._reduced(found)
-                    break
+            if not self._scope.path and random_inputs == row:
+                continue  # token ids are the only inputs
+            rows = product(self._rows() if row else self._random_rows(), range(_CALLS if self._scope.path else 1))
+            tried = (self._difference(ids_T, random_weights, random_inputs, number) for ids_T, number in rows)
+            found = next((each for each in tried if each is not None), None)
+            if found is not None:
+                yield self._reduced(found)
 
     def _random_rows(self) -> Iterator[Any]:
-        size, most = self._scope.a.get_input_embeddings().weight.shape[0], len(self._row_T)
+        size, most = num_ids(self._scope.a), len(self._row_T)
         draw = torch.Generator().manual_seed(SEED)
         ids_T = torch.randint(size, (most,), generator=draw)
         yield from (ids_T[:length] for length in (*(each for each in _LENGTHS if each < most), most))
@@ -183,17 +198,17 @@ class Search:
             yield self._row_T[token + 1 - length : token + 1]
         yield self._row_T
 
-    def _difference(self, ids_T: Any, random_weights: bool, random_inputs: bool) -> Difference | None:
+    def _difference(self, ids_T: Any, random_weights: bool, random_inputs: bool, number: int) -> Difference | None:
         scope = self._scope
         try:
             with scope.cut():
-                args, kwargs = self._call_of(ids_T)
+                args, kwargs = self._calls_of(ids_T)[number]
                 inputs = tensors_of(args, kwargs)
-                are_random = tuple(random_inputs and _is_plain(each) for each in inputs)
+                are_random = tuple(random_inputs and (not scope.path or _is_plain(each)) for each in inputs)
                 if random_inputs and not any(are_random):
                     return None
                 shapes = self._shapes if random_weights else {}
-                weights, inputs = drawn(shapes, inputs, are_random)
+                weights, inputs = drawn(shapes, inputs, are_random, num_ids(scope.a))
                 args, kwargs = with_tensors(args, kwargs, inputs)
                 found = Difference(
                     path=scope.path, num_layers=scope.num_layers, args=args, kwargs=kwargs,
@@ -201,13 +216,15 @@ class Search:
                     random_inputs=are_random, output=0,
                 )  # fmt: skip
                 return self._judged(found)
-        except OF_CODE:  # code that does not run on these numbers
+        except OF_CODE as error:  # code that does not run on these numbers
+            if __import__("os").environ.get("DEBUG"): print(scope.path, scope.num_layers, len(ids_T), random_weights, random_inputs, repr(error)[:200])
             return None
 
-    def _call_of(self, ids_T: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _calls_of(self, ids_T: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments of each of the module's calls in one forward pass."""
         words = {"input_ids": ids_T[None].to(next(self._a.parameters(), ids_T).device), "use_cache": False}
         if not self._scope.path:
-            return (), words
+            return [((), words)]
         calls: list[Any] = []
 
         def keep(_module: Any, args: Any, kwargs: Any) -> None:
@@ -216,8 +233,7 @@ class Search:
         with ExitStack() as stack:
             stack.callback(self._a.register_forward_pre_hook(keep, with_kwargs=True).remove)
             self._scope.a(**words)
-        args, kwargs = calls[0]
-        return args, {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        return [(args, {name: value for name, value in kwargs.items() if name != "past_key_values"}) for args, kwargs in calls]
 
     def _judged(self, found: Difference) -> Difference | None:
         """Return the difference with the output that differs most, or None if rounding can explain all."""
@@ -235,7 +251,7 @@ class Search:
     def _reduced(self, found: Difference) -> Difference:
         """Keep only the used rows of an embedding, or some rows of a projection."""
         weight = found.weights.get("weight", found.own.get("weight"))
-        if found.random_weights or weight is None or weight.dim() != 2 or found.num_layers is not None:
+        if found.random_weights or not isinstance(self._a, torch.nn.Linear | torch.nn.Embedding) or weight is None:
             return found
         inputs = found.inputs
         if not inputs[0].is_floating_point():
@@ -256,6 +272,10 @@ class Search:
             except OF_CODE:
                 break
         return found
+
+
+def num_ids(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
