@@ -94,6 +94,7 @@ SECTIONS = {
         "triangulate": "Attribute the mismatch to trainer and engine.",
         "gradient": "Recompute gradients as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
+        "reproduce": "Write a short script that shows where two executions differ.",
         "weights": "List, verify and export recorded weights.",
     },
 }
@@ -403,6 +404,30 @@ def _arm_options(command: Any) -> Any:
             "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
             type=None if kind is bool else choices, metavar=metavar, help=described.help,
         )(command)  # fmt: skip
+    return command
+
+
+def _executions(command: Any) -> Any:
+    for option in (
+        click.option(
+            "--sequences", default="8", metavar="WHICH",
+            help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
+        ),
+        click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b."),
+        click.option(
+            "--arm", metavar="CHANGES",
+            help="Execution a, written like replay's --arm. By default, the recorded settings.",
+        ),
+        click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _factories(command: Any) -> Any:
+    for side, execution in (("against", "b"), ("model", "a")):
+        text = f"Function that builds execution {execution}'s model."
+        command = click.option(f"--{side}-factory", metavar="MODULE:FUNCTION", help=text)(command)
     return command
 
 
@@ -1009,15 +1034,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last).")
-@click.option(
-    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm. By default, the recorded settings."
-)
-@click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
-@click.option(
-    "--sequences", default="8", metavar="WHICH",
-    help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
-)  # fmt: skip
+@_executions
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8 (the first is 0).")
 @click.option(
     "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
@@ -1026,8 +1043,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
     help="Prove the finding by running operators with the other execution's code.",
 )  # fmt: skip
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model.")
-@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model.")
+@_factories
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
@@ -1055,6 +1071,25 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
         _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
     if found.first is not None:
         raise click.exceptions.Exit(1)
+
+
+@_example("tim-trace reproduce runs/demo --steps 10 --against attention=eager")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("-o", "--output", default="bug.py", metavar="SCRIPT", help="The script to write.")
+@_executions
+@_factories
+@_weights_from
+@_prints(csv=False, wide=False)
+def reproduce(trace: str, form: _Form, **options: Any) -> None:
+    """Write a short script that shows the first difference between two executions.
+
+    The difference is the one that locate reports for the same options. The script has at most 80 lines, needs only torch
+    and transformers, prints the two values and exits with 1. Once the executions agree, it exits with 0. It contains the
+    smallest module, the fewest tokens and, if these show the difference, random weights and inputs. Otherwise, weights
+    are stored in a .pt file next to it (at most 1 MB). Without a difference beyond rounding, nothing is written.
+    """
+    form.result(_asked(analysis.reproduce, trace, held_back=True, **options))
 
 
 @_example("tim-trace weights runs/demo --by module")

@@ -66,7 +66,7 @@ def _names(value: Any) -> Iterator[int]:
             yield from _names(each)
 
 
-class Calls(TorchFunctionMode):
+class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
     """Records each torch call within the block. `named` maps the source of each known tensor to the tensor."""
 
     def __init__(self, named: Mapping[str, Any], first: int = 0):
@@ -197,8 +197,8 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
         return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(inner + words)})"
     if parts[-1] in ("__getitem__", "__setitem__"):
         index = call.args[1]
-        inner = ", ".join(_written(each, text_of) for each in index) if isinstance(index, tuple) and index else args[1]
-        return f"{args[0]}[{inner}]" + (f" = {args[2]}" if parts[-1] == "__setitem__" else "")
+        within = inner[1] if not isinstance(index, tuple) or not index else args[1][1:-1].removesuffix(",")
+        return f"{args[0]}[{within}]" + (f" = {args[2]}" if parts[-1] == "__setitem__" else "")
     if parts[-1].startswith("__i") and last[1:] in _OPERATORS:
         return f"{args[0]} {_OPERATORS[last[1:]]}= {args[1]}"
     if len(args) == 2 and not words:
@@ -263,7 +263,7 @@ def written(value: Any) -> str:
 
 def _unwrapped(text: str) -> str:
     """Remove parentheses around a whole expression."""
-    if not text.startswith("("):
+    if not text.startswith("(") or text == "()":
         return text
     depth = 0
     for place, each in enumerate(text):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
 import torch
-import transformers
 
 from ...schemas.modules import has_experts
-from ..locate.execution import Execution
-from ..locate.taps import outputs_of, tensors_of, with_tensors
+from ..locate.taps import outputs_of, with_tensors
+from ..locate.vllm_execution import AnyExecution
 from .calls import Calls, NotWritable, written
 from .search import SEED, Difference, Scope, dtype_of, holding, num_ids, state
 
@@ -22,15 +21,19 @@ _WIDTH = 118
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Script:
     text: str
-    file: dict[str, Any] = field(default_factory=dict)
+    file: dict[str, Any]
     """Tensors that the script reads, by name."""
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count("\n")
 
 
 class Writer:
-    def __init__(self, scope: Scope, found: Difference, sides: Mapping[str, Execution], suspect: str, header: str):
+    def __init__(self, scope: Scope, found: Difference, sides: Mapping[str, AnyExecution], suspect: str, header: str):
         self._scope, self._found, self._header = scope, found, header
         self._suspect, self._reference = suspect, "a" if suspect == "b" else "b"
         self._sides = sides
@@ -85,7 +88,7 @@ class Writer:
         for name, value in state(module):
             named[f'w["{f"{self._suspect}.{name}" if name in own else name}"]'] = value
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
-        with holding(module, found.weights | own), Calls(named, len(self._constants)) as calls:
+        with holding(module, {**found.weights, **own}), Calls(named, len(self._constants)) as calls:
             given = scope.call(module, args, kwargs)[found.output]
         body, used = calls.source(given), calls.used(given)
         self._used |= used

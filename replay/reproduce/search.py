@@ -19,8 +19,6 @@ from ..locate.judged import OF_CODE
 from ..locate.names import layer_modules
 from ..locate.taps import outputs_of, tensors_of, with_tensors
 
-MOST_BYTES = 1_000_000
-"""Maximum size of the numbers that a script reads from its file."""
 SEED = 0
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 """Lengths to try (tokens)."""
@@ -216,8 +214,7 @@ class Search:
                     random_inputs=are_random, output=0,
                 )  # fmt: skip
                 return self._judged(found)
-        except OF_CODE as error:  # code that does not run on these numbers
-            if __import__("os").environ.get("DEBUG"): print(scope.path, scope.num_layers, len(ids_T), random_weights, random_inputs, repr(error)[:200])
+        except OF_CODE:  # code that does not run on these numbers
             return None
 
     def _calls_of(self, ids_T: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -233,7 +230,10 @@ class Search:
         with ExitStack() as stack:
             stack.callback(self._a.register_forward_pre_hook(keep, with_kwargs=True).remove)
             self._scope.a(**words)
-        return [(args, {name: value for name, value in kwargs.items() if name != "past_key_values"}) for args, kwargs in calls]
+        return [
+            (args, {name: value for name, value in kwargs.items() if name != "past_key_values"})
+            for args, kwargs in calls
+        ]
 
     def _judged(self, found: Difference) -> Difference | None:
         """Return the difference with the output that differs most, or None if rounding can explain all."""
