@@ -3,7 +3,7 @@ from __future__ import annotations
 from ..replay.reproduce.engine import Reproduction
 
 
-def reproduction_text(found: Reproduction) -> str:
+def reproduction_text(found: Reproduction, width: int | None = None) -> str:
     if found.first is None:
         return f"Only rounding: no operator of a ({found.a}) or b ({found.b}) exceeds its rounding bound. No script written."
     numbers = f" and {found.file} ({found.num_bytes / 1e3:,.0f} kB)" if found.file else ""

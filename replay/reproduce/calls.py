@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from ..locate.taps import outputs_of
 
-_WIDTH = 108
+_WIDTH = 112
 """Maximum length of an expression (characters)."""
-_LONG = 80
+_LONG = 90
 """Maximum length of an expression within another (characters)."""
 _OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "true_divide": "/", "matmul": "@", "pow": "**",

@@ -46,14 +46,18 @@ class Writer:
         """Return the script. Raises NotWritable."""
         found, scope = self._found, self._scope
         with torch.no_grad(), scope.cut():
-            bodies = {self._suspect: self._calls(scope.module(scope.b), found.own)}
-            module = scope.module(scope.a)
-            is_cut = any(value.shape != found.weights[name].shape for name, value in state(module))
-            built = None if is_cut or self._sides[self._reference].is_other_code else self._built(module)
-            bodies[self._reference] = built or self._calls(module, {})
-            numbers = self._numbers(module, bool(built))
-            dtypes = {self._suspect: dtype_of(scope.module(scope.b), found.inputs)}
-            dtypes[self._reference] = dtype_of(module, found.inputs)
+            modules = {self._suspect: scope.module(scope.b), self._reference: scope.module(scope.a)}
+            bodies, is_built = {}, False
+            for side, module in modules.items():
+                own = found.own if side == self._suspect else {}
+                is_cut = any(
+                    name in found.weights and value.shape != found.weights[name].shape for name, value in state(module)
+                )
+                built = None if own or is_cut or self._sides[side].is_other_code else self._built(module)
+                bodies[side] = built or self._calls(module, own)
+                is_built |= bool(built)
+            numbers = self._numbers(modules[self._reference], is_built)
+            dtypes = {side: dtype_of(module, found.inputs) for side, module in modules.items()}
         names = ", ".join(["w", *(f"x{i}" for i in range(len(found.inputs)))])
         functions: list[str] = []
         for side in "ab":
@@ -61,18 +65,17 @@ class Writer:
         lines = [
             f'"""{self._header}"""', "", "import sys", *(["from pathlib import Path"] if self._file else []), "",
             "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
-            *self._imports, "", *numbers, *functions, "", "",
+            *dict.fromkeys(self._imports), "", *numbers, *functions, "", "",
             "def run(function, dtype):",
             "    values = [v.to(dtype) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
-            f"    values = {{'a': run(a, {dtypes['a']}), 'b': run(b, {dtypes['b']})}}".replace("'", '"'),
+            f'    value = {{"a": run(a, {dtypes["a"]}), "b": run(b, {dtypes["b"]})}}',
             f"    exact = run({self._reference}, torch.float64)",
-            f'error = (values["{self._suspect}"] - exact).abs()',
-            f'at, rounding = error.argmax(), float((values["{self._reference}"] - exact).abs().max())',
-            f"bound = 4 * max(rounding, torch.finfo({dtypes[self._suspect]}).eps / 2 * float(exact.abs().max()))",
-            "print(f\"a {values['a'][at]:.9g}, b {values['b'][at]:.9g}, "
-            f"{self._reference} in float64 {{exact[at]:.9g}}\")",
+            f'error, rounding = (value["{self._suspect}"] - exact).abs(), (value["{self._reference}"] - exact).abs().max()',
+            f"bound = 4 * max(float(rounding), torch.finfo({dtypes[self._suspect]}).eps / 2 * float(exact.abs().max()))",
+            "at = error.argmax()",
+            f"print(f\"a {{value['a'][at]:.9g}}, b {{value['b'][at]:.9g}}, {self._reference} in float64 {{exact[at]:.9g}}\")",
             f'print(f"error of {self._suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}")',
             "sys.exit(0 if error[at] <= bound else 1)",
         ]  # fmt: skip
@@ -90,7 +93,8 @@ class Writer:
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
         with holding(module, {**found.weights, **own}), Calls(named, len(self._constants)) as calls:
             given = scope.call(module, args, kwargs)[found.output]
-        body, used = calls.source(given), calls.used(given)
+        body: list[str] = calls.source(given)
+        used = calls.used(given)
         self._used |= used
         constants = {name: value for name, value in calls.constants.items() if f'w["{name}"]' in used}
         if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
@@ -237,6 +241,9 @@ def literal(value: Any) -> str | None:
         return None
     if flat.numel() > 4 * _MOST_LITERALS:
         return None
+    if value.dtype == torch.float32:  # the fewest digits
+        numbers = [float(str(each)) for each in flat.numpy()]
+        return f"torch.tensor({numbers})" + ("" if value.dim() == 1 else f".reshape({tuple(value.shape)})")
     return f"torch.tensor({written(value.tolist())}, dtype={value.dtype})"
 
 
