@@ -40,6 +40,8 @@ class Writer:
         self._file: dict[str, Any] = {}
         self._imports: list[str] = []
         self._used: set[str] = set()
+        self._drawn = ""
+        """Name of a built module whose parameters the script draws, or an empty string."""
         self._constants: dict[str, Any] = {}
 
     def script(self) -> Script:
@@ -47,16 +49,18 @@ class Writer:
         found, scope = self._found, self._scope
         with torch.no_grad(), scope.cut():
             modules = {self._suspect: scope.module(scope.b), self._reference: scope.module(scope.a)}
-            bodies, is_built = {}, False
+            bodies, setup = {}, list[str]()
             for side, module in modules.items():
                 own = found.own if side == self._suspect else {}
                 is_cut = any(
                     name in found.weights and value.shape != found.weights[name].shape for name, value in state(module)
                 )
-                built = None if own or is_cut or self._sides[side].is_other_code else self._built(module)
-                bodies[side] = built or self._calls(module, own)
-                is_built |= bool(built)
-            numbers = self._numbers(modules[self._reference], is_built)
+                built = (
+                    None if own or is_cut or self._sides[side].is_other_code else self._built(module, f"module_{side}")
+                )
+                setup += built[0] if built else []
+                bodies[side] = built[1] if built else self._calls(module, own)
+            numbers = self._numbers(modules[self._reference], bool(setup))
             dtypes = {side: dtype_of(module, found.inputs) for side, module in modules.items()}
         names = ", ".join(["w", *(f"x{i}" for i in range(len(found.inputs)))])
         functions: list[str] = []
@@ -65,7 +69,7 @@ class Writer:
         lines = [
             f'"""{self._header}"""', "", "import sys", *(["from pathlib import Path"] if self._file else []), "",
             "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
-            *dict.fromkeys(self._imports), "", *numbers, *functions, "", "",
+            *dict.fromkeys(self._imports), "", *setup, *numbers, *functions, "", "",
             "def run(function, dtype):",
             "    values = [v.to(dtype) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
@@ -105,44 +109,47 @@ class Writer:
                 self._constants[f"{self._suspect}.{name}"] = value
         return body
 
-    def _built(self, module: Any) -> list[str] | None:
-        """Return the body of a function that builds the module from its class in transformers, or None."""
+    def _built(self, module: Any, name: str) -> tuple[list[str], list[str]] | None:
+        """Return the lines that build the module from its class in transformers, and the body of a function that runs
+        it, or None if the class is not in transformers or has unknown arguments."""
         kind = type(module)
         if not kind.__module__.startswith("transformers.models."):
             return None
         arguments = []
-        for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
-            value = self._argument(module, name, parameter)
+        for argument, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
+            value = self._argument(module, argument)
             if value is None and parameter.default is inspect.Parameter.empty:
                 return None
             if value is not None:
-                arguments.append(value if parameter.default is inspect.Parameter.empty else f"{name}={value}")
-        lines: list[str] = []
-        found = self._found
+                arguments.append(value if parameter.default is inspect.Parameter.empty else f"{argument}={value}")
+        found, setup, body = self._found, list[str](), list[str]()
         floating = next((f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), None)
+        like = floating or "next(iter(w.values()))"
         self._imports.append(f"from {kind.__module__} import {kind.__name__}")
         if "config" in arguments:
             config = self._config(module)
             self._imports.insert(0, f"from transformers import {type(config).__name__}")
-            fields = _fields(config, self._found.num_layers)
-            words = [f"{name}={written(value)}" for name, value in fields.items()]
-            lines += _filled(f"config = {type(config).__name__}(", words, ")")
-            lines.append(f"config._attn_implementation = {written(config._attn_implementation)}")
+            fields = _fields(config, found.num_layers)
+            words = [f"{field}={written(value)}" for field, value in fields.items()]
+            setup += _filled(f"config = {type(config).__name__}(", words, ")")
+            setup.append(f"config._attn_implementation = {written(config._attn_implementation)}")
             if has_experts(config.to_dict()):
                 experts = written(config._experts_implementation)
+                setup.append(f"config._experts_implementation = {experts}")
                 if "grouped" in experts:  # the kernel does not support float64, which the exact result needs
-                    experts = f'"eager" if {floating or "next(iter(w.values()))"}.dtype == torch.float64 else {experts}'
-                lines.append(f"config._experts_implementation = {experts}")
+                    body.append(
+                        f'config._experts_implementation = "eager" if {like}.dtype == torch.float64 else {experts}'
+                    )
         args, kwargs = with_tensors(found.args, found.kwargs, [_Source(f"x{i}") for i in range(len(found.inputs))])
-        call = ", ".join([*map(_source, args), *(f"{name}={_source(value)}" for name, value in kwargs.items())])
-        return [
-            *lines,
-            f"module = {kind.__name__}({', '.join(arguments)}).to({floating or 'next(iter(w.values()))'}).eval()",
-            "module.load_state_dict(w, strict=False)",
-            f"return module({call}){self._output(module)}",
-        ]
+        call = ", ".join([*map(_source, args), *(f"{word}={_source(value)}" for word, value in kwargs.items())])
+        setup.append(f"{name} = {kind.__name__}({', '.join(arguments)}).eval()")
+        body += [
+            f"{name}.to({like}).load_state_dict(w, strict=False)", f"return {name}({call}){self._output(module)}",
+        ]  # fmt: skip
+        self._drawn = self._drawn or name
+        return setup, body
 
-    def _argument(self, module: Any, name: str, parameter: Any) -> str | None:
+    def _argument(self, module: Any, name: str) -> str | None:
         if name == "config":
             return "config" if self._config(module) is not None else None
         if name in ("args", "kwargs", "device"):
@@ -190,8 +197,12 @@ class Writer:
         values = {}
         if found.random_weights:
             shapes = {name: tuple(value.shape) for name, value in found.weights.items() if name in parameters}
-            lines += _filled("shapes = {", [f"{written(name)}: {shape}" for name, shape in shapes.items()], "}")
-            lines.append("weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}")
+            if self._drawn:
+                named = f"{self._drawn}.named_parameters()"
+                lines.append(f"weights = {{n: torch.randn(p.shape) / p.shape[-1] ** 0.5 for n, p in {named}}}")
+            else:
+                lines += _filled("shapes = {", [f"{written(name)}: {shape}" for name, shape in shapes.items()], "}")
+                lines.append("weights = {n: torch.randn(shape) / shape[-1] ** 0.5 for n, shape in shapes.items()}")
             needed -= set(shapes)
         values = {name: found.weights[name] for name in found.weights if name in needed} | self._constants
         long = {name: value for name, value in values.items() if literal(value) is None}

@@ -127,8 +127,8 @@ def holding(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def state(module: Any) -> Iterator[tuple[str, Any]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def drawn(

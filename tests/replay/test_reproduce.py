@@ -109,7 +109,7 @@ def test_a_script_exits_with_0_once_both_sides_compute_the_same(traces, tmp_path
 def test_random_numbers_replace_recorded_ones_where_the_fault_stays(traces, tmp_path):
     made(traces("llama"), own_activation, tmp_path / "bug.py")
     text = (tmp_path / "bug.py").read_text()
-    assert "torch.randn(shape)" in text
+    assert "weights = {n: torch.randn(p.shape)" in text
     assert "inputs = [torch.randn((1, 1, 48))]" in text
 
 
