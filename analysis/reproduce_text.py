@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from ..replay.reproduce.engine import Reproduction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..replay.reproduce.engine import Reproduction
 
 
 def reproduction_text(found: Reproduction, width: int | None = None) -> str:

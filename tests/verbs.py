@@ -29,12 +29,13 @@ WORDS = {
     "triangulate": "{run}",
     "gradient": "{run}",
     "locate": "{run}",
+    "reproduce": "{run} -o {new}.py",
     "weights": "{run}",
 }
 """What each is given; a tab stands for a space in a word."""
 FINDINGS = {"check", "compare", "diagnose", "gate", "locate"}
 """Verbs whose exit code is 1 where they find something."""
-HEAVY = {"replay", "triangulate", "gradient", "locate"}
+HEAVY = {"replay", "triangulate", "gradient", "locate", "reproduce"}
 
 
 def words_of(verb, **places):

@@ -40,6 +40,7 @@ class Writer:
         self._file: dict[str, Any] = {}
         self._imports: list[str] = []
         self._used: set[str] = set()
+        self._config_lines: list[str] = []
         self._drawn = ""
         """Name of a built module whose parameters the script draws, or an empty string."""
         self._constants: dict[str, Any] = {}
@@ -67,7 +68,8 @@ class Writer:
         for side in "ab":
             functions += ["", "", f"def {side}({names}):", *(f"    {line}" for line in bodies[side])]
         lines = [
-            f'"""{self._header}"""', "", "import sys", *(["from pathlib import Path"] if self._file else []), "",
+            f'"""{self._header}"""', "", "import sys", *(["from copy import deepcopy"] if "config = deepcopy(config)" in setup else []),
+            *(["from pathlib import Path"] if self._file else []), "",
             "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
             *dict.fromkeys(self._imports), "", *setup, *numbers, *functions, "", "",
             "def run(function, dtype):",
@@ -131,7 +133,9 @@ class Writer:
             self._imports.insert(0, f"from transformers import {type(config).__name__}")
             fields = _fields(config, found.num_layers)
             words = [f"{field}={written(value)}" for field, value in fields.items()]
-            setup += _filled(f"config = {type(config).__name__}(", words, ")")
+            lines = _filled(f"config = {type(config).__name__}(", words, ")")
+            setup += ["config = deepcopy(config)"] if lines == self._config_lines else lines
+            self._config_lines = self._config_lines or lines
             setup.append(f"config._attn_implementation = {written(config._attn_implementation)}")
             if has_experts(config.to_dict()):
                 experts = written(config._experts_implementation)
@@ -290,5 +294,6 @@ def _filled(start: str, items: Sequence[str], end: str) -> list[str]:
         return [one]
     if not end:
         start, end = f"{start}(", ")"
-    inner = wrap(", ".join(items), _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
-    return [start, *(f"    {line}" for line in inner), end]
+    whole = [each if len(each) > _WIDTH - 5 else each.replace(" ", "\0") for each in items]
+    inner = wrap(", ".join(whole), _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    return [start, *(f"    {line}".replace("\0", " ") for line in inner), end]

@@ -98,6 +98,17 @@ def test_a_fault_between_modules_becomes_a_script_of_the_whole_model_with_few_la
     assert (result.file, result.num_lines <= MOST_LINES) == (None, True)
 
 
+def test_two_settings_of_the_same_class_are_both_built_from_it(traces, tmp_path):
+    result = made(traces("gemma2"), None, tmp_path / "bug.py", arm="dtype=fp32,attention=math")
+    text = (tmp_path / "bug.py").read_text()
+    assert (result.first.side, result.first.kind) == ("a", "attention")
+    assert [text.count(f'config._attn_implementation = "{name}"') for name in ("sdpa", "eager")] == [1, 1]
+    assert text.count("Gemma2Attention(config, 0)") == 2
+    fixed = text.replace('"sdpa"', '"eager"')
+    (tmp_path / "bug.py").write_text(fixed)
+    assert printed(tmp_path / "bug.py")[0] == 0
+
+
 def test_a_script_exits_with_0_once_both_sides_compute_the_same(traces, tmp_path):
     made(traces("llama"), other_epsilon, tmp_path / "bug.py")
     text = (tmp_path / "bug.py").read_text()
