@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Loss", "Recorder", "attach", "attribute", "certify", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "figures", "gate",
-    "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats",
+    "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "reproduce", "sql", "stats",
     "triangulate", "verify", "watch", "weights",
 ]  # fmt: skip
 

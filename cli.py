@@ -95,6 +95,7 @@ SECTIONS = {
         "gradient": "Recompute gradients as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
         "certify": "Search for a batch in which two executions give different bits.",
+        "reproduce": "Write a short script that shows where two executions differ.",
         "weights": "List, verify and export recorded weights.",
     },
 }
@@ -404,6 +405,30 @@ def _arm_options(command: Any) -> Any:
             "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
             type=None if kind is bool else choices, metavar=metavar, help=described.help,
         )(command)  # fmt: skip
+    return command
+
+
+def _executions(command: Any) -> Any:
+    for option in (
+        click.option(
+            "--sequences", default="8", metavar="WHICH",
+            help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
+        ),
+        click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b."),
+        click.option(
+            "--arm", metavar="CHANGES",
+            help="Execution a, written like replay's --arm. By default, the recorded settings.",
+        ),
+        click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def _factories(command: Any) -> Any:
+    for side, execution in (("against", "b"), ("model", "a")):
+        text = f"Function that builds execution {execution}'s model."
+        command = click.option(f"--{side}-factory", metavar="MODULE:FUNCTION", help=text)(command)
     return command
 
 
@@ -1022,15 +1047,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last).")
-@click.option(
-    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm. By default, the recorded settings."
-)
-@click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
-@click.option(
-    "--sequences", default="8", metavar="WHICH",
-    help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
-)  # fmt: skip
+@_executions
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8 (the first is 0).")
 @click.option(
     "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
@@ -1039,8 +1056,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
     help="Prove the finding by running operators with the other execution's code.",
 )  # fmt: skip
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model.")
-@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model.")
+@_factories
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
@@ -1072,7 +1088,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 
 @_example(
     "tim-trace certify runs/demo --arm engine=exact --max-batch 4 --max-length 8 --minutes 0.2\n"
-    "tim-trace certify runs/demo --arm dtype=bf16 --against dtype=bf16,attention=math"
+    "tim-trace certify runs/demo --arm dtype=bf16 --against dtype=bf16,attention=math --minutes 1"
 )
 @main.command()
 @click.argument("trace", metavar="RUN|MODEL")
@@ -1096,8 +1112,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @_prints(csv=False, wide=False)
 def certify(trace: str, form: _Form, **options: Any) -> None:
-    """Search for a batch in which two executions give different bits. If a thorough search finds none, write a
-    certificate.
+    """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
 
     MODEL is a Hugging Face model folder. What an arm sets is fixed. Padding side, cached decoding, chunks and threads
     that it leaves open are searched (for vLLM: decoding, chunks and the prefix cache). The exit code is 1 if bits
@@ -1107,6 +1122,25 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
     form.result(found)
     if not found.is_certified:
         raise click.exceptions.Exit(1)
+
+
+@_example("tim-trace reproduce runs/demo --steps 10 --against attention=eager")
+@main.command()
+@click.argument("trace", metavar="RUN")
+@click.option("-o", "--output", default="bug.py", metavar="SCRIPT", help="The script to write.")
+@_executions
+@_factories
+@_weights_from
+@_prints(csv=False, wide=False)
+def reproduce(trace: str, form: _Form, **options: Any) -> None:
+    """Write a short script that shows the first difference between two executions.
+
+    The difference is the one that locate reports for the same options. The script has at most 80 lines, needs only torch
+    and transformers, prints the two values and exits with 1. Once the executions agree, it exits with 0. It contains the
+    smallest module, the fewest tokens and, if these show the difference, random weights and inputs. Otherwise, weights
+    are stored in a .pt file next to it (at most 1 MB). Without a difference beyond rounding, nothing is written.
+    """
+    form.result(_asked(analysis.reproduce, trace, held_back=True, **options))
 
 
 @_example("tim-trace weights runs/demo --by module")

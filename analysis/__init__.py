@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from ..replay.certify.engine import certify
     from ..replay.engine import replay
     from ..replay.gradients.engine import gradient
+    from ..replay.reproduce.engine import reproduce
     from ..tracer.importers.import_dump import import_dump
     from ..tracer.importers.neutral import import_parquet
     from ..tracer.launch import record
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attach", "attribute", "certify", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "example", "export", "export_run", "figures", "gate",
-    "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "gradient", "import_dump", "import_parquet", "info", "locate", "mcp", "objective", "query", "record", "replay", "report", "reproduce", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -53,7 +54,8 @@ make_lazy(
         "gradient": "..replay.gradients.engine", "import_dump": "..tracer.importers.import_dump",
         "import_parquet": "..tracer.importers.neutral", "info": ".info", "locate": ".locate",
         "mcp": ".mcp_server", "objective": ".objective.objective", "query": ".queries.catalogue", "record": "..tracer.launch",
-        "replay": "..replay.engine", "report": ".report.report", "sql": ".query", "stats": ".stats",
+        "replay": "..replay.engine", "report": ".report.report",
+        "reproduce": "..replay.reproduce.engine", "sql": ".query", "stats": ".stats",
         "triangulate": ".triangulate", "verify": ".verify", "watch": ".watch.watch", "weights": ".weights",
     },
 )  # fmt: skip

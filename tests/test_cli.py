@@ -38,8 +38,10 @@ from tim_trace.analysis.verify import verify
 from tim_trace.analysis.watch.watch import watch
 from tim_trace.analysis.weights import weights
 from tim_trace.replay.arms import Arm
+from tim_trace.replay.certify.engine import certify
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
+from tim_trace.replay.reproduce.engine import reproduce
 from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
@@ -67,7 +69,9 @@ TWINS = {
     "verify": verify,
     "triangulate": triangulate,
     "gradient": gradient,
+    "certify": certify,
     "locate": locate,
+    "reproduce": reproduce,
     "replay": replay,
     "watch": watch,
     "gate": gate,
@@ -153,7 +157,9 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         "replay",
         "triangulate",
         "gradient",
+        "certify",
         "locate",
+        "reproduce",
         "watch",
         "gate",
         "report",
@@ -163,7 +169,7 @@ def test_a_command_and_its_twin_say_the_same_first(name):
     assert cli.main.commands[name].help.splitlines()[0] == inspect.getdoc(TWINS[name]).splitlines()[0]
 
 
-ON_THE_DEMO = {"record", "replay", "triangulate", "gradient", "locate"}
+ON_THE_DEMO = {"record", "replay", "triangulate", "gradient", "locate", "certify", "reproduce"}
 """Their examples take a minute and more, as does the recording that they look at; the others look at a short one."""
 
 
@@ -302,12 +308,17 @@ def options_of(name):
 def test_a_thing_has_one_option_name():
     every = {name: options_of(name) for name in TWINS}
     assert not any("--table" in options for options in every.values())
-    assert {name for name, options in every.items() if "--against" in options} == {"locate", "compare"}
+    assert {name for name, options in every.items() if "--against" in options} == {
+        "certify",
+        "locate",
+        "reproduce",
+        "compare",
+    }
     assert {name for name, options in every.items() if "--arm" in options} == {
-        "replay", "triangulate", "gradient", "locate",
+        "replay", "triangulate", "gradient", "certify", "locate", "reproduce",
     }  # fmt: skip
     assert {name for name, options in every.items() if "--steps" in options} == {
-        "replay", "triangulate", "gradient", "locate", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
+        "replay", "triangulate", "gradient", "locate", "reproduce", "dynamics", "watch", "stats", "check", "diagnose", "objective", "corrections",
         "attribute", "report", "compare", "import", "export", "query",
     }  # fmt: skip
     assert all({"-q", "--quiet"} <= options for options in every.values())

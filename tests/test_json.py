@@ -86,7 +86,7 @@ def test_two_traces_a_list_of_queries_and_a_run_of_curves_fit_too(example, tmp_p
     "words",
     [
         ["replay", "--dtype", "bf16"], ["replay", "--dtype", "fp16", "--dry-run"], ["triangulate", "--arm", "dtype=bf16"],
-        ["locate", "--steps", "1", "--arm", "dtype=bf16", "--sequences", "2"], ["weights"], ["weights", "--by", "module"],
+        ["locate", "--steps", "1", "--arm", "dtype=bf16", "--sequences", "2"], ["reproduce", "--steps", "1", "--sequences", "2"], ["weights"], ["weights", "--by", "module"],
         ["weights", "--verify"], ["gradient"], ["diagnose", "-v"],
     ],
     ids=" ".join,

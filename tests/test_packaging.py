@@ -198,7 +198,7 @@ def test_every_verb_and_function_answers_from_the_wheel_or_names_what_is_missing
     calls = [json.loads(line) for line in done.stdout.splitlines()]
     words = {call["call"].removeprefix("tim_trace.").partition(" ")[0] for call in calls}
     assert words >= cli.main.commands.keys() | {*PUBLIC} - {"Loss", "Recorder"}
-    torch = {"replay", "triangulate", "gradient", "locate", "certify"}
+    torch = {"replay", "triangulate", "gradient", "locate", "certify", "reproduce"}
     for call in calls:
         name = call["call"].removeprefix("tim_trace.").partition(" ")[0]
         if name in torch:
@@ -299,7 +299,7 @@ def test_every_library_of_an_extra_is_known_with_its_extra():
     assert named == EXTRAS
 
 
-NEED_TORCH = [("torch", verb) for verb in ("replay", "triangulate", "gradient", "locate", "certify")]
+NEED_TORCH = [("torch", verb) for verb in ("replay", "triangulate", "gradient", "locate", "certify", "reproduce")]
 
 
 @pytest.mark.parametrize(("missing", "words"), [*NEED_TORCH, ("transformers", "weights --attach 0 .")])
@@ -318,11 +318,11 @@ def test_a_verb_that_needs_torch_names_the_extra_that_installs_it(tmp_path, miss
 def test_a_function_that_needs_torch_raises_what_names_the_extra():
     program = """
 import tim_trace
-for name in ("replay", "triangulate", "gradient", "locate", "certify"):
+for name in ("replay", "triangulate", "gradient", "locate", "certify", "reproduce"):
     try:
         getattr(tim_trace, name)
     except tim_trace.schemas.errors.NotInstalled as error:
         print(error)
 """
     done = run(sys.executable, "-c", without({"torch"}, program))
-    assert done.stdout == "torch is not installed; pip install 'tim-trace[replay]'\n" * 5
+    assert done.stdout == "torch is not installed; pip install 'tim-trace[replay]'\n" * 6

@@ -30,12 +30,13 @@ WORDS = {
     "gradient": "{run}",
     "locate": "{run}",
     "certify": "{run} --minutes 0.2 --max-batch 2 --max-length 4 -o {new}",
+    "reproduce": "{run} -o {new}.py",
     "weights": "{run}",
 }
 """What each is given; a tab stands for a space in a word."""
 FINDINGS = {"certify", "check", "compare", "diagnose", "gate", "locate"}
 """Verbs whose exit code is 1 where they find something."""
-HEAVY = {"replay", "triangulate", "gradient", "locate", "certify"}
+HEAVY = {"replay", "triangulate", "gradient", "locate", "certify", "reproduce"}
 
 
 def words_of(verb, **places):

@@ -1,11 +1,12 @@
 """Score `tim-trace locate` on planted code faults and harmless pairs: which layer and operator it names first.
 
-python benchmarks/location/look.py [--bf16 | --arms] [--only WORD,WORD]
+python benchmarks/location/look.py [--bf16 | --arms | --reproduce DIR] [--only WORD,WORD]
 
 For each case, the longest row is recorded (all rows in one forward if its arms differ in batches or padding) with the
 first model's weights; the second model's code runs in the second of the case's two arms. `--bf16` tests only the
 faults, with bfloat16 instead of float32 on both sides. `--arms` tests every architecture with every pair of arms that
-the list's harmless cases name, and changes no code.
+the list's harmless cases name, and changes no code. `--reproduce` writes a script for each fault into DIR, with
+float32 on both sides, and counts the scripts that show their fault in a fresh process.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from faults import ARCHITECTURES, CASES, Case, build
 from recording import recorded
 from tim_trace.replay.locate.engine import locate
 from tim_trace.replay.locate.names import layer_of
+from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.reproduce.engine import reproduced
 from tim_trace.schemas.errors import TimTraceError
 
 PROMPT = 8
@@ -39,26 +42,33 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--arms", action="store_true")
+    parser.add_argument("--reproduce", metavar="DIR", type=Path)
     parser.add_argument("--only", default="")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     counts = Counter()
     for case in every_pair_of_arms() if asked.arms else CASES:
-        if (asked.bf16 and case.fault is None) or not any(word in case.name for word in asked.only.split(",")):
+        if ((asked.bf16 or asked.reproduce) and case.fault is None) or not any(
+            word in case.name for word in asked.only.split(",")
+        ):
             continue
         arms = case.arm_a, case.arm_b
         if asked.bf16:
             arms = tuple(arm.replace("dtype=fp32", "dtype=bf16") for arm in arms)
+        if asked.reproduce:
+            arms = ("dtype=fp32", "dtype=fp32")
         kind, planted = "healthy", ""
         if case.fault is not None:
             kind, planted = "fault", f"{sorted(case.fault.modules)} {sorted(case.fault.operators)}: "
-        outcome, answer = look(case, *arms)
+        outcome, answer = look(case, *arms, asked.reproduce)
         counts[kind, outcome] += 1
         print(f"{kind:<8} {outcome:<9} {case.name:<48} {planted if outcome != 'right' else ''}{answer}", flush=True)
     title = "bf16" if asked.bf16 else "arms alone" if asked.arms else "arms of the cases"
     for kind in ("fault", "healthy"):
-        by_outcome = ", ".join(f"{counts[kind, name]} {name}" for name in ("right", "wrong", "refused", "traceback"))
+        by_outcome = ", ".join(
+            f"{counts[kind, name]} {name}" for name in ("right", "wrong", "refused", "traceback", "script")
+        )
         print(f"{title}: {sum(number for (of, _), number in counts.items() if of == kind)} {kind}: {by_outcome}")
 
 
@@ -76,8 +86,8 @@ def every_pair_of_arms():
     ]  # fmt: skip
 
 
-def look(case, arm, against):
-    """Locate one case, and return the outcome and the answer in words."""
+def look(case, arm, against, scripts=None):
+    """Locate one case, and return the outcome and the answer in words. With a folder, write a script there, too."""
     are_batches = any(word in f"{case.arm_a},{case.arm_b}" for word in ("padding", "batch"))
     rows = [row.numpy() for row in case.inputs[-(len(case.inputs) if are_batches else 1) :]]
 
@@ -90,9 +100,16 @@ def look(case, arm, against):
             prompts, responses = zip(*((row[:PROMPT], row[PROMPT:]) for row in rows), strict=True)
             with torch.no_grad():
                 trace = recorded(Path(folder, "run"), build(case.architecture), prompts, responses, len(rows))
-            first = locate(
-                trace, arm=arm, against=against, sequences=f"random:{len(rows)}", patch="none", prepare_against=plant
-            ).first
+            executions = {}
+            found = locate(
+                trace, arm=arm, against=against, sequences=f"random:{len(rows)}", patch="none", prepare_against=plant,
+                executions=executions,
+            )  # fmt: skip
+            first = found.first
+            if scripts is not None and first is not None:
+                scripts.mkdir(exist_ok=True)
+                made = reproduced(RecordedRun(trace), found, executions, scripts / f"{case.name}.py")
+                return "script", f"{made.num_lines} lines, {made.num_bytes} bytes, {made.duration_s:.1f} s"
         except TimTraceError as error:
             return "refused", str(error)
         except Exception as error:  # a row of its own

@@ -60,13 +60,14 @@ def locate(
     prepare: Prepare | None = None,
     prepare_against: Prepare | None = None,
     tapped_bytes: int | None = None,
+    executions: dict[str, AnyExecution] | None = None,
     progress: Progress = no_progress,
 ) -> Located:
     """Find where two executions of recorded sequences diverge.
 
     `analysis.locate` adds shares and intervals. `prepare` and `prepare_against` modify a side's model after its weights
     are loaded. That side then counts as user code. `tapped_bytes` limits the memory for recorded operator values
-    (default: a quarter of the free memory).
+    (default: a quarter of the free memory). `executions` receives the loaded executions, by side.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -90,6 +91,8 @@ def locate(
     wanted, named = _layers(layers), _named(operators)
     location = _Location(run, asked[0], rows, chosen, wanted, lambda name: wanted(name) and named(name), progress)
     location.build(arms, runs, {side: change for side, (_, change) in sides.items()})
+    if executions is not None:
+        executions |= location.executions
     return location.located(patch, limits(layers, operators), tapped_bytes)
 
 
@@ -128,7 +131,7 @@ class _Location:
         self._device = device_here()
         self._version = chosen.rows[0].policy_version
         self._tensors = run.weights.load(self._version, rows[0].attempt)
-        self._executions: dict[str, AnyExecution] = {}
+        self.executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
         """Float64 execution by side, running the side's user code."""
 
@@ -158,10 +161,10 @@ class _Location:
             if arm.engine == VLLM:
                 engine = VllmExecution(runs[side], arm, contract, self._device, changes[side])
                 engine.load(self._weights_of(arm))
-                self._executions[side] = engine
+                self.executions[side] = engine
                 continue
-            self._executions[side] = transformers(side, arm)
-            if self._executions[side].is_other_code and arm.dtype != "fp64":
+            self.executions[side] = transformers(side, arm)
+            if self.executions[side].is_other_code and arm.dtype != "fp64":
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
                 self._doubles[side] = transformers(side, double)
 
@@ -171,7 +174,7 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        rows, executions = self._chosen.rows, self._executions
+        rows, executions = self._chosen.rows, self.executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
@@ -220,7 +223,7 @@ class _Location:
     def _pooled(self, tapped_bytes: int) -> Pooled:
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows = self._chosen.rows
-        per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
+        per_token = sum(bytes_per_token(each.model) for each in self.executions.values())
         with self._progress("running operators", _TASKS * len(rows)) as advance:
             for part, windows in parts(rows, self._reference.operators, per_token, tapped_bytes):
                 heard = {side: self._listen(side, part, windows[-1]) for side in (A, B)}
@@ -231,7 +234,7 @@ class _Location:
                         pooled.logprobs[side][row.seq_id] = values[row.seq_id]
                         taps[side] = of_part.pop(row.seq_id)
                     again = partial(self._taps, row)
-                    judge = SequenceJudge(row, self._executions, self._reference, windows, again, taps, pooled)
+                    judge = SequenceJudge(row, self.executions, self._reference, windows, again, taps, pooled)
                     judge.judge(self._is_asked)
                     advance(_TASKS - 1)
                 for side in list(pooled.same_in_double):
@@ -244,7 +247,7 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        execution = self._executions[side]
+        execution = self.executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
         except OF_CODE as error:
@@ -276,7 +279,7 @@ class _Location:
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
-        for side, execution in self._executions.items():
+        for side, execution in self.executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
                 continue
             for name, parameter in execution.held():

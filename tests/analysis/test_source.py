@@ -363,7 +363,7 @@ OPTIONS = {
 }  # fmt: skip
 """What a command needs beside the trace; `query` takes it before the trace."""
 
-BEFORE_TOKENS = {"info", "verify", "weights", "replay", "triangulate", "gradient", "locate"}
+BEFORE_TOKENS = {"info", "verify", "weights", "replay", "triangulate", "gradient", "locate", "reproduce"}
 """Commands that read no logprobs, as verify, which compares checksums, or find no weights in this trace before they would."""
 
 

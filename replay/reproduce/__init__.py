@@ -1,0 +1,1 @@
+"""Write a short script that shows the first difference that `locate` finds."""

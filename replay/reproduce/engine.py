@@ -1,0 +1,168 @@
+"""`tim-trace reproduce`: write the first difference between two executions as a script that runs on its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from ... import __version__
+from ...schemas.errors import CannotReplay
+from ...schemas.results import Result
+from ...tracer.located import A, B, Divergence, Located
+from ...tracer.progress import Progress, no_progress
+from ..locate.engine import REFERENCE, locate
+from ..locate.execution import Execution
+from ..locate.vllm_execution import AnyExecution
+from ..recorded import RecordedRun
+from .calls import NotWritable
+from .script import Script, Writer
+from .search import Scope, Search, scopes
+
+MOST_LINES = 80
+MOST_BYTES = 1_000_000
+"""Maximum size of the numbers that a script reads from its file."""
+_MOST_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproduction(Result):
+    """A script that shows where two executions differ."""
+
+    _text = "tim_trace.analysis.reproduce_text:reproduction_text"
+
+    a: str
+    b: str
+    first: Divergence | None
+    """The first operator that rounding cannot explain. Without one, there is no script."""
+    script: str | None = None
+    """Path of the script."""
+    file: str | None = None
+    """Path of the numbers that the script reads, or None if it contains all."""
+    num_lines: int = 0
+    num_bytes: int = 0
+    """Size of the numbers' file."""
+    duration_s: float = 0.0
+    """Time that the script took in a fresh process (seconds)."""
+    output: str = ""
+    """Text that the script printed."""
+
+
+def reproduce(
+    trace: str | os.PathLike[str], *, output: str | os.PathLike[str] = "bug.py", steps: str = "-1", arm: str | None = None,
+    against: str = REFERENCE, sequences: str = "8", model_factory: str | None = None, against_factory: str | None = None,
+    weights_from: str | os.PathLike[str] | None = None, progress: Progress = no_progress,
+) -> Reproduction:  # fmt: skip
+    """Write a short script that shows the first difference between two executions.
+
+    Finds that difference as `locate` does, with the same options. Then searches for the smallest module, the fewest
+    tokens and the simplest numbers on which the executions still differ by more than rounding. Random weights and
+    inputs are used if they show the difference. `output` is the script. If it needs recorded weights, they are written
+    beside it, as a .pt file of at most 1 MB. The script needs only torch and transformers. It exits with 1 while the
+    executions differ, and with 0 once they agree. It runs once in a fresh process.
+
+    If rounding explains everything, nothing is written and `script` is None.
+
+    Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
+    """
+    executions: dict[str, AnyExecution] = {}
+    found = locate(
+        trace, steps=steps, arm=arm, against=against, sequences=sequences, patch="none", model_factory=model_factory,
+        against_factory=against_factory, weights_from=weights_from, executions=executions, progress=progress,
+    )  # fmt: skip
+    return reproduced(RecordedRun(trace, weights_from=weights_from), found, executions, Path(output))
+
+
+def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExecution], output: Path) -> Reproduction:
+    """Write a script for a result of `locate` and its executions. Raises CannotReplay."""
+    first = found.first
+    if first is None:
+        return Reproduction(a=found.a, b=found.b, first=None)
+    for side, execution in executions.items():
+        if type(execution) is not Execution:
+            raise CannotReplay(
+                f"{side} ({execution.arm.name}): engine {execution.arm.engine} cannot be written as a script; compare "
+                "with engine=hf"
+            )
+    row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
+    why = "no module and not the whole model differs beyond rounding when it runs on its own"
+    fewest = 1 << 30
+    for script in _scripts(executions, first, torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])):
+        fewest = min(fewest, script.num_lines)
+        if script.num_lines > MOST_LINES:
+            why = f"the shortest script has {fewest} lines (limit: {MOST_LINES})"
+            continue
+        num_bytes, duration_s, code, said = _run(script, output)
+        if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
+            return Reproduction(
+                a=found.a, b=found.b, first=first, script=os.fspath(output),
+                file=os.fspath(output.with_suffix(".pt")) if script.file else None, num_lines=script.num_lines,
+                num_bytes=num_bytes, duration_s=duration_s, output=said,
+            )  # fmt: skip
+        why = f"the script exits with {code} in a fresh process"
+        if num_bytes > MOST_BYTES:
+            why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
+        _remove(output)
+    raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
+
+
+def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
+    suspect, reference = executions[first.side], executions[B if first.side == A else A]
+    for scope in scopes(reference.model, suspect.model, first.operator):
+        num_found = 0
+        with torch.no_grad():
+            for found in Search(scope, row_T, first.token or 0).smallest():
+                num_found += 1
+                try:
+                    yield Writer(scope, found, executions, first.side, _header(scope, executions, first.side)).script()
+                except NotWritable:
+                    continue
+        if num_found and scope.num_layers is not None:
+            return  # more layers only make the script longer
+
+
+def _header(scope: Scope, executions: Mapping[str, AnyExecution], side: str) -> str:
+    name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
+    codes = {
+        each: f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}"
+        for each, execution in executions.items()
+    }
+    versions = f"tim-trace {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return (
+        f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0.\n\n"
+        f"{codes[A]}. {codes[B]}. Written by {versions}."
+    )
+
+
+def _run(script: Script, output: Path) -> tuple[int, float, int, str]:
+    """Write and run a script, and return its file's size (bytes), the time (seconds), the exit code and its output."""
+    file = output.with_suffix(".pt")
+    _remove(output)
+    output.write_text(script.text)
+    if script.file:
+        torch.save(script.file, file)
+    start = perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", os.fspath(output)],
+            capture_output=True,
+            text=True,
+            timeout=_MOST_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 0, _MOST_SECONDS, -1, ""
+    return file.stat().st_size if script.file else 0, perf_counter() - start, done.returncode, done.stdout
+
+
+def _remove(output: Path) -> None:
+    for path in (output, output.with_suffix(".pt")):
+        path.unlink(missing_ok=True)
