@@ -29,6 +29,8 @@ ROW_GROUP_TOKENS = 1 << 20
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
+_SAMPLED = 1 << 16
+"""Values of a column that are compressed to choose its encoding."""
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
@@ -73,17 +75,24 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
             for part in parts
             for start, stop in row_group_bounds(response_lengths(part), ROW_GROUP_TOKENS)
         ),
-        **parquet_options(table),
+        **parquet_options(table, parts[0]),
     )
     steps = [batch["step"].to_numpy() for batch in batches]
     return replace(written, steps=(min(int(one.min()) for one in steps), max(int(one.max()) for one in steps)))
 
 
-def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return ParquetWriter options. `splits_ids` uses BYTE_STREAM_SPLIT for token ids too."""
+def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -> dict[str, Any]:
+    """Return ParquetWriter options.
+
+    A float column uses BYTE_STREAM_SPLIT if that makes the values in `sample` smaller. It does unless values repeat, as
+    those of near-certain tokens and shared prefixes do. `splits_ids` uses it for token ids too.
+    """
     columns = TABLE_SPECS[table].columns
-    split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
-    encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
+    encodings = {
+        f"{column.name}.list.element": "BYTE_STREAM_SPLIT"
+        for column in columns
+        if (column.type == FLOATS and _is_smaller_split(sample[column.name])) or (splits_ids and column.type == TOKENS)
+    }
     return {
         "compression": COMPRESSION,
         "compression_level": COMPRESSION_LEVEL,
@@ -91,6 +100,16 @@ def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
         "column_encoding": encodings or None,
         "write_batch_size": 1 << 16,
     }
+
+
+def _is_smaller_split(lists: pa.ChunkedArray) -> bool:
+    values = [chunk.flatten().drop_null().to_numpy(zero_copy_only=False) for chunk in lists.chunks]
+    sample = np.concatenate([*values, np.empty(0, np.float32)])[:_SAMPLED]
+    codec = pa.Codec(COMPRESSION, COMPRESSION_LEVEL)
+    plain, split = (
+        codec.compress(part.tobytes(), asbytes=True) for part in (sample, sample.view(np.uint8).reshape(-1, 4).T)
+    )
+    return len(split) <= len(plain)
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:

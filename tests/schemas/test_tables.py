@@ -2,7 +2,9 @@
 
 import inspect
 
+import numpy as np
 import pyarrow.parquet as pq
+import pytest
 from tim_trace.schemas.passes import LOGPROBS, STANDARD
 from tim_trace.schemas.tables import GIVEN, SAMPLING, TABLES, TOKEN_SCORES
 from tim_trace.tracer.importers.row_import import KNOWN
@@ -46,10 +48,16 @@ def test_every_given_column_is_sealed_and_every_setting_is_one_of_them(tmp_path)
     assert (row["group_id"], row["reward"], row["rewards"]) == ("7", 1.0, [("format", 0.5)])
 
 
-def test_a_file_keeps_each_repeated_text_once_and_splits_floats_into_bytes(tmp_path):
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_file_keeps_each_repeated_text_once_and_splits_floats_into_bytes_if_that_is_smaller(tmp_path, repeats):
+    draw = np.random.default_rng(0)
+    values = -draw.exponential(1.0, 5000).astype(np.float32)
+    values = values[np.arange(5000) % 300] if repeats else values
     with Recorder(tmp_path / "run") as recorder:
-        batch = recorder.add_sequences(step=1, response_ids=[[1, 2]], finish_reason="stop")
-        recorder.add_scores("train", batch, logprobs=[[-1.0, -2.0]])
+        batch = recorder.add_sequences(
+            step=1, response_ids=[[1] * 5000], advantage=[values.tolist()], finish_reason="stop"
+        )
+        recorder.add_scores("train", batch, logprobs=[values.tolist()])
     for table in ("sequences", "scores"):
         (path,) = (tmp_path / "run" / table).glob("*.parquet")
         group = pq.read_metadata(path).row_group(0)
@@ -59,4 +67,7 @@ def test_a_file_keeps_each_repeated_text_once_and_splits_floats_into_bytes(tmp_p
                 if name == column.name:
                     assert ("RLE_DICTIONARY" in found) is column.repeats, name
                 if name == f"{column.name}.list.element":
-                    assert ("BYTE_STREAM_SPLIT" in found) is (str(column.type.value_type) == "float"), name
+                    is_split = column.name in ("advantage", "advantages", "logprobs") and not repeats
+                    if column.name in ("entropy", "top2_gap"):
+                        continue  # no values
+                    assert ("BYTE_STREAM_SPLIT" in found) is is_split, name

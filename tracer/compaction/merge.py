@@ -104,7 +104,7 @@ def write_merged(
                     filling = _until_full(first, groups, temporary, file_bytes, steps)
                     written = write_checked(
                         temporary, relative, spec.schema, filling,
-                        block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
+                        block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, first, splits_ids=True),
                     )  # fmt: skip
                 found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
             room.rmdir()
