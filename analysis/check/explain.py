@@ -214,7 +214,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
         )
         for each in _candidates(inside):
-            same = next((other for other in whole if other.gain > MIN_GAIN_NATS and _shared(each, other) > 0.8), None)
+            alike = [other for other in whole if other.gain > MIN_GAIN_NATS and _shared(each, other) > 0.8]
+            same = min(alike, key=lambda other: (other.rank, -other.gain), default=None)
             # Values that are wrong from some position on always look as if they came from different tokens or from a
             # smaller vocabulary.
             left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))

@@ -196,7 +196,7 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
             kind, chosen = "from", np.arange(limit, len(known) if name.startswith("token") else chosen.max() + 1)
             marked = there & np.isin(values, known[chosen])
     inside = marked if rows is None else np.isin(data.seq, rows[marked])
-    if inside.all() or not inside.any() or (kind == "one_of" and inside.mean() > MAX_COVERED):
+    if marked[there].all() or inside.all() or not inside.any() or (kind == "one_of" and inside.mean() > MAX_COVERED):
         return None
     typical = np.minimum(noise, np.quantile(noise, 0.995))
     mean_ratio = float(typical[inside].mean() / max(float(typical[~inside].mean()), 1e-12))

@@ -201,8 +201,8 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
 def _wrong_sides(data: PairData) -> str:
     """Return the sides, `a` or `b`, whose values cannot be the sampled tokens' logprobs.
 
-    A side is wrong if its probabilities in one context add up to more than 1, or if logprob + entropy averages 0 only
-    on the other side.
+    A side is wrong if most of its values are above 0, if its probabilities in one context add up to more than 1, or if
+    logprob + entropy averages 0 only on the other side.
     """
     keys = np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]])
     context = np.unique(keys, axis=1, return_inverse=True)[1]
@@ -210,7 +210,7 @@ def _wrong_sides(data: PairData) -> str:
     wrong = ""
     for side in sides(data):
         total = np.bincount(context[first], np.exp(np.minimum(side.values[first], 0.0)))
-        wrong += side.key if total.max() > 1.02 else ""
+        wrong += side.key if total.max() > 1.02 or np.median(side.values) > MAX_LOGPROB else ""
     better, worse = sorted(sides(data), key=lambda side: abs(side.sampled_score))
     if (
         not wrong
@@ -228,7 +228,9 @@ _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
     with np.errstate(divide="ignore", invalid="ignore"):
         known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
-    yield from ((unit, nats, {}, 2.0) for unit, nats in known.items())
+    off_by = {unit: np.where(np.isfinite(nats), np.abs(nats - other), np.inf) for unit, nats in known.items()}
+    unit = min(off_by, key=lambda unit: float(np.median(off_by[unit])))
+    yield unit, known[unit], {}, 2.0  # where p is small, some units approximate others
     large = other < (-1.0 if np.sum(other < -1.0) >= FEW else -0.05)
     if large.sum() >= 8:
         factor = float(np.median(values[large] / other[large]))
