@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -87,7 +88,7 @@ def certify(
         path = _as_trace(Path(trace), Path(folder) / "run")
         search = _Search(path, arm, against, max_batch, max_length, seed, model_factory, against_factory, weights_from)
         with closing(search), progress("searching", int(minutes * 60)) as advance:
-            found = search.run(begun + minutes * 60, advance)
+            found = search.run(minutes * 60, advance)
             example = None if found is None else search.write(found, output)
         a, b = search.settings
         made = Certificate(
@@ -238,9 +239,9 @@ class _Search:
             return False
         return True
 
-    def run(self, until: float, advance: Any) -> tuple[Batch, ...] | None:
+    def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
         """Return the smallest batch that differs, after the one that it needs before it, or None."""
-        is_vllm, last = self.a.arm.engine == VLLM, monotonic()
+        is_vllm, last, until = self.a.arm.engine == VLLM, monotonic(), math.inf
         planned, kept = self._planned(is_vllm), list[Batch]()
         while (now := monotonic()) < until:
             advance(int(now) - int(last))
@@ -250,6 +251,7 @@ class _Search:
                 start = kept[int(self.draw.random.integers(0, len(kept)))]
                 batch = mutated(start, self.draw, self.layouts[-1:] if is_vllm else self.layouts, self._known)
             is_new, differs = self._try(batch)
+            until = min(until, monotonic() + seconds)  # loading the models does not count
             if is_new and len(kept) < _MOST_KEPT:
                 kept.append(batch)
             if differs:

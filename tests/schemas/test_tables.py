@@ -29,7 +29,8 @@ def test_the_recorder_takes_every_column_that_it_does_not_make():
 
 def test_files_to_import_may_have_every_column_that_the_recorder_takes():
     logprobs = {f"{name}{LOGPROBS}" for name in STANDARD}
-    assert set(KNOWN) == {*GIVEN, *logprobs, *TOKEN_SCORES} - {"logprobs"}
+    versions = {f"{name}_policy_version" for name in STANDARD}
+    assert set(KNOWN) == {*GIVEN, *logprobs, *versions, *TOKEN_SCORES, "split"} - {"logprobs"}
 
 
 def test_every_given_column_is_sealed_and_every_setting_is_one_of_them(tmp_path):
