@@ -63,7 +63,11 @@ def version():
 
 
 OF_LOCATE = {
-    "tim_trace.replay.locate": {"analysis/locate.py"},
+    "tim_trace.replay.locate": {
+        "analysis/locate.py",
+        *(f"replay/reproduce/{name}.py" for name in ("calls", "engine", "script", "search")),
+    },
+    "tim_trace.replay.reproduce": {"analysis/__init__.py", "analysis/reproduce_text.py"},
     "tim_trace.analysis.locate": {"analysis/__init__.py"},
 }
 """The part that runs `locate` -> who may import it. What lies in a trace is read without it, through tracer/located."""

@@ -12,11 +12,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 
 from ... import __version__
 from ...schemas.errors import CannotReplay
 from ...schemas.results import Result
+from ...tracer import environment
 from ...tracer.located import A, B, Divergence, Located
 from ...tracer.progress import Progress, no_progress
 from ..locate.engine import REFERENCE, locate
@@ -94,11 +94,10 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
             )
     row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
     why = "no module and not the whole model differs beyond rounding when it runs on its own"
-    fewest = 1 << 30
+    lengths = []
     for script in _scripts(executions, first, torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])):
-        fewest = min(fewest, script.num_lines)
+        lengths.append(script.num_lines)
         if script.num_lines > MOST_LINES:
-            why = f"the shortest script has {fewest} lines (limit: {MOST_LINES})"
             continue
         num_bytes, duration_s, code, said = _run(script, output)
         if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
@@ -111,6 +110,8 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
         if num_bytes > MOST_BYTES:
             why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
         _remove(output)
+    if lengths and min(lengths) > MOST_LINES:
+        why = f"the shortest script has {min(lengths)} lines (limit: {MOST_LINES})"
     raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
 
 
@@ -135,7 +136,8 @@ def _header(scope: Scope, executions: Mapping[str, AnyExecution], side: str) -> 
         each: f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}"
         for each, execution in executions.items()
     }
-    versions = f"tim-trace {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    used = environment.numeric_versions()
+    versions = ", ".join([f"tim-trace {__version__}", *(f"{name} {used[name]}" for name in ("torch", "transformers"))])
     return (
         f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0.\n\n"
         f"{codes[A]}. {codes[B]}. Written by {versions}."

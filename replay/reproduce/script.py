@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ...schemas.modules import has_experts
 from ..locate.taps import outputs_of, with_tensors
 from ..locate.vllm_execution import AnyExecution
 from .calls import Calls, NotWritable, written
-from .search import SEED, Difference, Scope, dtype_of, holding, num_ids, state
+from .search import SEED, Difference, Scope, bfloat16, dtype_of, holding, num_ids, state
 
 _MOST_LITERALS = 24
 _WIDTH = 118
@@ -76,12 +75,11 @@ class Writer:
             "    values = [v.to(dtype) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
-            f'    value = {{"a": run(a, {dtypes["a"]}), "b": run(b, {dtypes["b"]})}}',
-            f"    exact = run({self._reference}, torch.float64)",
-            f'error, rounding = (value["{self._suspect}"] - exact).abs(), (value["{self._reference}"] - exact).abs().max()',
-            f"bound = 4 * max(float(rounding), torch.finfo({dtypes[self._suspect]}).eps / 2 * float(exact.abs().max()))",
-            "at = error.argmax()",
-            f"print(f\"a {{value['a'][at]:.9g}}, b {{value['b'][at]:.9g}}, {self._reference} in float64 {{exact[at]:.9g}}\")",
+            f"    value_a, value_b, exact = run(a, {dtypes['a']}), run(b, {dtypes['b']}), run({self._reference}, torch.float64)",
+            f"error, rounding = (value_{self._suspect} - exact).abs(), (value_{self._reference} - exact).abs().max()",
+            f"unit, at = torch.finfo({dtypes[self._suspect]}).eps / 2, error.argmax()",
+            "bound = 4 * max(float(rounding), unit * float(exact.abs().max()))",
+            f'print(f"a {{value_a[at]:.9g}}, b {{value_b[at]:.9g}}, {self._reference} in float64 {{exact[at]:.9g}}")',
             f'print(f"error of {self._suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}")',
             "sys.exit(0 if error[at] <= bound else 1)",
         ]  # fmt: skip
@@ -137,7 +135,7 @@ class Writer:
             setup += ["config = deepcopy(config)"] if lines == self._config_lines else lines
             self._config_lines = self._config_lines or lines
             setup.append(f"config._attn_implementation = {written(config._attn_implementation)}")
-            if has_experts(config.to_dict()):
+            if any("experts" in name for name, _ in module.named_modules()) or "Experts" in kind.__name__:
                 experts = written(config._experts_implementation)
                 setup.append(f"config._experts_implementation = {experts}")
                 if "grouped" in experts:  # the kernel does not support float64, which the exact result needs
@@ -263,7 +261,9 @@ def literal(value: Any) -> str | None:
 
 
 def _kept(value: Any) -> Any:
-    return value.detach().cpu().contiguous().clone()
+    """Return a tensor for the file, in bfloat16 if that changes nothing."""
+    fewer = bfloat16(value)
+    return (fewer if bool((fewer.to(value.dtype) == value).all()) else value).detach().cpu().clone()
 
 
 def _fields(config: Any, num_layers: int | None) -> dict[str, Any]:

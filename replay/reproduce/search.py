@@ -27,6 +27,8 @@ _LARGE = 1e4
 _ROUNDINGS = 4.0
 """Difference beyond rounding, in multiples of a's own rounding error. The script uses the same rule."""
 _ROWS = 4
+_MANY_BYTES = 500_000
+"""Size above which recorded weights are rounded to bfloat16, if the difference remains."""
 _CALLS = 2
 """Number of a module's calls to try, e.g. a rotary embedding's for full and for sliding attention."""
 
@@ -126,6 +128,11 @@ def holding(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
             named[name].data = data
 
 
+def bfloat16(value: Any) -> Any:
+    """Return a floating-point tensor rounded to bfloat16, and others unchanged."""
+    return value.to(torch.bfloat16) if value.is_floating_point() else value
+
+
 def state(module: Any) -> Iterator[tuple[str, Any]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
@@ -158,6 +165,17 @@ class Search:
             for name, value in state(self._b)
             if (given := self._weights.get(name)) is None or not _are_equal(value, given)
         }
+
+    def _with_fewer_digits(self, found: Difference) -> Difference:
+        if (
+            found.random_weights
+            or sum(each.nbytes for each in (*found.weights.values(), *found.own.values())) < _MANY_BYTES
+        ):
+            return found
+        weights, own = (
+            {name: bfloat16(each).to(each.dtype) for name, each in held.items()} for held in (found.weights, found.own)
+        )
+        return self._judged(replace(found, weights=weights, own=own)) or found
 
     @cached_property
     def _exact(self) -> Any:
@@ -249,10 +267,10 @@ class Search:
         return replace(found, output=best) if ratios[best] > 1.0 else None
 
     def _reduced(self, found: Difference) -> Difference:
-        """Keep only the used rows of an embedding, or some rows of a projection."""
+        """Keep only the used rows of an embedding, or some rows of a projection, and fewer digits of many weights."""
         weight = found.weights.get("weight", found.own.get("weight"))
         if found.random_weights or not isinstance(self._a, torch.nn.Linear | torch.nn.Embedding) or weight is None:
-            return found
+            return self._with_fewer_digits(found)
         inputs = found.inputs
         if not inputs[0].is_floating_point():
             rows, inputs[0] = inputs[0].unique(return_inverse=True)

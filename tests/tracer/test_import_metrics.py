@@ -387,7 +387,7 @@ def test_runs_that_end_alike_end_in_no_effect_and_its_bound(tmp_path):
 
 
 NEEDS_TOKENS = (
-    "stats", "check", "corrections", "replay", "triangulate", "gradient", "locate", "query by-token",
+    "stats", "check", "corrections", "replay", "triangulate", "gradient", "locate", "reproduce", "query by-token",
     "gate --fail-on check",
 )  # fmt: skip
 
