@@ -165,7 +165,7 @@ class Numbers:
         )
         sums = {name: column.astype(np.float64) for name, column in pair_sums(tokens).items()}
         largest = {name: sums[name] for name in LARGEST.values()}
-        self.columns = SequenceColumns(values=addable(sums), largest=largest, unit_N=run.unit_N)
+        self.columns = SequenceColumns(values=addable(sums), largest=largest, unit_N=run.unit_N, step_N=none_N)
         self.d_T, self.row_T = train_T - rollout_T, np.repeat(np.arange(len(run.lengths_N)), run.lengths_N)
         error_t, error_r = train_T - exact_T, rollout_T - exact_T
         self.parts = {"train": error_t * (error_t - error_r), "rollout": error_r * (error_r - error_t)}

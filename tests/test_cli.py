@@ -278,7 +278,7 @@ def test_help_begins_with_the_verbs_to_begin_with_and_has_a_line_a_verb():
     assert sorted(verbs) == sorted(TWINS)
     assert shown.index("getting started:") < shown.index("analyzing a run:") < shown.index("replaying in depth:")
     assert not [line for line in shown[shown.index("getting started:") :] if line.startswith("   ")]
-    assert len(shown) <= 45
+    assert len(shown) <= 46
     assert max(map(len, shown)) <= 80
 
 
