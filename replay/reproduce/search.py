@@ -220,7 +220,10 @@ class Search:
             with scope.cut():
                 args, kwargs = self._calls_of(ids_T)[number]
                 inputs = tensors_of(args, kwargs)
-                are_random = tuple(random_inputs and (not scope.path or _is_plain(each)) for each in inputs)
+                alone = [id(each) for each in (*args, *kwargs.values())]  # not the tables of a rotary embedding, a pair
+                are_random = tuple(
+                    random_inputs and (not scope.path or (id(each) in alone and _is_plain(each))) for each in inputs
+                )
                 if random_inputs and not any(are_random):
                     return None
                 shapes = self._shapes if random_weights else {}
