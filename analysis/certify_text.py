@@ -43,7 +43,7 @@ def _example(one: Counterexample, width: int | None) -> str:
     sentence = (
         f"smallest batch found{history}: {counted(count, 'row')} of {lengths}{more} tokens (prompt+response){layout}{pads}. "
         f"Row {one.row}, response token {one.token}: {one.value:.9g}, but {one.other:.9g}. "
-        f"{counted(one.num_different, 'token')} differ, by up to {one.max_abs_d:.3g} nats."
+        f"{counted(one.num_different, 'token differs', 'tokens differ')}, by up to {one.max_abs_d:.3g} nats."
     )
     return f"{wrapped(sentence, '', width)}\n{wrapped(f'trace: {one.folder}', '', width)}\nnext: {one.replay}"
 
