@@ -1093,9 +1093,9 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN|MODEL")
 @click.option(
-    "--arm", metavar="CHANGES", help="First execution, written like replay's --arm. By default, the recorded settings."
+    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm. By default, the recorded settings."
 )
-@click.option("--against", metavar="CHANGES", help="Second execution.  [default: each sequence alone, under --arm]")
+@click.option("--against", metavar="CHANGES", help="Execution b.  [default: each sequence alone, under --arm]")
 @click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
 @click.option(
     "--max-length", type=int, metavar="L",
@@ -1103,8 +1103,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--minutes", default=5.0, metavar="M", help="How long to search.")
 @click.option("--seed", default=0, metavar="N", help="Seed for token ids and random changes.")
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the first execution's model.")
-@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the second execution's model.")
+@_factories
 @_weights_from
 @click.option(
     "-o", "--output", default="certify", metavar="DIR",

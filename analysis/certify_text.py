@@ -1,20 +1,25 @@
 from __future__ import annotations
 
-from ..replay.certify.results import CERTIFIED, COUNTEREXAMPLE, Certificate, Counterexample, Coverage, ranges
+from ..replay.certify.results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED, Certificate, Counterexample, Coverage, ranges
 from .rows import Form, counted, shown, wrapped
 
 _MOST_LISTED = 8
 
 
 def verdict_sentence(found: Certificate) -> str:
-    of = f"{found.arm or 'as recorded'}"
-    other = "as it gives each sequence alone" if found.against is None else f"as {found.against or 'as recorded'}"
-    bounds = f"every batch of up to {counted(found.max_batch, 'sequence')} and {found.max_length} + {found.max_length} tokens"
-    if found.verdict == CERTIFIED:
-        return f"CERTIFIED: no counterexample. {of} gives the same bits in {bounds} that was tried, {other}."
-    if found.verdict == COUNTEREXAMPLE:
-        return f"NOT THE SAME BITS: {of} does not give the same bits in {bounds}, {other}."
-    return f"UNDECIDED: time ran out. No counterexample so far that {of} gives the same bits in {bounds}, {other}."
+    of, recorded = found.arm or "recorded settings", "the recorded settings"
+    pair = (
+        f"{of}, batch against each sequence alone"
+        if found.against is None
+        else f"{of} against {found.against or recorded}"
+    )
+    bounds = f"batches of up to {counted(found.max_batch, 'sequence')}, {found.max_length} + {found.max_length} tokens"
+    what = {
+        CERTIFIED: "CERTIFIED: all bits are equal in every batch tried",
+        COUNTEREXAMPLE: "NOT THE SAME BITS: a batch was found in which bits differ",
+        UNDECIDED: "UNDECIDED: time ran out, and no batch tried so far differs",
+    }
+    return f"{what[found.verdict]} ({pair}; {bounds})."
 
 
 def certificate_text(found: Certificate, width: int | None = None) -> str:
@@ -40,10 +45,11 @@ def _example(one: Counterexample, width: int | None) -> str:
     layout = f", {one.layout}" if one.layout else ""
     pads = f", padding {one.pad_left} + {one.pad_right}" if one.pad_left or one.pad_right else ""
     history = " after another batch" if one.needs_history else ""
+    again = "" if one.repeats else " When the batches ran again, the bits were equal."
     sentence = (
         f"smallest batch found{history}: {counted(count, 'row')} of {lengths}{more} tokens (prompt+response){layout}{pads}. "
         f"Row {one.row}, response token {one.token}: {one.value:.9g}, but {one.other:.9g}. "
-        f"{counted(one.num_different, 'token differs', 'tokens differ')}, by up to {one.max_abs_d:.3g} nats."
+        f"{counted(one.num_different, 'token differs', 'tokens differ')}, by up to {one.max_abs_d:.3g} nats.{again}"
     )
     return f"{wrapped(sentence, '', width)}\n{wrapped(f'trace: {one.folder}', '', width)}\nnext: {one.replay}"
 

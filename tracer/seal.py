@@ -103,7 +103,7 @@ def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -
 
 
 def _is_smaller_split(lists: pa.ChunkedArray) -> bool:
-    values = [chunk.flatten().drop_null().to_numpy(zero_copy_only=False) for chunk in lists.chunks]
+    values = [chunk.flatten()[:_SAMPLED].drop_null().to_numpy(zero_copy_only=False) for chunk in lists.chunks]
     sample = np.concatenate([*values, np.empty(0, np.float32)])[:_SAMPLED]
     codec = pa.Codec(COMPRESSION, COMPRESSION_LEVEL)
     plain, split = (

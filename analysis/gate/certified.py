@@ -75,7 +75,7 @@ def _read(file: str | os.PathLike[str]) -> _Settings:
         or contract_hash({"a": found.settings[0], "b": found.settings[1]}) != found.settings_hash
     ):
         raise InvalidOption(
-            f"{file}: is no certificate, or its settings were changed; write one with tim-trace certify",
+            f"{file}: is not a certificate, or its settings were changed; write one with tim-trace certify",
             option="certificate",
         )
     return found

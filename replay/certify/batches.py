@@ -21,6 +21,7 @@ Layout = tuple[tuple[str, Any], ...]
 SHORT = 12
 """Maximum length of prompts and responses whose length is not tested."""
 _MOST_SHORT = 48
+"""Distinct rows whose length is not tested."""
 MOST_TOKENS = 8192
 """Maximum tokens in a batch, including padding."""
 PADS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128)
@@ -37,9 +38,18 @@ class Batch:
     pad_right: int = 0
 
     @property
+    def before(self) -> int:
+        """Columns before the responses."""
+        return self.pad_left + max(len(prompt) for prompt, _ in self.rows)
+
+    @property
+    def after(self) -> int:
+        """Columns from the beginning of the responses."""
+        return self.pad_right + max(len(response) for _, response in self.rows)
+
+    @property
     def width(self) -> int:
-        longest = [max(len(row[side]) for row in self.rows) for side in (0, 1)]
-        return self.pad_left + sum(longest) + self.pad_right
+        return self.before + self.after
 
 
 @dataclass(slots=True)
@@ -211,9 +221,9 @@ def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
     while size:
         for start in range(0, len(batch.rows), size):
             rows = batch.rows[:start] + batch.rows[start + size :]
-            fewer = [candidate for candidate in _without(batch, rows) if better(candidate)] if rows else []
-            if fewer:
-                batch = fewer[0]
+            fewer = next(filter(better, _without(batch, rows)), None) if rows else None
+            if fewer is not None:
+                batch = fewer
                 break
         else:
             size //= 2
@@ -242,10 +252,11 @@ def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
 
 def _without(batch: Batch, rows: tuple[Sequence_, ...]) -> Iterator[Batch]:
     """Yield a batch of only these rows: as narrow as they allow, then as wide as before."""
-    before, after = (max(len(row[side]) for row in batch.rows) - max(len(row[side]) for row in rows) for side in (0, 1))
-    yield replace(batch, rows=rows)
-    if before or after:
-        yield replace(batch, rows=rows, pad_left=batch.pad_left + before, pad_right=batch.pad_right + after)
+    narrow = replace(batch, rows=rows)
+    yield narrow
+    if narrow.width < batch.width:
+        left, right = batch.before - narrow.before, batch.after - narrow.after
+        yield replace(narrow, pad_left=batch.pad_left + left, pad_right=batch.pad_right + right)
 
 
 def _with(batch: Batch, place: int, row: Sequence_) -> Batch:

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -45,7 +46,8 @@ _MOST_KEPT, _MOST_TRIALS = 400, 400
 CERTIFICATE = "certificate.json"
 DEFAULT_LENGTH = 256
 
-_Found = tuple[int, int]
+_Bits = tuple[list[np.ndarray], list[np.ndarray]]
+"""Both executions' logprobs of each row, [T] float32."""
 
 
 def certify(
@@ -67,14 +69,16 @@ def certify(
 
     `trace` is a run with weights or a Hugging Face model folder. The claim is that `arm` (default: as recorded) gives
     every sequence the same logprobs, bit for bit, in every batch of up to `max_batch` sequences with prompts and
-    responses of up to `max_length` tokens (default: 256, or what the model's positions allow), as it gives the sequence alone. With `against`, both arms run each batch,
-    and their bits are compared. What an arm sets is fixed. Padding side, cached decoding, chunks and threads that it
-    leaves open are searched (for vLLM: decoding, chunks and the prefix cache).
+    responses of up to `max_length` tokens (default: 256, or what the model's positions allow), as it gives the sequence
+    alone. With `against`, both arms run each batch, and their bits are compared. What an arm sets is fixed. Padding
+    side, cached decoding, chunks and threads that it leaves open are searched (for vLLM: decoding, chunks and the prefix
+    cache).
 
     The search tries every row count and length, paddings, orders, duplicates, shared prefixes and token ids, then
     random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk
     and written as the trace `output`/counterexample, replacing an earlier one; the result has the command that shows
-    the difference. Otherwise `output` gets `certificate.json`. The verdict is `undecided` if time runs out before every planned batch was tried.
+    the difference. Otherwise `output` gets `certificate.json`. The verdict is `undecided` if time runs out before every
+    planned batch was tried.
 
     `model_factory` and `against_factory` name functions (module:function) that build the two executions' models.
 
@@ -165,14 +169,12 @@ class _Execution:
     def score(self, batch: Batch, *, empties: bool = False) -> list[np.ndarray]:
         """Return each row's logprobs [T] float32. `empties` empties vLLM's prefix cache before."""
         scorer = self.scorer(batch.layout)
-        before = batch.pad_left + max(len(prompt) for prompt, _ in batch.rows)
-        after = batch.pad_right + max(len(response) for _, response in batch.rows)
         rows = [
             RecordedRow(
                 seq_id=str(place), prompt_ids=np.array(prompt, np.int32), response_ids=np.array(response, np.int32),
                 logprobs=np.zeros(len(response), np.float32), scored=np.ones(len(response), bool),
                 policy_version=self._version, contract="", writer="", forward_id=0, forward_row=place,
-                pad_left=before - len(prompt), pad_right=after - len(response),
+                pad_left=batch.before - len(prompt), pad_right=batch.after - len(response),
             )
             for place, (prompt, response) in enumerate(batch.rows)
         ]  # fmt: skip
@@ -218,15 +220,17 @@ class _Search:
         self.num_batches = self.num_tokens = self.num_planned = 0
         self.is_complete = False
         self._before: Batch | None = None
+        self._found: _Bits | None = None
+        """Logprobs of the smallest batch so far that differed."""
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[Layout]:
         sides = [self.a, *([self.b] if self.b else [])]
         named = set().union(*(side.named for side in sides))
         engines = {side.arm.engine for side in sides}
-        for layout in _LAYOUTS[VLLM if engines == {VLLM} else HF if VLLM not in engines and HF in engines else EXACT]:
-            if VLLM in engines and engines != {VLLM}:
-                break  # vLLM makes its own batches
+        if VLLM in engines and len(engines) > 1:
+            return  # vLLM makes its own batches
+        for layout in _LAYOUTS[HF if HF in engines else self.a.arm.engine]:
             if not named & {name for name, _ in layout} and self._builds(sides, layout):
                 yield layout
 
@@ -250,6 +254,8 @@ class _Search:
                 self.is_complete = True
                 start = kept[int(self.draw.random.integers(0, len(kept)))]
                 batch = mutated(start, self.draw, self.layouts[-1:] if is_vllm else self.layouts, self._known)
+            if batch.layout in self._unsupported:
+                continue
             is_new, differs = self._try(batch)
             until = min(until, monotonic() + seconds)  # loading the models does not count
             if is_new and len(kept) < _MOST_KEPT:
@@ -262,10 +268,11 @@ class _Search:
     def _planned(self, is_vllm: bool) -> Iterator[Batch]:
         """Yield the planned batches. vLLM restarts for each layout, so it runs all batches of a layout in one go."""
         if is_vllm:
-            first = list(islice(probes(self.draw), 600))
+            unpadded = (replace(batch, pad_left=0, pad_right=0) for batch in probes(self.draw))
+            first = list(dict.fromkeys(islice(unpadded, 600)))
             self.num_planned = len(first) * len(self.layouts)
             for layout in self.layouts:
-                yield from (replace(batch, layout=layout, pad_left=0, pad_right=0) for batch in first)
+                yield from (replace(batch, layout=layout) for batch in first)
             return
         others = cycle(self.layouts[1:] or [()])
         planned = list(probes(self.draw))
@@ -283,11 +290,9 @@ class _Search:
         is_watched = is_new and self.a.arm.engine != VLLM and self.num_batches % 4 == 0
         calls = _Calls(self._calls) if is_watched else nullcontext()
         try:
-            with calls:
-                a = self.a.score(batch, empties=self.b is not None)
+            bits = self._bits(batch, calls)
             if isinstance(calls, _Calls):
                 self._calls.add(calls.order)
-            differs = _first_different(a, self._expected(batch)) is not None
         except TimTraceError as error:
             if not batch.layout:
                 raise
@@ -297,7 +302,15 @@ class _Search:
         if not self.num_batches:  # while vLLM's engine runs with the arm's own layout
             self.settings = self.a.scorer().made_by(), (self.b or self.a).scorer().made_by()
         self._note(batch, shape)
+        if differs := _first_different(bits) is not None:
+            self._found = bits
         return len(self._calls) > size or is_new, differs
+
+    def _bits(self, batch: Batch, within: AbstractContextManager[Any] | None = None) -> _Bits:
+        """Run the batch under both executions, the first one in the block `within`."""
+        with within or nullcontext():
+            a = self.a.score(batch, empties=self.b is not None)
+        return a, self._expected(batch)
 
     def _expected(self, batch: Batch) -> list[np.ndarray]:
         if self.b is not None:
@@ -310,10 +323,17 @@ class _Search:
                 self._known.append(row)
         return [self._alone[row] for row in batch.rows]
 
-    def _differs(self, batches: Sequence[Batch]) -> bool:
+    def _bits_after(self, batches: Sequence[Batch]) -> _Bits:
+        """Run the batches in order, and return the last one's logprobs."""
         for batch in batches[:-1]:
             self.a.score(batch)
-        return _first_different(self.a.score(batches[-1]), self._expected(batches[-1])) is not None
+        return self._bits(batches[-1])
+
+    def _differs(self, batches: Sequence[Batch]) -> bool:
+        bits = self._bits_after(batches)
+        if differs := _first_different(bits) is not None:
+            self._found = bits
+        return differs
 
     def _shrink(self, batch: Batch) -> tuple[Batch, ...]:
         before = self._before
@@ -366,10 +386,11 @@ class _Search:
         """Write a trace with the batches and return what differs in the last one."""
         folder = Path(output) / COUNTEREXAMPLE
         batch, run = batches[-1], self.a.run
-        for earlier in batches[:-1]:
-            self.a.score(earlier)
-        a, b = self.a.score(batch), self._expected(batch)
-        row, token = _first_different(a, b) or (0, 0)
+        bits, repeats = self._bits_after(batches), True
+        if _first_different(bits) is None and self._found is not None:
+            bits, repeats = self._found, False
+        a, b = bits
+        row, token = _first_different(bits) or (0, 0)
         own = self.a.shown_arm(batch.layout)
         recorded_execution = _Execution(run, None, self.contract, self.version, 1)
         with closing(recorded_execution.loaded):
@@ -399,14 +420,15 @@ class _Search:
         factory = f" --model-factory {run.model_factory}" if run.model_factory else ""
         words = "" if own.is_identity else f" --arm {arm_text(own.changes)}"
         command = (
-            f"tim-trace replay {folder}{words}{factory} && tim-trace stats {folder} --pair replay/{own.name}:{AGAINST}"
+            f"tim-trace replay {shlex.quote(str(folder))}{words}{factory} && "
+            f"tim-trace stats {shlex.quote(str(folder))} --pair replay/{own.name}:{AGAINST}"
         )
         return Counterexample(
             folder=str(folder), replay=command, layout=_text(batch.layout), prompt_lengths=tuple(len(row[0]) for row in batch.rows),
             response_lengths=tuple(len(row[1]) for row in batch.rows), pad_left=batch.pad_left, pad_right=batch.pad_right,
             row=row, token=token, value=float(a[row][token]), other=float(b[row][token]),
             num_different=int(sum(at.sum() for at in differs)), max_abs_d=float(np.nanmax(np.concatenate([*d, [0.0]]))),
-            needs_history=len(batches) > 1,
+            needs_history=len(batches) > 1, repeats=repeats,
         )  # fmt: skip
 
 
@@ -414,8 +436,9 @@ def _text(layout: Layout) -> str:
     return ",".join(f"{name.replace('_', '-')}={value}" for name, value in layout)
 
 
-def _first_different(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> _Found | None:
-    for place, (one, other) in enumerate(zip(a, b, strict=True)):
+def _first_different(bits: _Bits) -> tuple[int, int] | None:
+    """Return the first row and token with different bits."""
+    for place, (one, other) in enumerate(zip(*bits, strict=True)):
         if (at := np.flatnonzero(one.view(np.uint32) != other.view(np.uint32))).size:
             return place, int(at[0])
     return None
@@ -424,9 +447,8 @@ def _first_different(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> _Found
 def _forward(batches: Sequence[Batch]) -> Forward:
     sizes = [len(batch.rows) for batch in batches]
     rows = [(batch, row) for batch in batches for row in batch.rows]
-    before = [batch.pad_left + max(len(row[0]) for row in batch.rows) - len(own[0]) for batch, own in rows]
-    after = [batch.pad_right + max(len(row[1]) for row in batch.rows) - len(own[1]) for batch, own in rows]
     return Forward(
         ids=np.repeat(np.arange(len(sizes)), sizes), places=np.concatenate([np.arange(size) for size in sizes]),
-        rows=np.repeat(sizes, sizes), pad_left=np.array(before), pad_right=np.array(after),
+        rows=np.repeat(sizes, sizes), pad_left=np.array([batch.before - len(own[0]) for batch, own in rows]),
+        pad_right=np.array([batch.after - len(own[1]) for batch, own in rows]),
     )  # fmt: skip

@@ -64,6 +64,8 @@ class Counterexample:
     max_abs_d: float
     needs_history: bool
     """True if the bits differ only after another batch, which the trace holds too, as forward pass 0."""
+    repeats: bool
+    """False if the bits were equal when the batches ran again. The values are then those of the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Certificate(Result):
     seconds: float
     covered: Coverage
     not_covered: tuple[str, ...] = ()
-    """Codes of what was not searched, with what was left out: `layout: reason`, `row_counts: 43,44`."""
+    """What was not tried: numbers of rows and lengths (`row_counts: 43-44`), and layouts with the reason, if known."""
     counterexample: Counterexample | None = None
     settings_hash: str
     """SHA-256 of both executions' settings."""

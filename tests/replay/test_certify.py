@@ -38,11 +38,17 @@ def neighbour(self, ids, mask): return len(ids) > 1 and bool((ids == 77).any())
 def width(self, ids, mask): return ids.shape[1] == 17
 def padding(self, ids, mask): return bool((mask == 0).sum(1).max() >= 16)
 def twins(self, ids, mask): return len(ids) > 1 and bool((ids[0] == ids[-1]).all())
+def once(self, ids, mask):
+    self.kept += 1
+    if self.kept < 40 or len(ids) == 1:
+        return False
+    self.kept = -10**9
+    return True
 def history(self, ids, mask):
     kept, self.kept = self.kept, ids.numel()
     return kept > 40 and ids.numel() < 40 and len(ids) > 1
 """
-NAMES = ("never", "five_rows", "neighbour", "width", "padding", "twins", "history")
+NAMES = ("never", "five_rows", "neighbour", "width", "padding", "twins", "once", "history")
 FACTORY += "\n".join(
     f"def build_{name}(config, dtype, attention): return Lookup(config, dtype, {name})" for name in NAMES
 )
@@ -91,6 +97,11 @@ def test_a_break_that_needs_an_earlier_batch_is_found_with_it(model, tmp_path):
     found = search(model, tmp_path, "history")
     assert found.verdict == COUNTEREXAMPLE
     assert found.counterexample.needs_history
+
+
+def test_a_difference_that_does_not_come_again_is_told_with_its_values(model, tmp_path):
+    one = search(model, tmp_path, "once").counterexample
+    assert (one.repeats, one.num_different > 0, one.value != one.other) == (False, True, True)
 
 
 def test_the_command_that_is_printed_shows_the_difference(model, tmp_path):
