@@ -228,19 +228,21 @@ def resolved(name: str) -> Any:
 
 
 def _written(value: Any, text_of: Callable[[int], str]) -> str:
-    if isinstance(value, _Name):
-        return text_of(value.tensor)
-    if isinstance(value, slice):
-        ends = [value.start, value.stop] + ([] if value.step is None else [value.step])
-        return ":".join("" if each is None else _written(each, text_of) for each in ends)
-    if isinstance(value, tuple | list):
-        inner = ", ".join(_written(each, text_of) for each in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    return written(value)
+    def own(each: Any) -> str | None:
+        if isinstance(each, _Name):
+            return text_of(each.tensor)
+        if isinstance(each, slice):
+            ends = [each.start, each.stop] + ([] if each.step is None else [each.step])
+            return ":".join("" if end is None else written(end, own) for end in ends)
+        return None
+
+    return written(value, own)
 
 
-def written(value: Any) -> str:
-    """Return a Python value as source. Raises NotWritable."""
+def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -> str:
+    """Return a Python value as source. `own` returns the source of other values, or None. Raises NotWritable."""
+    if (text := own(value)) is not None:
+        return text
     if value is Ellipsis:
         return "..."
     if isinstance(value, float) and not math.isfinite(value):
@@ -254,9 +256,9 @@ def written(value: Any) -> str:
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{written(name)}: {written(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{written(name)}: {written(each, own)}" for name, each in value.items()) + "}"
     if isinstance(value, tuple | list):
-        inner = ", ".join(written(each) for each in value)
+        inner = ", ".join(written(each, own) for each in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     raise NotWritable(f"{type(value).__name__} {value!r:.60} cannot be written as source")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,17 +100,16 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
         lengths.append(script.num_lines)
         if script.num_lines > MOST_LINES:
             continue
-        num_bytes, duration_s, code, said = _run(script, output)
+        num_bytes, duration_s, code, said = _run(script)
         if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
+            file = script.write(output)
             return Reproduction(
-                a=found.a, b=found.b, first=first, script=os.fspath(output),
-                file=os.fspath(output.with_suffix(".pt")) if script.file else None, num_lines=script.num_lines,
-                num_bytes=num_bytes, duration_s=duration_s, output=said,
+                a=found.a, b=found.b, first=first, script=os.fspath(output), file=os.fspath(file) if file else None,
+                num_lines=script.num_lines, num_bytes=num_bytes, duration_s=duration_s, output=said,
             )  # fmt: skip
         why = f"the script exits with {code} in a fresh process"
         if num_bytes > MOST_BYTES:
             why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
-        _remove(output)
     if lengths and min(lengths) > MOST_LINES:
         why = f"the shortest script has {min(lengths)} lines (limit: {MOST_LINES})"
     raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
@@ -144,27 +144,21 @@ def _header(scope: Scope, executions: Mapping[str, AnyExecution], side: str) -> 
     )
 
 
-def _run(script: Script, output: Path) -> tuple[int, float, int, str]:
-    """Write and run a script, and return its file's size (bytes), the time (seconds), the exit code and its output."""
-    file = output.with_suffix(".pt")
-    _remove(output)
-    output.write_text(script.text)
-    if script.file:
-        torch.save(script.file, file)
-    start = perf_counter()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", os.fspath(output)],
-            capture_output=True,
-            text=True,
-            timeout=_MOST_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return 0, _MOST_SECONDS, -1, ""
-    return file.stat().st_size if script.file else 0, perf_counter() - start, done.returncode, done.stdout
-
-
-def _remove(output: Path) -> None:
-    for path in (output, output.with_suffix(".pt")):
-        path.unlink(missing_ok=True)
+def _run(script: Script) -> tuple[int, float, int, str]:
+    """Run a script in a temporary folder, and return its file's size (bytes), the time (seconds), the exit code and its
+    output."""
+    with tempfile.TemporaryDirectory(prefix="tim-trace-reproduce-") as folder:
+        path = Path(folder) / "bug.py"
+        file = script.write(path)
+        start = perf_counter()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", os.fspath(path)],
+                capture_output=True,
+                text=True,
+                timeout=_MOST_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 0, _MOST_SECONDS, -1, ""
+        return file.stat().st_size if file else 0, perf_counter() - start, done.returncode, done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -29,6 +30,14 @@ class Script:
     @property
     def num_lines(self) -> int:
         return self.text.count("\n")
+
+    def write(self, path: Path) -> Path | None:
+        """Write the script, and its tensors beside it. Return their path, or None without any."""
+        path.write_text(self.text)
+        if not self.file:
+            return None
+        torch.save(self.file, path.with_suffix(".pt"))
+        return path.with_suffix(".pt")
 
 
 class Writer:
@@ -233,12 +242,7 @@ class _Source(str):
 
 
 def _source(value: Any) -> str:
-    if isinstance(value, _Source):
-        return str(value)
-    if isinstance(value, tuple | list):
-        inner = ", ".join(map(_source, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    return written(value)
+    return written(value, lambda each: str(each) if isinstance(each, _Source) else None)
 
 
 def literal(value: Any) -> str | None:

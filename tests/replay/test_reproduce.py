@@ -10,6 +10,7 @@ from builders import tim_trace
 from located_runs import recorded_once
 from tim_trace.replay.locate.engine import locate
 from tim_trace.replay.recorded import RecordedRun
+from tim_trace.replay.reproduce import engine
 from tim_trace.replay.reproduce.calls import Calls
 from tim_trace.replay.reproduce.engine import MOST_BYTES, MOST_LINES, reproduce, reproduced
 from tim_trace.schemas.errors import CannotReplay
@@ -128,6 +129,15 @@ def test_rounding_alone_writes_nothing(traces, tmp_path):
     result = reproduce(traces("llama"), arm="dtype=bf16", sequences="s0", output=tmp_path / "bug.py")
     assert (result.first, result.script, list(tmp_path.iterdir())) == (None, None, [])
     assert str(result).startswith("Only rounding: no operator of a (bf16) or b (fp64)")
+
+
+def test_a_file_that_is_there_stays_if_no_script_works(traces, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "_MOST_SECONDS", 0.001)
+    (tmp_path / "bug.py").write_text("mine")
+    with pytest.raises(CannotReplay, match="no script shows the difference"):
+        made(traces("llama"), other_epsilon, tmp_path / "bug.py")
+    assert [path.name for path in tmp_path.iterdir()] == ["bug.py"]
+    assert (tmp_path / "bug.py").read_text() == "mine"
 
 
 def test_the_command_prints_where_the_script_is_and_what_it_printed(traces, tmp_path):
