@@ -8,8 +8,8 @@ from tim_trace.analysis import conformance
 from tim_trace.analysis.alarms.reading import EVERY_ALARM
 from tim_trace.analysis.attribution import text as attribution
 from tim_trace.analysis.attribution.attribution import SUSPECTS
-from tim_trace.analysis.check.data_finding import KINDS
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY
+from tim_trace.analysis.check.finding import KINDS
 from tim_trace.analysis.check.text import NOTES
 from tim_trace.analysis.comparison import passes_text
 from tim_trace.analysis.comparison import text as comparison

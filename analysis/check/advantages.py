@@ -5,6 +5,7 @@ Shapes: N rows with a finite reward and advantage in step order, S steps. A grou
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .data_finding import ALGORITHM, DataFinding, DataRows
+from ..trace.columns import read_hyperparameters, sequence_columns
+from ..trace.database import Database
+from ..trace.ragged import array_of
+from ..trace.tokens import tokens_by_step
+from . import commands
+from .finding import BY_ROW, KINDS, DataFinding
+from .sample import MAX_READ_TOKENS, Sample
 from .where import rank_of
 
 _BATCH = "a constant for the whole batch"
@@ -31,6 +38,94 @@ CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Code, affected rows ([N] bool), and numbers."""
+
+
+ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
+CHANCE = np.log(1e-6)
+"""Log probability below which chance does not explain a pattern."""
+_LOST = "coalesce(NOT isfinite({}), false)"
+_ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
+_ROWS = f"""
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+       coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
+       coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
+       CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
+       {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
+       {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
+FROM (
+    SELECT step, row_number() OVER () AS place, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
+           CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
+           CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, {{list}} AS list
+    FROM sequences
+)
+ORDER BY step, place
+"""
+"""One row per sequence. Missing hashes are 0, also that of a response that is not inspected. `largest` and `is_per_token` only consider tokens in the loss."""
+_COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
+
+
+class DataRows:
+    """The run's rows, and the sample of rows whose tokens are inspected."""
+
+    def __init__(self, database: Database, sample: Sample | None) -> None:
+        columns, self.inspected = sequence_columns(database), "step"
+        tokens = (_COUNTED if columns.mask else "advantages") if columns.advantages else "NULL"
+        if sample is not None:
+            self.inspected = ", ".join(str(step) for step in np.unique(sample.steps))
+        is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
+        asked = f"step IN ({self.inspected})" if is_large else "true"
+        with database.following("reading rewards and advantages"):
+            table = database.connection.sql(_ROWS.format(list=f"{tokens}::DOUBLE[]", asked=asked)).to_arrow_table()
+        self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
+        self.rows = {name: array_of(table[name]) for name in table.column_names}
+        self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
+        self.labels = self.rows["group" if self.rows["group"].any() else "prompt"]
+        self.is_per_token = bool(self.rows["is_per_token"].any())
+
+    def find(
+        self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, least: int = 1, notice: bool = False,
+        notice_if_whole: bool = False, **numbers: Any,
+    ) -> Iterator[DataFinding]:  # fmt: skip
+        """Yield a finding if at least `least` of the tested rows or steps are affected ([N] bool).
+
+        `steps` holds the step of each, by default of the run's rows. Numbers that are arrays are reduced to the affected
+        rows' median. A finding with `notice_if_whole` is a fault if it begins during the run.
+        """
+        if affected.sum() < least:
+            return
+        since = self._since(affected, self.rows["step"] if steps is None else steps)
+        condition = self.database.step_condition()
+        filled: dict[str, float | str] = {"num": int(affected.sum())} if "{num:" in KINDS[code][1] else {}
+        for name, value in numbers.items():
+            filled[name] = float(np.median(value[affected])) if isinstance(value, np.ndarray) else value
+        query = (*KINDS[code], BY_ROW)[2].format(
+            rows=f"(FROM sequences WHERE {condition})" if condition else "sequences", **filled
+        )
+        yield DataFinding(
+            code=code, share=float(np.mean(affected)), since=since, is_notice=notice or (notice_if_whole and since is None),
+            numbers=filled, next=commands.sql_of(self.database.given[0], query),
+        )  # fmt: skip
+
+    def _since(self, affected: np.ndarray, steps: np.ndarray) -> int | None:
+        """Return the step at which a fault begins, or None if that is the first step tested."""
+        judged, index = np.unique(steps, return_inverse=True)
+        is_bad = np.bincount(index, affected) > 0
+        first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
+        if 2 * is_bad[first:].sum() <= is_bad.sum():
+            first = int(is_bad.argmax())
+        return int(judged[first]) if first else None
+
+    def setting(self, name: str, value: str) -> str:
+        """Return the first setting whose name and value match, formatted as `name = value`, or an empty string."""
+        for key, given in self.settings.items():
+            if re.search(name, key, re.IGNORECASE) and re.search(value, str(given), re.IGNORECASE):
+                return f"{key} = {given}"
+        return ""
+
+    @cached_property
+    def group_setting(self) -> str:
+        """Setting according to which the group's mean is the baseline. Empty if there is none."""
+        return self.setting(ALGORITHM, "grpo|rloo|group")
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:

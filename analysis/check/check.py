@@ -29,10 +29,9 @@ from ..trace.source import Pair
 from ..trace.tokens import spread
 from ..views import open_database
 from .data_checks import data_findings
-from .data_finding import DataFinding
 from .explain import explain
 from .faults.not_computed import reference_copied
-from .finding import Broken, Finding, nobodys
+from .finding import Broken, DataFinding, Finding, nobodys
 from .pair_data import FEW_TOKENS, PairData
 from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..facts.rollouts import centred
+from ..trace.ragged import centred
+from .finding import Number
 from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
+from .sample import PassSample
 from .where import later_turn, where_text
 
 CLEAR = 6.0
@@ -528,3 +530,42 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One pass, and the other one. d is `sign` * (`values` - `others`)."""
+
+    key: str
+    """`a` or `b`."""
+    own: PassSample
+    other: PassSample
+    values: np.ndarray
+    """[K] logprobs of the kept tokens."""
+    others: np.ndarray
+    sign: float
+    sampled_mean: float
+    """Mean of logprob + entropy (nats). Near 0 if the tokens were sampled from this pass. NaN without entropies."""
+    sampled_score: float
+    """The same in standard errors. 0 without entropies."""
+
+    @property
+    def names(self) -> dict[str, Number]:
+        return {"side": self.own.name, "other": self.other.name}
+
+
+@once
+def sides(data: PairData) -> tuple[Side, Side]:
+    a, b = data.sample.a, data.sample.b
+    return (
+        Side("a", a, b, data.a, data.b, 1.0, *sampled(data, "a")),
+        Side("b", b, a, data.b, data.a, -1.0, *sampled(data, "b")),
+    )
+
+
+def counts(data: PairData, tokens: np.ndarray | None = None) -> dict[str, Number]:
+    """Count the kept tokens and sequences, and those in `tokens` ([K] bool, default all)."""
+    of_sequences = len(np.unique(data.seq))
+    inside = data.num_kept if tokens is None else int(tokens.sum())
+    rows = of_sequences if tokens is None else len(np.unique(data.seq[tokens]))
+    return {"num_tokens": inside, "of_tokens": data.num_kept, "num_sequences": rows, "of_sequences": of_sequences}

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from ..rows import Form, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
-from .data_finding import DataFinding, data_text
 from .faults import evidence_text
-from .finding import Finding
+from .finding import DataFinding, Finding, data_text
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (these do not affect the comparison of logprobs):"

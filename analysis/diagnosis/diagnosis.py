@@ -10,7 +10,7 @@ from ..advice import Advice
 from ..alarms.reading import AlarmReadings
 from ..attribution.attribution import Attribution
 from ..check.check import CheckResult
-from ..check.data_finding import DataFinding
+from ..check.finding import DataFinding
 from ..facts.recorded import RecordedChange
 from ..location import Location
 from .figures import PublishedFigure

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ..statement import Measured
+from ..trace.ragged import centred
 from . import thresholds as t
 from .rollouts import (
     FEWEST_COMPARED,
     FEWEST_SPANNING,
     Rollouts,
-    centred,
     comparable,
     reward_differences,
     shared_responses,

@@ -12,7 +12,7 @@ from ...schemas.passes import REFERENCE
 from ..statement import Measured
 from ..trace.columns import sequence_columns
 from ..trace.database import Database, cached
-from ..trace.ragged import array_of
+from ..trace.ragged import array_of, centred
 from ..trace.source import Pair
 from . import thresholds as t
 
@@ -180,14 +180,6 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
-
-
-def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    known = np.isfinite(values)
-    total = np.bincount(group, np.where(known, values, 0.0))
-    count = np.bincount(group, known.astype(float))
-    centred: np.ndarray = values - (total / np.maximum(count, 1))[group]
-    return centred
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:

@@ -171,3 +171,12 @@ ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "B
 
 def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
     return [pa.field(name, ARROW[kind]) for name, kind in types.items()]
+
+
+def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return values minus their group's mean. Values that are not finite do not count."""
+    known = np.isfinite(values)
+    total = np.bincount(group, np.where(known, values, 0.0))
+    count = np.bincount(group, known.astype(float))
+    centred: np.ndarray = values - (total / np.maximum(count, 1))[group]
+    return centred

@@ -9,7 +9,7 @@ from builders import tim_trace
 from shared import rest_slow
 from tim_trace.analysis.check import advantages
 from tim_trace.analysis.check.data_checks import data_findings
-from tim_trace.analysis.check.data_finding import KINDS, data_text
+from tim_trace.analysis.check.finding import KINDS, data_text
 from tim_trace.analysis.check.sample import read_sample
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss

@@ -10,7 +10,7 @@ import pytest
 from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, in_bfloat16, in_float32, moved, sample, table
 from shared import rest_slow
 from tim_trace.analysis.attribution.attribution import SUSPECTS, Evidence, Suspect
-from tim_trace.analysis.check.data_finding import DataFinding
+from tim_trace.analysis.check.finding import DataFinding
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.diagnosis import BrokenSide

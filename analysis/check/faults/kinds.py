@@ -9,6 +9,7 @@ import numpy as np
 
 from ...advice import NOTHING, Advice
 from .. import commands, features
+from ..features import counts
 from ..finding import SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
     FEW_TOKENS,
@@ -26,7 +27,6 @@ from ..pair_data import (
 )
 from ..where import Where, later_turn, places, where_text
 from .sampling import PENALTY
-from .sides import counts
 from .values import UNRELATED
 from .weights import WEIGHTS, measured
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
+from ..features import counts, sides
 from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
-from .sides import counts, sides
 
 CAP_NATS = 3.0
 """Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""

@@ -11,12 +11,11 @@ import numpy as np
 from ....schemas.documents import Contract
 from ...advice import Advice
 from .. import commands
-from ..features import means
+from ..features import Side, counts, means, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, MAX_LEFT, TRUNCATION, recorded_filter
-from .sides import Side, counts, sides
 
 MAX_CONSTANTS = 20
 """Maximum frequent values of a pass to test."""

@@ -17,9 +17,9 @@ import numpy as np
 
 from ....schemas.passes import TRAIN
 from ...advice import Advice
-from ...facts.rollouts import centred
+from ...trace.ragged import centred
 from .. import commands
-from ..features import CLEAR, FEW, clipped, judged, judged_words, means, pearson
+from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
 from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
 from ..pair_data import (
     MIN_REST,
@@ -33,7 +33,6 @@ from ..pair_data import (
     value_rounding,
 )
 from ..where import occurrences, part_of_rows
-from .sides import Side, counts, sides
 
 MAX_LEFT = 0.3
 """Maximum unexplained share of the mismatch for a prediction of each value."""

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from ....schemas.passes import ROLLOUT
-from ...facts.rollouts import centred
+from ...trace.ragged import centred
 from .. import commands
-from ..features import CLEAR, FEW, exact_rows, judged, judged_words, pearson
+from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting, scored
 from ..pair_data import (
     HALF_ULP,
@@ -27,7 +27,6 @@ from ..pair_data import (
     value_rounding,
 )
 from .sampling import MAX_LEFT
-from .sides import Side, counts, sides
 
 MAX_LOGPROB = 1e-4
 """Larger values are not logprobs (nats). Rounding in a float32 softmax gives at most 1e-6."""

@@ -9,12 +9,11 @@ import numpy as np
 
 from ....schemas.documents import Contract
 from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
-from ...facts.rollouts import centred
+from ...trace.ragged import centred
 from .. import commands
-from ..features import CLEAR, SIZE, along_movement, clipped, judged, judged_words, means, pearson, token_effect
+from ..features import CLEAR, SIZE, along_movement, clipped, counts, judged, judged_words, means, pearson, token_effect
 from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
-from .sides import counts
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
