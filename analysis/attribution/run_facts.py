@@ -11,6 +11,7 @@ import numpy as np
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.steps import ALL_STEPS
 from ..check.check import CheckResult, gather, judge
+from ..check.data_checks import data_findings
 from ..facts import changes as timeline
 from ..facts import mismatch as of_engine
 from ..facts import relations
@@ -350,7 +351,8 @@ def _mismatch_begins(facts: Facts) -> int | None:
 
 def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[Statement]) -> CheckResult | None:
     try:
-        return judge(gather(database, pair, trace=trace), ":".join(pair))
+        data = gather(database, pair, trace=trace)
+        return judge(data, ":".join(pair), data_findings(database, data.sample))
     except NothingToCompare:
         notes.append(Statement(code="no_shared_token", values={"first_pass": pair[0], "second_pass": pair[1]}))
     except TimTraceError as error:

@@ -18,6 +18,33 @@ from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
+_OF_CHECK = {
+    "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
+    "pairing": "rewards_of_other_rows advantages_unrelated",
+    "advantages": "advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped "
+    "advantages_scaled advantages_extreme advantages_unlike_settings advantages_misplaced advantages_of_equal baseline "
+    "baseline_unknown groups_mix_prompts prompts_split one_row_groups rows_alone rows_lost",
+    "length": "advantages_by_length",
+    "truncation": "limit_exceeded limit_contradicts finish_contradicts tokens_after_end padding_counts mask_cuts",
+    "data": "batch_repeats prompt_padding",
+    "reference": "reference_is_policy",
+}
+"""Suspect -> faults in the data, as `check` calls them."""
+
+
+def data_faults(facts: Facts) -> Iterator[Fact]:
+    """Yield the faults that `check` finds in rewards, advantages, groups and responses."""
+    assert facts.fall is not None
+    for suspect, codes in _OF_CHECK.items():
+        found = [
+            fact("data_fault", math.sqrt(one.share) * nearness(facts, since), suspect, finding=one.title, step=since)
+            for one in (facts.checked.data if facts.checked else ())
+            if not one.is_notice and one.code in codes.split()
+            for since in [int(facts.steps[0]) if one.since is None else one.since]
+            if since <= facts.fall.latest
+        ]
+        if found:
+            yield max(found, key=lambda one: one.level)
 
 
 def _known(value: float) -> float:
@@ -123,7 +150,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
         for change in facts.clear(ADVANTAGES):
             if change.series == "advantage_mean":
                 far = abs(float(change.after) - float(change.before))
-                level = nearness(facts, change) * far / (far + 0.1 * scatter)
+                level = nearness(facts, change.high) * far / (far + 0.1 * scatter)
                 yield fact("advantages_changed", level, "mean", **values_of(change))
     own = max(abs(moved) - by_reward, 0.0)
     level = float(np.tanh(own / scatter)) if scatter else 0.0
@@ -168,7 +195,9 @@ def prompts(facts: Facts) -> Iterator[Fact]:
         far = abs(float(change.after) - float(change.before))
         usual = _MATERIAL.get(change.series)
         is_new = change.series == "share_new_places" and change.before == 0
-        level = nearness(facts, change) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
+        level = (
+            nearness(facts, change.high) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
+        )
         level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
         found.append(fact("prompts_changed", level, **values_of(change)))
     if found:
@@ -195,4 +224,4 @@ def endings(facts: Facts) -> Iterator[Fact]:
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, endings)
+ALL = (data_faults, repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, endings)

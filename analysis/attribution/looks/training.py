@@ -19,9 +19,9 @@ def values_of(change: RecordedChange) -> dict[str, float | int | str]:
             "to_value": change.after}  # fmt: skip
 
 
-def nearness(facts: Facts, change: RecordedChange) -> float:
+def nearness(facts: Facts, step: int) -> float:
     assert facts.fall is not None
-    early = facts.fall.interval[0] - ft.AHEAD - change.high
+    early = facts.fall.interval[0] - ft.AHEAD - step
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
@@ -33,7 +33,7 @@ def settings(facts: Facts) -> Iterator[Fact]:
         if not found:
             continue
         nearest = min(found, key=lambda change: abs(change.step - step))
-        level = nearness(facts, nearest)
+        level = nearness(facts, nearest.high)
         before, after = nearest.before, nearest.after
         if is_learning_rate(nearest.series) and not isinstance(before, str) and not isinstance(after, str):
             level *= abs(of_ratio(after, before, 10.0))
