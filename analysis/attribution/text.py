@@ -33,6 +33,7 @@ EVIDENCE: Mapping[str, str] = {
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), and a policy cannot change its prompts",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently, so the model was replaced",
+    "loss_term_changes": "the logged loss fits its terms only if the coefficient of the {term} term changes at step {step}",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size, so some have the wrong sign",

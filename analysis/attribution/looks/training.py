@@ -5,13 +5,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ....schemas.passes import REFERENCE
 from ...facts import thresholds as ft
 from ...facts.conditions import is_learning_rate
+from ...facts.mismatch import read_step_mismatch
+from ...facts.read_series import on_steps
 from ...facts.recorded import RecordedChange
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
+
+_MOST_LEFT = 0.1
+"""Share of the logged loss's variance that its terms may leave unexplained."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -120,4 +126,53 @@ def reference(facts: Facts) -> Iterator[Fact]:
         yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
 
 
-ALL = (settings, rate, updates, entropy, reference)
+def _averages(facts: Facts, values_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
+    """Return the [S] weighted mean per step, NaN if unknown."""
+    rows, known = facts.rollouts, np.isfinite(values_N)
+    place = np.searchsorted(facts.steps, rows.step[known])
+    total, weight = (
+        np.bincount(place, each, len(facts.steps)) for each in (values_N[known] * weights_N[known], weights_N[known])
+    )
+    return np.where(weight > 0, total / np.maximum(weight, 1e-12), np.nan)
+
+
+def loss_terms(facts: Facts) -> Iterator[Fact]:
+    """Yield the loss term whose coefficient changes: fit the logged loss to the recorded terms, with one change of one
+    term's coefficient at the step that leaves least. With the ratio 1, the policy's term is -mean(advantage)."""
+    assert facts.fall is not None
+    rows, ones = facts.rollouts, np.ones(len(facts.rollouts.step))
+    distance = rows.likelihood - rows.reference
+    terms = {
+        "policy": [-_averages(facts, rows.advantage, weights) for weights in (ones, rows.length)],
+        "reference": [_averages(facts, distance, weights) for weights in (ones, rows.length)],
+        "entropy": [facts.values("entropy")],
+    }
+    if np.isfinite(distance).any():
+        columns = read_step_mismatch(facts.database, (REFERENCE, facts.pair[0]), facts.database.sources[0].run).columns
+        terms["reference"] += [on_steps(facts.steps, one).values for one in columns if one.name == "k3"]
+    terms = {name: each for name, each in terms.items() if np.isfinite(each).all(0).mean() > 0.9}
+    loss = facts.values("loss")
+    known = np.isfinite([loss, *(one for each in terms.values() for one in each)]).all(0)
+    steps, loss = facts.steps[known], loss[known]
+    base = np.column_stack([np.ones(len(steps)), *(one[known] for each in terms.values() for one in each)])
+    spread = float(np.sum((loss - loss.mean()) ** 2))
+    first = np.flatnonzero(steps <= facts.fall.latest)[3 * base.shape[1] :]
+    if not len(first) or len(steps) - len(first) < 3 * base.shape[1] or not spread:
+        return
+    constant, best = _left(base, loss), (math.inf, 0, "")
+    for name, each in terms.items():
+        changing = np.column_stack([one[known] for one in each])
+        for at in first[: len(steps) - 2 * base.shape[1]]:
+            since = changing * (np.arange(len(steps)) >= at)[:, None]
+            best = min(best, (_left(np.column_stack([base, since]), loss), int(steps[at]), name))
+    left, step, name = best
+    if left < _MOST_LEFT * spread:
+        yield fact("loss_term_changes", 1 - math.sqrt(left / constant), name, term=name, step=step)
+
+
+def _left(terms: np.ndarray, loss: np.ndarray) -> float:
+    residual = loss - terms @ np.linalg.lstsq(terms, loss, rcond=None)[0]
+    return float(residual @ residual)
+
+
+ALL = (settings, rate, updates, entropy, reference, loss_terms)
