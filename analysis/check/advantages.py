@@ -306,6 +306,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     for name, place in shifted(rows.at).items():
         moved = np.append(r, np.nan)[place]
         yield name, against(moved, *moments(moved, g))
+        yield name.replace("rewards", "advantages"), [np.append(each, np.nan)[place] for each in own]
 
 
 def _factor(rows: _Rows) -> np.ndarray:
@@ -490,7 +491,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif name in _OF_OWN:
         yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
     elif name:
-        is_moved = name.startswith(("rewards", "the rewards"))
+        is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
         yield from found("rewards_of_other_rows" if is_moved else "baseline", off, **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)

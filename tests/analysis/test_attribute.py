@@ -74,6 +74,10 @@ class Story:
     """Share of the rewards that are drawn anew."""
     shift: int = 0
     """Rows by which rewards lie in the wrong place."""
+    advantages_of: int = 0
+    """Rows by which advantages lie in the wrong place."""
+    coefficient: Callable[[int], float] | None = None
+    """Coefficient of the entropy in the logged loss."""
     settings: dict[str, Any] = field(default_factory=lambda: {"adam_beta2": 0.999})
     has_rollout: bool = True
     seed: int = 0
@@ -105,7 +109,7 @@ def record_step(recorder, story, step, chance):
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)
     centred = reward.reshape(GROUPS, GROUP)
-    advantage = (centred - centred.mean(1, keepdims=True)).ravel()
+    advantage = np.roll((centred - centred.mean(1, keepdims=True)).ravel(), story.advantages_of)
     batch = recorder.add_sequences(
         step=step,
         prompt_ids=prompts,
@@ -132,6 +136,8 @@ def record_step(recorder, story, step, chance):
         "grad_norm": 1.0 + 0.2 * chance.random(),
         "entropy": story.entropy(step) * (1 + 0.05 * chance.normal()),
     }
+    if story.coefficient is not None:
+        metrics["loss"] = -float(advantage.mean()) - story.coefficient(step) * metrics["entropy"]
     if story.evaluation is not None and step % 5 == 0:
         metrics["eval/accuracy"] = story.evaluation(step) + 0.01 * chance.normal()
     recorder.add_metrics(step, metrics)
@@ -189,6 +195,19 @@ def test_a_mismatch_that_follows_a_fall_is_not_its_cause(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=drops(40, 0.8, 0.2), gap=drops(70, 1e-5, 0.5))))
     mismatch = next(suspect for suspect in found.suspects if suspect.code == "mismatch")
     assert mismatch.probability < 0.05
+
+
+@pytest.mark.parametrize(("after", "is_told"), [(0.3, True), (0.01, False)])
+def test_a_loss_term_whose_coefficient_changes_is_told_with_its_step(tmp_path, after, is_told):
+    story = Story(reward=FALLING, coefficient=drops(50, 0.01, after), entropy=lambda step: 1.0 + step % 7 / 10)
+    told = [one for one in attribute(record(tmp_path / "run", story)).facts if one.code == "loss_term_changes"]
+    assert [(one.values["term"], one.values["step"]) for one in told if one.level > 0.5] == [("entropy", 50)] * is_told
+
+
+def test_rewards_that_check_finds_in_other_rows_count_for_misaligned_rows(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=FALLING, advantages_of=1)))
+    assert evidence_of(found, "pairing")["data_fault"] > 1
+    assert "check finds, starting at step 1: rewards belong to other rows" in attribution_text(found)
 
 
 def evidence_of(found, code):

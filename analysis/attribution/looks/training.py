@@ -6,11 +6,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ....schemas.passes import REFERENCE
+from ...check.sample import MAX_READ_TOKENS
 from ...facts import thresholds as ft
 from ...facts.conditions import is_learning_rate
 from ...facts.mismatch import read_step_mismatch
 from ...facts.read_series import on_steps
 from ...facts.recorded import RecordedChange
+from ...trace.tokens import tokens_by_step
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -18,6 +20,8 @@ from ..settings import suspect_of
 
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
+_LEAST_LEFT = 1e-4
+"""Share that counts as nothing: logged terms are means over other batches or in another precision."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -140,39 +144,52 @@ def loss_terms(facts: Facts) -> Iterator[Fact]:
     """Yield the loss term whose coefficient changes: fit the logged loss to the recorded terms, with one change of one
     term's coefficient at the step that leaves least. With the ratio 1, the policy's term is -mean(advantage)."""
     assert facts.fall is not None
-    rows, ones = facts.rollouts, np.ones(len(facts.rollouts.step))
-    distance = rows.likelihood - rows.reference
+    loss = facts.values("loss")
+    if not np.isfinite(loss).any():
+        return
+    rows, database = facts.rollouts, facts.database
+    distance, weights = rows.likelihood - rows.reference, (np.ones(len(rows.step)), rows.length)
     terms = {
-        "policy": [-_averages(facts, rows.advantage, weights) for weights in (ones, rows.length)],
-        "reference": [_averages(facts, distance, weights) for weights in (ones, rows.length)],
+        "policy": [_averages(facts, rows.advantage, of_rows) for of_rows in weights],
+        "reference": [_averages(facts, distance, of_rows) for of_rows in weights],
         "entropy": [facts.values("entropy")],
     }
-    if np.isfinite(distance).any():
-        columns = read_step_mismatch(facts.database, (REFERENCE, facts.pair[0]), facts.database.sources[0].run).columns
+    if np.isfinite(distance).any() and sum(tokens_by_step(database).values()) <= MAX_READ_TOKENS:
+        columns = read_step_mismatch(database, (REFERENCE, facts.pair[0]), database.sources[0].run).columns
         terms["reference"] += [on_steps(facts.steps, one).values for one in columns if one.name == "k3"]
     terms = {name: each for name, each in terms.items() if np.isfinite(each).all(0).mean() > 0.9}
-    loss = facts.values("loss")
+    names = np.array([*(name for name, each in terms.items() for _ in each), ""])
     known = np.isfinite([loss, *(one for each in terms.values() for one in each)]).all(0)
-    steps, loss = facts.steps[known], loss[known]
-    base = np.column_stack([np.ones(len(steps)), *(one[known] for each in terms.values() for one in each)])
-    spread = float(np.sum((loss - loss.mean()) ** 2))
-    first = np.flatnonzero(steps <= facts.fall.latest)[3 * base.shape[1] :]
-    if not len(first) or len(steps) - len(first) < 3 * base.shape[1] or not spread:
+    steps, loss = facts.steps[known], loss[known] / max(np.abs(loss[known]).max(initial=0.0), 1e-30)
+    columns_SF = np.array([one[known] for each in terms.values() for one in each]).T.reshape(len(steps), -1)
+    columns_SF = np.column_stack([columns_SF, np.ones(len(steps))])
+    columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0, initial=0.0), 1e-30)
+    last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
+    places = np.arange(fewest, min(last, len(steps) - fewest))
+    spread = float(np.sum((loss - loss.sum() / max(len(loss), 1)) ** 2))
+    if not len(places) or not spread:
         return
-    constant, best = _left(base, loss), (math.inf, 0, "")
-    for name, each in terms.items():
-        changing = np.column_stack([one[known] for one in each])
-        for at in first[: len(steps) - 2 * base.shape[1]]:
-            since = changing * (np.arange(len(steps)) >= at)[:, None]
-            best = min(best, (_left(np.column_stack([base, since]), loss), int(steps[at]), name))
-    left, step, name = best
-    if left < _MOST_LEFT * spread:
-        yield fact("loss_term_changes", 1 - math.sqrt(left / constant), name, term=name, step=step)
+    constant = float(_unexplained(columns_SF, loss, np.zeros(len(names), bool), np.zeros(1, int))[0])
+    left = {name: _unexplained(columns_SF, loss, names == name, places) for name in terms}
+    name = min(left, key=lambda each: left[each].min())
+    if left[name].min() < _MOST_LEFT * spread:
+        floor = _LEAST_LEFT * spread
+        level = 1 - math.sqrt((max(float(left[name].min()), 0.0) + floor) / (max(constant, 0.0) + floor))
+        yield fact("loss_term_changes", level, name, term=name, step=int(steps[places[left[name].argmin()]]))
 
 
-def _left(terms: np.ndarray, loss: np.ndarray) -> float:
-    residual = loss - terms @ np.linalg.lstsq(terms, loss, rcond=None)[0]
-    return float(residual @ residual)
+def _unexplained(columns_SF: np.ndarray, loss: np.ndarray, changing: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the sum of squares that a linear fit leaves if coefficients change at each of `places` ([F] bool: which)."""
+    outer = columns_SF[:, :, None] * columns_SF[:, None, changing]
+    since = np.cumsum(outer[::-1], 0)[::-1][places]
+    slope = np.cumsum((columns_SF[:, changing] * loss[:, None])[::-1], 0)[::-1][places]
+    whole = np.broadcast_to(columns_SF.T @ columns_SF, (len(places), *[columns_SF.shape[1]] * 2))
+    gram = np.concatenate(
+        [np.concatenate([whole, since], 2), np.concatenate([since.transpose(0, 2, 1), since[:, changing]], 2)], 1
+    )
+    right = np.concatenate([np.broadcast_to(columns_SF.T @ loss, (len(places), columns_SF.shape[1])), slope], 1)
+    fitted = np.linalg.pinv(gram, rcond=1e-12, hermitian=True) @ right[:, :, None]
+    return np.asarray(loss @ loss - (right[:, None] @ fitted)[:, 0, 0])
 
 
 ALL = (settings, rate, updates, entropy, reference, loss_terms)
