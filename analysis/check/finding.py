@@ -295,6 +295,7 @@ _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
 
+# Code -> title, sentence template, and the query that shows the finding (default: by row), filled with its numbers.
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),
@@ -342,7 +343,6 @@ KINDS = {
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
     "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
-"""Code -> title, sentence template, and the query that shows the finding (default: by row), filled with its numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
