@@ -236,6 +236,8 @@ _SAME_LOGPROB = 1e-5
 """Maximum logprob difference between an exact engine and its trainer under the same weights (nats)."""
 _NEAR = 1e-4
 """Tolerance when matching logprobs at a single step (nats), where chance matches are rare."""
+_NEARER = 10.0
+"""An engine that rounds matches if its logprob is this many times nearer than the trainer's current one."""
 _ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
@@ -317,13 +319,18 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     at = np.repeat(rows, counts)
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
     apart = sampled[at] - trained[before]
+    near = np.maximum(_NEAR, np.abs(sampled - trained)[at] / _NEARER)
     equal, aside = np.abs(apart) <= _SAME_LOGPROB, np.abs(apart + _ASIDE * _SAME_LOGPROB) <= _SAME_LOGPROB
     version, is_distance, agreement, num = 0, False, 0.0, 0
     for of_distance, key in ((True, step[at] - step[before]), (False, step[before])):
         keys, place = np.unique(key, return_inverse=True)
-        total, close = np.bincount(place), np.bincount(place, np.abs(apart) <= _NEAR)
-        share = np.where(total >= _FEWEST_OF_VERSION, close / np.maximum(total, 1), 0.0)
-        best = int(share.argmax())
+        total = np.bincount(place)
+        exact, rounded, off_by = (
+            np.bincount(place, each) / total for each in (np.abs(apart) <= _NEAR, np.abs(apart) <= near, np.abs(apart))
+        )
+        is_old = (rounded >= t.ROUNDED_AGREES) & (total >= _FEWEST_OF_VERSION)
+        share = np.where(is_old, rounded, exact) * (total >= _FEWEST_OF_VERSION)
+        best = int(np.where(is_old, off_by, np.inf).argmin() if is_old.any() else share.argmax())
         if share[best] > agreement:
             version, is_distance, agreement, num = int(keys[best]), of_distance, float(share[best]), int(total[best])
     return EarlierWeights(

@@ -14,6 +14,8 @@ EARLIER_AGREES = 0.5
 """Minimum fraction of the engine's prefix logprobs that match the trainer's at one earlier step, or at a fixed number
 of steps back, to conclude that the engine uses those weights. In 57 collapses caused by the mismatch, the fraction
 was at most 0.14."""
+ROUNDED_AGREES = 0.85
+"""The same for an engine that rounds. If part of the weights is not synchronised, the fraction is at most 0.73."""
 EARLIER_FEWEST = 8
 """Minimum matching prefixes to report that the engine mixes weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0

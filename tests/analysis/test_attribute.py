@@ -495,6 +495,14 @@ def test_weights_that_are_behind_say_what_the_trainer_said_before():
     assert (found.version, found.is_distance, found.explains) == (9, True, True)
 
 
+@pytest.mark.parametrize(("noise", "explains"), [(0.005, True), (0.2, False)])
+def test_an_engine_that_is_behind_is_told_although_it_rounds(noise, explains):
+    run = openings(lambda step: np.sin((step - 9) / 20))
+    rounded = run.opening_sampled + np.random.default_rng(6).normal(0, noise, len(run.step))
+    found = read_earlier_weights(dataclasses.replace(run, opening_sampled=rounded), 1)
+    assert (found.version == 9 and found.is_distance, found.explains) == (explains, explains)
+
+
 def test_a_reward_that_pays_less_from_one_step_to_the_next_is_the_reward(tmp_path):
     found = attribute(record(tmp_path / "run", Story(pays=drops(60, 1.0, 0.2))))
     assert found.cause == "reward"
