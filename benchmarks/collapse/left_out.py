@@ -49,7 +49,7 @@ OWNERS: dict[str, str] = {
     "engine_parts.behind",
     "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
     "reward": "data_fault.reward rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
-    "pairing": "data_fault.pairing in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
+    "pairing": "data_fault.pairing rewards_ignore_prompts in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "data_fault.data prompts_changed prompts_part",
     "truncation": "data_fault.truncation endings_change responses_cut_off",

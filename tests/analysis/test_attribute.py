@@ -74,6 +74,10 @@ class Story:
     """Share of the rewards that are drawn anew."""
     shift: int = 0
     """Rows by which rewards lie in the wrong place."""
+    by_prompt: bool = False
+    """Whether right responses to every other prompt are rare."""
+    mixes: Callable[[int], float] = NONE
+    """Whether the rewards of a step are in random rows."""
     advantages_of: int = 0
     """Rows by which advantages lie in the wrong place."""
     coefficient: Callable[[int], float] | None = None
@@ -96,7 +100,8 @@ def record(path, story: Story = Story(), steps: int = STEPS):
 def record_step(recorder, story, step, chance):
     rows = GROUPS * GROUP
     prompts = [[100 + (step * GROUPS + row // GROUP) % 16] for row in range(rows)]
-    right = chance.random(rows) < story.reward(step)
+    rare = np.array([prompt[0] % 2 for prompt in prompts]) * story.by_prompt
+    right = chance.random(rows) < story.reward(step) * (1 - 0.8 * rare)
     kind = chance.integers(0, 6, rows)
     lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
@@ -108,6 +113,8 @@ def record_step(recorder, story, step, chance):
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)
+    if story.mixes(step):
+        reward = chance.permutation(reward)
     centred = reward.reshape(GROUPS, GROUP)
     advantage = np.roll((centred - centred.mean(1, keepdims=True)).ravel(), story.advantages_of)
     batch = recorder.add_sequences(
@@ -202,6 +209,14 @@ def test_a_loss_term_whose_coefficient_changes_is_told_with_its_step(tmp_path, a
     story = Story(reward=FALLING, coefficient=drops(50, 0.01, after), entropy=lambda step: 1.0 + step % 7 / 10)
     told = [one for one in attribute(record(tmp_path / "run", story)).facts if one.code == "loss_term_changes"]
     assert [(one.values["term"], one.values["step"]) for one in told if one.level > 0.5] == [("entropy", 50)] * is_told
+
+
+def test_rewards_in_random_rows_no_longer_depend_on_the_prompt(tmp_path):
+    story = Story(by_prompt=True, mixes=drops(60, 0.0, 1.0), reward=drops(64, 0.8, 0.1))
+    found = attribute(record(tmp_path / "run", story))
+    assert evidence_of(found, "pairing")["rewards_ignore_prompts"] > 1
+    sound = attribute(record(tmp_path / "sound", dataclasses.replace(story, mixes=NONE)))
+    assert evidence_of(sound, "pairing").get("rewards_ignore_prompts", 0.0) < 0.5
 
 
 def test_rewards_that_check_finds_in_other_rows_count_for_misaligned_rows(tmp_path):

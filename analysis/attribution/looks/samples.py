@@ -10,14 +10,17 @@ from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, order_beside
 from ...facts.relations import relation
-from ...facts.rollouts import other_endings
+from ...facts.rollouts import Rollouts, other_endings
 from ...facts.series import FLAT
 from ...statement import Measured
+from ...trace.ragged import centred
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
+_FEWEST_GROUPS, _LONG = 12, 20
+"""Groups from which on their share of the variance is known; steps before the onset with which they are compared."""
 _OF_CHECK = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
     "pairing": "rewards_of_other_rows advantages_unrelated",
@@ -67,6 +70,41 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
         yield fact("rewards_in_other_rows", 1.0, "", "in_other_rows", **values)
     elif facts.moved_rewards is not None:
         yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
+
+
+def mixed(facts: Facts) -> Iterator[Fact]:
+    """Yield whether rewards no longer depend on the prompt, as if they were in other rows."""
+    assert facts.fall is not None
+    step = facts.breaks
+    before = facts.rollouts.until(step - 1).since(step - _LONG)
+    since = facts.rollouts.since(step).until(facts.fall.latest)
+    usual, now = (_share_between_groups(part) for part in (before, since))
+    if usual is not None and now is not None:
+        level = (
+            max(usual - max(now, 0.0), 0.0) / max(usual, 0.2) * max(1 - 5 * _apart(before.reward, since.reward), 0.0)
+        )
+        yield fact("rewards_ignore_prompts", level, step=step, before_share=usual, share=max(now, 0.0))
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the Kolmogorov-Smirnov distance between two samples."""
+    a, b = np.sort(a[np.isfinite(a)]), np.sort(b[np.isfinite(b)])
+    at = np.concatenate([a, b])
+    return float(np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max())
+
+
+def _share_between_groups(rows: Rollouts) -> float | None:
+    """Return the intraclass correlation: the share of the rewards' variance within a step that lies between groups."""
+    rows = rows.ordered(np.isfinite(rows.reward))
+    groups, place, counts = np.unique(rows.group, return_inverse=True, return_counts=True)
+    num_steps = len(np.unique(rows.step))
+    if rows.is_alone or len(groups) - num_steps < _FEWEST_GROUPS or len(place) <= len(groups):
+        return None
+    within = float(np.sum(centred(rows.reward, place) ** 2)) / (len(place) - len(groups))
+    total = float(np.sum(centred(rows.reward, np.unique(rows.step, return_inverse=True)[1]) ** 2))
+    between = (total - within * (len(place) - len(groups))) / (len(groups) - num_steps)
+    spread = between + (float(counts.mean()) - 1) * within
+    return (between - within) / spread if spread > 0 else None
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
@@ -224,4 +262,4 @@ def endings(facts: Facts) -> Iterator[Fact]:
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (data_faults, repeats, in_other_rows, changed, alone, hidden, advantages, sizes, length, prompts, endings)
+ALL = (data_faults, repeats, in_other_rows, mixed, changed, alone, hidden, advantages, sizes, length, prompts, endings)
