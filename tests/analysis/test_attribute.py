@@ -212,7 +212,7 @@ def test_a_loss_term_whose_coefficient_changes_is_told_with_its_step(tmp_path, a
 
 
 def test_rewards_in_random_rows_no_longer_depend_on_the_prompt(tmp_path):
-    story = Story(by_prompt=True, mixes=drops(60, 0.0, 1.0), reward=drops(64, 0.8, 0.1))
+    story = Story(by_prompt=True, mixes=drops(60, 0.0, 1.0), reward=drops(68, 0.8, 0.1))
     found = attribute(record(tmp_path / "run", story))
     assert evidence_of(found, "pairing")["rewards_ignore_prompts"] > 1
     sound = attribute(record(tmp_path / "sound", dataclasses.replace(story, mixes=NONE)))

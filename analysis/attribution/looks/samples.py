@@ -75,15 +75,17 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
 def mixed(facts: Facts) -> Iterator[Fact]:
     """Yield whether rewards no longer depend on the prompt, as if they were in other rows."""
     assert facts.fall is not None
-    step = facts.breaks
-    before = facts.rollouts.until(step - 1).since(step - _LONG)
-    since = facts.rollouts.since(step).until(facts.fall.latest)
-    usual, now = (_share_between_groups(part) for part in (before, since))
-    if usual is not None and now is not None:
-        level = (
-            max(usual - max(now, 0.0), 0.0) / max(usual, 0.2) * max(1 - 5 * _apart(before.reward, since.reward), 0.0)
-        )
-        yield fact("rewards_ignore_prompts", level, step=step, before_share=usual, share=max(now, 0.0))
+    found, until = [], facts.rollouts.until(facts.fall.latest)
+    for step in np.unique(until.step[until.step >= facts.breaks - _LONG]).tolist():
+        before, since = until.until(step - 1).since(step - _LONG), until.since(step)
+        usual, now = (_share_between_groups(part) for part in (before, since))
+        if usual is not None and now is not None:
+            (share, error), (share_now, error_now) = usual, now
+            level = max(share - share_now - 2 * math.hypot(error, error_now), 0.0) / max(share, 0.2)
+            level *= max(1 - 5 * _apart(before.reward, since.reward), 0.0)
+            found.append(fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now))
+    if found:
+        yield max(found, key=lambda one: one.level)
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
@@ -93,18 +95,24 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max())
 
 
-def _share_between_groups(rows: Rollouts) -> float | None:
-    """Return the intraclass correlation: the share of the rewards' variance within a step that lies between groups."""
+def _share_between_groups(rows: Rollouts) -> tuple[float, float] | None:
+    """Return the intraclass correlation, which is the share of the rewards' variance within a step that lies between
+    groups, and its standard error (Fisher 1925, section 40)."""
     rows = rows.ordered(np.isfinite(rows.reward))
     groups, place, counts = np.unique(rows.group, return_inverse=True, return_counts=True)
     num_steps = len(np.unique(rows.step))
-    if rows.is_alone or len(groups) - num_steps < _FEWEST_GROUPS or len(place) <= len(groups):
+    if rows.is_alone or len(groups) - num_steps < _FEWEST_GROUPS or len(place) < 2 * len(groups):
         return None
     within = float(np.sum(centred(rows.reward, place) ** 2)) / (len(place) - len(groups))
     total = float(np.sum(centred(rows.reward, np.unique(rows.step, return_inverse=True)[1]) ** 2))
     between = (total - within * (len(place) - len(groups))) / (len(groups) - num_steps)
-    spread = between + (float(counts.mean()) - 1) * within
-    return (between - within) / spread if spread > 0 else None
+    n = float(counts.mean())
+    spread = between + (n - 1) * within
+    if spread <= 0:
+        return None
+    share = max((between - within) / spread, 0.0)
+    free = n * (n - 1) * (len(groups) - num_steps)
+    return share, (1 - share) * (1 + (n - 1) * share) * math.sqrt(2 / free)
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
