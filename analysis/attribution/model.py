@@ -33,6 +33,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         "advantages_changed.mean", "advantages_changed.burst", "rewards_changed",
     )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
+    (("in_other_rows",), ("data_fault.reward",)),
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
