@@ -24,7 +24,7 @@ SUSPECTS = {
     "mismatch": "training-inference mismatch",
     "staleness": "staleness: the engine sampled with old weights",
     "optimizer": "the optimizer or the learning rate",
-    "reward": "a noisy or wrong reward",
+    "reward": "noisy or wrong rewards or labels",
     "pairing": "misaligned rows",
     "data": "a change in the prompts",
     "truncation": "truncated responses",

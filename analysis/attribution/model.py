@@ -34,6 +34,11 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
     (("in_other_rows",), ("data_fault.reward",)),
+    (("logprobs_in_other_rows",), (
+        "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
+        "check_fails.values", "engine_parts.later", "mismatch",
+    )),
+    (("engine_stands_still",), ("prompts_part", "prompts_changed")),
     (tuple(f"setting.{code}" for code in SUSPECTS),
      ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.steps import ALL_STEPS
+from ...schemas.tables import SAMPLING
 from ..check.check import CheckResult, gather, judge
 from ..check.data_checks import data_findings
 from ..facts import changes as timeline
@@ -101,7 +102,9 @@ class Facts:
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
             # A logged number that rarely changes may be a measurement, such as the best reward so far.
-            found = [change for change in found if change.series in self.settings or is_setting(change.series)]
+            found = [
+                change for change in found if change.series in (*self.settings, *SAMPLING) or is_setting(change.series)
+            ]
             if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
                 return found
         return []

@@ -32,6 +32,7 @@ EVIDENCE: Mapping[str, str] = {
     "data_fault": "check finds, starting at step {step}: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), and a policy cannot change its prompts",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
+    "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
     "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently, so the model was replaced",
     "loss_term_changes": "the logged loss fits its terms only if the coefficient of the {term} term changes at step {step}",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
@@ -92,6 +93,7 @@ DIFFERENCES: Mapping[str, str] = {
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields different weights (logprobs differ by {apart:.2g} nats per token)",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
+    "loss_term": "the logged losses of both runs fit the same terms only with another coefficient of the {term} term",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
     "update_or_loss": "from the same sequences, rewards and advantages, the update at step {step} yields different weights than in the baseline, so the optimizer or a loss term differs (record the gradient norm to tell which)",
 }  # fmt: skip

@@ -23,7 +23,7 @@ from .finding import BY_ROW, KINDS, DataFinding
 from .sample import MAX_READ_TOKENS, Sample
 from .where import rank_of
 
-_BATCH = "a constant for the whole batch"
+_BATCH, _UNSIGNED = "a constant for the whole batch", "absolute values"
 HALVES = "the mean over the row's half of the group"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
@@ -293,6 +293,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     order = np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
+    yield _UNSIGNED, [np.abs(each) for each in own]
     yield "divided by the response length", [each / rows.length for each in own]
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
@@ -488,6 +489,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
         baseline = found("baseline", off, notice_if_whole=not run.group_setting, **numbers)
         yield from (finding for finding in baseline if finding.since is not None or not is_other)
+    elif name == _UNSIGNED:
+        yield from found("advantages_unsigned", off, **numbers)
     elif name in _OF_OWN:
         yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
     elif name:

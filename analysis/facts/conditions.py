@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.layout import HYPERPARAMETER
+from ...schemas.tables import SAMPLING as SAMPLING_SETTINGS
+from ...schemas.tables import SEQUENCES_TABLE
 from ..trace.columns import scored_passes, sequence_columns
 from ..trace.database import Database, cached
 from ..trace.macros import quoted
@@ -27,7 +30,7 @@ _HELD = 4
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
-       count(*) / count(DISTINCT group_id) AS group_size, avg(temperature) AS temperature
+       count(*) / count(DISTINCT group_id) AS group_size
 FROM sequences GROUP BY step ORDER BY step
 """
 _PLACES = """
@@ -87,7 +90,6 @@ _QUANTITIES = {
     "longest_response": (LENGTH, LOG, "longest response at this step, tokens"),
     "num_sequences": (SAMPLING, LOG, "sequences in the step"),
     "group_size": (SAMPLING, LOG, "mean sequences per group"),
-    "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
     "advantage_scale": (ADVANTAGES, LOG, "ratio of advantage to reward standard deviation within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation between advantages and rewards within groups"),
@@ -107,7 +109,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
         steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         if np.isfinite(values).any():
             found[name] = Series(name, steps, values, scale, kind, source)
-    return found | {series.name: series for series in _of_metrics(database, logged)}
+    return found | {series.name: series for series in (*_of_metrics(database, logged), *_of_sampling(database))}
 
 
 Column = tuple[np.ndarray, np.ndarray]
@@ -155,6 +157,24 @@ def _of_reference(database: Database) -> dict[str, Column]:
         return {}
     rows = by_step(database, f"SELECT step, k3 FROM pair_steps({quoted(reference)}, 'train') ORDER BY step")
     return {"reference_k3": (rows["step"], rows["k3"])}
+
+
+def _of_sampling(database: Database) -> Iterator[Series]:
+    """Yield the sampler settings recorded with each sequence. They replace equally named hyperparameters."""
+    names = [
+        name
+        for name in SAMPLING_SETTINGS
+        if pa.types.is_floating(kind := SEQUENCES_TABLE.schema.field(name).type) or pa.types.is_integer(kind)
+    ]
+    rows = by_step(
+        database,
+        f"SELECT step, {', '.join(f'avg({name}) AS {name}' for name in names)} FROM sequences GROUP BY step ORDER BY step",
+    )
+    for name in names:
+        known = np.isfinite(rows[name])
+        if known.any():
+            kind = SETTING if is_held(rows[name][known]) else SAMPLING
+            yield Series(name, rows["step"][known], rows[name][known], LINEAR, kind, "recorded with the sequences")
 
 
 def _of_metrics(database: Database, known: list[Series]) -> Iterator[Series]:

@@ -52,11 +52,11 @@ OWNERS: dict[str, str] = {
     "pairing": "data_fault.pairing rewards_ignore_prompts in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "data_fault.data prompts_changed prompts_part",
-    "truncation": "data_fault.truncation endings_change responses_cut_off",
-    "reference": "data_fault.reference loss_term_changes.reference reference_changed returns_to_reference reference_parts gradient_grows",
+    "truncation": "data_fault.truncation responses_capped endings_change responses_cut_off",
+    "reference": "data_fault.reference loss_term_changes.reference loss_term.reference reference_changed returns_to_reference reference_parts gradient_grows",
     "advantages": "data_fault.advantages advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
-    "entropy": "loss_term_changes.entropy entropy_climbs entropy_collapses",
+    "entropy": "loss_term_changes.entropy loss_term.entropy entropy_climbs entropy_collapses",
     "length": "data_fault.length length_pays_since length_explains_rewards length_pays.moves length_costs.moves "
     "rewards_by_length_part",
     "unknown": "entropy_impossible tool_parts scoring_parts trainer_moves_first",
@@ -202,7 +202,7 @@ def unseen(*, is_beside: bool) -> set[str]:
 
 
 _OF_PAIRS = re.compile(
-    r".*_(part|parts)(\..*)?|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|update_or_loss|"
+    r"loss_term\..*|.*_(part|parts)(\..*)?|learning_rate|mismatch(\.later)?|gradient_(grows|is_equal)|update_or_loss|"
     r"responses_cut_off"
 )
 

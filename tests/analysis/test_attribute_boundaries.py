@@ -170,7 +170,7 @@ def test_the_verdict_in_words():
     where = "reward collapses starting at step 60 (95% CI 57-63), 0.8 to 0.3. "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
     assert verdict_sentence(told) == where + (
-        "Most likely cause: a noisy or wrong reward (90%, observation of one run). The mismatch is ruled out."
+        "Most likely cause: noisy or wrong rewards or labels (90%, observation of one run). The mismatch is ruled out."
     )
     open_ = attribution(suspect("mismatch", 0.4, "temperature"), suspect("length", 0.3), control="other")
     assert verdict_sentence(open_) == where + (
@@ -214,7 +214,7 @@ def test_text_marks_what_speaks_for_and_against():
         "against",
         "neutral",
     ]
-    assert "Unlikely (<2%): a noisy or wrong reward 2.0%" in text
+    assert "Unlikely (<2%): noisy or wrong rewards or labels 2.0%" in text
     assert "response length (2%)" in text
 
 

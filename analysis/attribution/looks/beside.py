@@ -11,6 +11,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
+from .training import changed_term, loss_columns
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -75,4 +76,14 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
             yield fact("setting", 1.0, suspect, setting=name, run=pair[0], control=pair[1])
 
 
-ALL = (first, update, rest, given)
+def loss_term(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield the loss term whose coefficient differs from the baseline's."""
+    (_, names, columns_SF, loss), (_, others, baseline_SF, baseline) = loss_columns(facts), loss_columns(control)
+    fewest = 3 * len(names)
+    if np.array_equal(names, others) and min(len(loss), len(baseline)) >= fewest:
+        both = np.concatenate([baseline_SF, columns_SF]), np.concatenate([baseline, loss])
+        steps = np.full(len(both[1]), facts.steps[0])
+        yield from changed_term(names, *both, steps, np.array([len(baseline)]), "loss_term")
+
+
+ALL = (first, update, rest, given, loss_term)

@@ -24,7 +24,7 @@ _FEWEST_GROUPS, _LONG = 12, 20
 _OF_CHECK = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
     "pairing": "rewards_of_other_rows advantages_unrelated",
-    "advantages": "advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped "
+    "advantages": "advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped advantages_unsigned "
     "advantages_scaled advantages_extreme advantages_unlike_settings advantages_misplaced advantages_of_equal baseline "
     "baseline_unknown groups_mix_prompts prompts_split one_row_groups rows_alone rows_lost",
     "length": "advantages_by_length",
@@ -84,8 +84,9 @@ def mixed(facts: Facts) -> Iterator[Fact]:
             level = max(share - share_now - 2 * math.hypot(error, error_now), 0.0) / max(share, 0.2)
             level *= max(1 - 5 * _apart(before.reward, since.reward), 0.0)
             found.append(fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now))
-    if found:
-        yield max(found, key=lambda one: one.level)
+    best = max(found, key=lambda one: one.level, default=None)
+    if best is not None and not facts.moves.moves_at(int(str(best.values["step"])), "mean_abs_d", *POLICY):
+        yield best
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
@@ -270,4 +271,41 @@ def endings(facts: Facts) -> Iterator[Fact]:
     yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
 
 
-ALL = (data_faults, repeats, in_other_rows, mixed, changed, alone, hidden, advantages, sizes, length, prompts, endings)
+def capped(facts: Facts) -> Iterator[Fact]:
+    """Yield whether responses suddenly end at a length that many exceeded before."""
+    assert facts.fall is not None
+    steps, first = np.unique(facts.rollouts.step, return_index=True)
+    parts = np.split(facts.rollouts.num_tokens, first[1:])
+    longest = np.array([part.max() for part in parts])
+    found = []
+    for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):
+        limit = longest[at : at + _FEWEST_STEPS].max()
+        longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
+        share = min(float((part == limit).mean()) for part in parts[at : at + 3])
+        level = math.sqrt(min(share, min(longer)))
+        values: dict[str, Measured] = {
+            "step": int(steps[at]),
+            "limit": int(limit),
+            "share": share,
+            "before_share": longer[-1],
+        }
+        found.append(fact("responses_capped", level, **values))
+    if found:
+        yield max(found, key=lambda one: one.level)
+
+
+ALL = (
+    data_faults,
+    repeats,
+    in_other_rows,
+    mixed,
+    changed,
+    alone,
+    hidden,
+    advantages,
+    sizes,
+    length,
+    prompts,
+    endings,
+    capped,
+)

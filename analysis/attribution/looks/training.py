@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from ....schemas.passes import REFERENCE
 from ...check.sample import MAX_READ_TOKENS
 from ...facts import thresholds as ft
-from ...facts.conditions import is_learning_rate
+from ...facts.conditions import LOGGED, is_learning_rate, read_conditions
 from ...facts.mismatch import read_step_mismatch
 from ...facts.read_series import on_steps
 from ...facts.recorded import RecordedChange
@@ -18,6 +19,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 
+_KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
 _LEAST_LEFT = 1e-4
@@ -142,40 +144,58 @@ def _averages(facts: Facts, values_N: np.ndarray, weights_N: np.ndarray) -> np.n
 
 def loss_terms(facts: Facts) -> Iterator[Fact]:
     """Yield the loss term whose coefficient changes: fit the logged loss to the recorded terms, with one change of one
-    term's coefficient at the step that leaves least. With the ratio 1, the policy's term is -mean(advantage)."""
+    term's coefficient at the step that leaves least."""
     assert facts.fall is not None
-    loss = facts.values("loss")
-    if not np.isfinite(loss).any():
-        return
-    rows, database = facts.rollouts, facts.database
+    steps, names, columns_SF, loss = loss_columns(facts)
+    last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
+    yield from changed_term(names, columns_SF, loss, steps, np.arange(fewest, min(last, len(steps) - fewest)))
+
+
+def loss_columns(facts: Facts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return steps [S], the loss's terms by name [F], their values [S, F], and the logged loss [S].
+
+    With the ratio 1, the policy's term is -mean(advantage). The last column is constant.
+    """
+    loss, rows, database = facts.values("loss"), facts.rollouts, facts.database
     distance, weights = rows.likelihood - rows.reference, (np.ones(len(rows.step)), rows.length)
     terms = {
-        "policy": [_averages(facts, rows.advantage, of_rows) for of_rows in weights],
+        "policy": [-_averages(facts, rows.advantage, of_rows) for of_rows in weights],
         "reference": [_averages(facts, distance, of_rows) for of_rows in weights],
         "entropy": [facts.values("entropy")],
     }
     if np.isfinite(distance).any() and sum(tokens_by_step(database).values()) <= MAX_READ_TOKENS:
         columns = read_step_mismatch(database, (REFERENCE, facts.pair[0]), database.sources[0].run).columns
         terms["reference"] += [on_steps(facts.steps, one).values for one in columns if one.name == "k3"]
-    terms = {name: each for name, each in terms.items() if np.isfinite(each).all(0).mean() > 0.9}
-    names = np.array([*(name for name, each in terms.items() for _ in each), ""])
-    known = np.isfinite([loss, *(one for each in terms.values() for one in each)]).all(0)
-    steps, loss = facts.steps[known], loss[known] / max(np.abs(loss[known]).max(initial=0.0), 1e-30)
-    columns_SF = np.array([one[known] for each in terms.values() for one in each]).T.reshape(len(steps), -1)
-    columns_SF = np.column_stack([columns_SF, np.ones(len(steps))])
-    columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0, initial=0.0), 1e-30)
-    last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
-    places = np.arange(fewest, min(last, len(steps) - fewest))
-    spread = float(np.sum((loss - loss.sum() / max(len(loss), 1)) ** 2))
-    if not len(places) or not spread:
+    for name, series in read_conditions(database).items():
+        if series.kind == LOGGED and _KL.search(name) and np.isin(series.steps, facts.steps).all():
+            terms["reference"].append(on_steps(facts.steps, series).values)
+    kept = [(name, one) for name, each in terms.items() for one in each if np.isfinite(one).mean() > 0.9]
+    known = np.isfinite([loss, *(one for _, one in kept)]).all(0)
+    columns_SF = np.column_stack([*(one[known] for _, one in kept), np.ones(known.sum())])
+    return facts.steps[known], np.array([*(name for name, _ in kept), ""]), columns_SF, loss[known]
+
+
+def changed_term(
+    names: np.ndarray,
+    columns_SF: np.ndarray,
+    loss: np.ndarray,
+    steps: np.ndarray,
+    places: np.ndarray,
+    code: str = "loss_term_changes",
+) -> Iterator[Fact]:
+    """Yield the term whose coefficient changes at one of `places` (rows)."""
+    if not len(places) or not len(loss):
         return
+    columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0), 1e-30)
+    loss = loss / max(np.abs(loss).max(), 1e-30)
+    spread = float(np.sum((loss - loss.mean()) ** 2))
     constant = float(_unexplained(columns_SF, loss, np.zeros(len(names), bool), np.zeros(1, int))[0])
-    left = {name: _unexplained(columns_SF, loss, names == name, places) for name in terms}
-    name = min(left, key=lambda each: left[each].min())
-    if left[name].min() < _MOST_LEFT * spread:
+    left = {name: _unexplained(columns_SF, loss, names == name, places) for name in sorted({*names.tolist()} - {""})}
+    name = min(left, key=lambda each: left[each].min(), default="")
+    if name and left[name].min() < _MOST_LEFT * spread:
         floor = _LEAST_LEFT * spread
         level = 1 - math.sqrt((max(float(left[name].min()), 0.0) + floor) / (max(constant, 0.0) + floor))
-        yield fact("loss_term_changes", level, name, term=name, step=int(steps[places[left[name].argmin()]]))
+        yield fact(code, level, name, term=name, step=int(steps[places[left[name].argmin()]]))
 
 
 def _unexplained(columns_SF: np.ndarray, loss: np.ndarray, changing: np.ndarray, places: np.ndarray) -> np.ndarray:

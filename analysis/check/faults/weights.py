@@ -13,7 +13,7 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, SIZE, along_movement, clipped, counts, judged, judged_words, means, pearson, token_effect
 from ..finding import SIDES, Fault, Finding, Number
-from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
+from ..pair_data import FEW_TOKENS, PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -80,7 +80,7 @@ def find_declared(data: PairData) -> list[Finding]:
 
 def _versions(data: PairData) -> list[Finding]:
     inside = data.updates_behind[data.seq] != 0
-    if not inside.any():
+    if not inside.any() or _is_equal_without_lag(data, inside):
         return []
     lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
     query = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
@@ -91,6 +91,12 @@ def _versions(data: PairData) -> list[Finding]:
     numbers |= {"cause": "stale_weights", "updates_behind": abs(lag)}
     next = commands.sql(data, query)
     return [WEIGHTS.finding(data, "policy_versions", inside, next=next, broken="versions", numbers=numbers)]
+
+
+def _is_equal_without_lag(data: PairData, inside: np.ndarray) -> bool:
+    """Return True if sequences scored by both sides with one version have as large a mismatch as those `inside`."""
+    fresh = data.within(~inside)
+    return fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2)
 
 
 def _quantisation(data: PairData) -> list[Finding]:
