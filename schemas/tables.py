@@ -342,6 +342,32 @@ TABLES = {
     )
 }
 
+PER_TOKEN = "[prompt and response tokens, layers, slots]"
+
+
+def _array(name: str, type: pa.DataType, shape: str, doc: str, *, null: str = "", keyword: str = "") -> Column:
+    return Column(name, type, doc, alignment=shape, null=null, keyword=keyword)
+
+
+_TOP_K, _VOCABULARY = "[response tokens, K]", "[response tokens, vocabulary]"
+ARRAYS = {
+    column.name: column
+    for column in (
+        _array("topk_ids", pa.list_(TOKENS), _TOP_K, "most probable tokens, the first first", keyword="token_ids"),
+        _array("topk_logprobs", pa.list_(FLOATS), _TOP_K, "their logprobs (nats)", keyword="logprobs"),
+        _array(
+            "tail_logprob", FLOATS, "[response tokens]", "log probability of all other tokens (nats)",
+            null="computed from topk_logprobs",
+        ),
+        _array("logits", pa.list_(FLOATS), _VOCABULARY, "logits before temperature"),
+        _array("vocabulary_logprobs", pa.list_(FLOATS), _VOCABULARY, "instead of logits (nats)", keyword="logits"),
+        _array("expert_ids", pa.list_(pa.list_(pa.list_(pa.int16()))), PER_TOKEN, "selected experts; -1: not routed"),
+        _array("expert_weights", pa.list_(pa.list_(FLOATS)), PER_TOKEN, "factors of their outputs", null="not recorded"),
+    )
+}  # fmt: skip
+"""A pass's values per token that are stored in dense/. `alignment` is the shape of one sequence's array, `keyword` the
+field of TopK, Logits or Routing, and `null` is empty if the others cannot do without it."""
+
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)
 TOKEN_SCORES = tuple(column.name for column in SCORES_TABLE.columns if column.type == FLOATS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """None means that a value was not recorded. `routing` goes to RowBatch.routing, not to a column."""
+        """None means that a value was not recorded."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
@@ -38,24 +38,22 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
+        names = dict.fromkeys(name for row in self._rows for name in row)
         columns: dict[str, Any] = {}
         for name in names:
             cells = [row.get(name) for row in self._rows]
             if name == "advantage":
                 cells = _advantages(cells, [row.get("response_mask") for row in self._rows])
             if any(cell is not None for cell in cells) or name == "prompt_ids":
-                columns[name] = _column(cells)
-        routing = [row.get("routing") for row in self._rows]
-        return RowBatch(
-            file=self._file, columns=columns, numbers=self._numbers, unit=self._unit,
-            routing=routing if any(each is not None for each in routing) else (),
-        )  # fmt: skip
+                columns[name] = _column(cells, self._file)
+        return RowBatch(file=self._file, columns=columns, numbers=self._numbers, unit=self._unit)
 
 
-def _column(cells: list[Any]) -> Any:
+def _column(cells: list[Any], where: str) -> Any:
     if not any(isinstance(cell, (np.ndarray, Values)) for cell in cells):
         return cells
+    if any(np.ndim(cell) > 1 for cell in cells if isinstance(cell, np.ndarray)):
+        return array_column(cells, where)
     lengths = np.array([0 if cell is None else len(cell) for cell in cells], np.int64)
     all_known = np.ones(lengths.max(), bool)
     parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
@@ -74,6 +72,23 @@ def list_column(
         values_N = values_N.astype(np.float64)
     flat = pa.array(values_N, mask=None if known_N is None or known_N.all() else ~known_N)
     return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
+
+
+def array_column(cells: Sequence[np.ndarray | None], where: str) -> pa.Array:
+    """Return a column with one array [N, layers, slots] or None per row. Raises ImportFailed if shapes differ."""
+    there = [cell for cell in cells if cell is not None]
+    odd = next((cell for cell in there if cell.shape[1:] != there[0].shape[1:]), None)
+    if odd is not None:
+        raise ImportFailed(
+            f"{where}: router choices have shapes {list(there[0].shape)} and {list(odd.shape)}. Each token needs the "
+            "same layers and slots"
+        )
+    values = pa.array(np.concatenate(there).reshape(-1))
+    for size in reversed(there[0].shape[1:]):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    offsets = np.cumsum([0, *(0 if cell is None else len(cell) for cell in cells)])
+    missing = pa.array([cell is None for cell in cells]) if len(there) < len(cells) else None
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, mask=missing)
 
 
 def padded_columns(

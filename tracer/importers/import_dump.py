@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from ...schemas.checksums import SealedFile
 from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
@@ -15,11 +17,11 @@ from ..store import Store, too_large
 from .columns import RowBatch, Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
-from .kinds import Kind
+from .kinds import VALUES, Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
-from .row_import import KINDS, KNOWN, Imported, RowImport, cannot_map, open_import
+from .row_import import KINDS, KNOWN, OF_PASSES, Imported, RowImport, cannot_map, open_import
 from .shared_rows import CELLS, MATCHED, PROMPT_LOGPROBS, TOKENS, VERSION, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
@@ -216,7 +218,11 @@ def _add_parts(
     return seen
 
 
-def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = KINDS) -> None:
+_KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=pa.list_(pa.int16()), convert=lambda array: array)}
+"""Dumps are read with their own checks of router choices (see `routed`)."""
+
+
+def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = _KINDS) -> None:
     batch.columns.pop(PROMPT_LOGPROBS, None)
     names = {name: name for name in batch.columns}
     rows.add_rows(batch, names, {name: name.removesuffix(LOGPROBS) for name in names if name.endswith(LOGPROBS)}, kinds)
@@ -311,6 +317,8 @@ def _shown_options(options: Mapping[str, str]) -> str:
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
+        if OF_PASSES.get(ours) and ours not in columns and KINDS[ours] != VALUES:
+            raise cannot_map(theirs, ours, "Only a table has such a column. Write one, and import it as parquet")
         if ours == "step" and ours not in columns:
             raise cannot_map(theirs, ours, f"{format.name} names files by step")
         if ours and ours not in columns and ours not in KNOWN:

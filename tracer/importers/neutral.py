@@ -16,6 +16,7 @@ from ..store import file_system
 from .columns import (
     METRIC_KINDS,
     ROWS_AT_ONCE,
+    VALUES_AT_ONCE,
     Columns,
     RowBatch,
     Selection,
@@ -25,7 +26,7 @@ from .columns import (
     shown_name,
 )
 from .metrics import SCALARS
-from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, cannot_map, open_import
+from .row_import import KINDS, KNOWN, OF_PASSES, PASSES, REQUIRED, Imported, cannot_map, open_import
 from .textfiles import json_names, json_rows
 
 
@@ -62,7 +63,8 @@ def import_parquet(
     _check_columns(names, files, source.url)
     selection = Selection(steps=_chosen(source, names, steps), sample=check_sample(sample))
     there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
-    passes = {column: name for column, name in PASSES.items() if column in there.values()}
+    scored = {OF_PASSES.get(ours) for ours in there.values()}
+    passes = {column: name for column, name in PASSES.items() if name in scored}
     wanted = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
     with open_import(output, "parquet", source.url, selection, ordered=False, grows=False, force=force) as rows:
         with progress("importing", sum(source.size(name) for name in source.files)) as advance:
@@ -144,7 +146,7 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
         with filesystem.open(name, "rb") as file:
             parquet = pq.ParquetFile(file)
             present = [column for column in parquet.schema_arrow.names if column in columns]
-            for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
+            for batch in parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, present), columns=present):
                 yield RowBatch(
                     file=name,
                     columns={column: batch.column(batch.schema.get_field_index(column)) for column in present},
@@ -152,6 +154,15 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
                     num_bytes=size * batch.num_rows // max(parquet.metadata.num_rows, 1),
                 )
                 first += batch.num_rows
+
+
+def _rows_at_once(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
+    most = 1
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = map(group.column, range(group.num_columns))
+        values = sum(each.num_values for each in chunks if each.path_in_schema.partition(".")[0] in columns)
+        most = max(most, values // max(group.num_rows, 1))
+    return min(ROWS_AT_ONCE, VALUES_AT_ONCE // most) or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

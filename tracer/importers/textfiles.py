@@ -15,6 +15,8 @@ from ..store import first_line, too_large
 from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
+_BLOCK_BYTES = 8 << 20
+"""Text that is parsed at once, unless a single line is longer."""
 MAX_LINE = 256 << 20
 """Maximum line length (bytes). Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
@@ -55,13 +57,24 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
     objects = _json_objects(filesystem, name)
-    while part := list(islice(objects, ROWS_AT_ONCE)):
+    while part := list(_block(objects)):
         numbers, rows, units, sizes = zip(*part, strict=True)
         present = [column for column in columns if any(column in row for row in rows)]
         values = {column: [row.get(column) for row in rows] for column in present}
         yield RowBatch(file=name, columns=values, numbers=numbers, unit=units[0], num_bytes=sum(sizes))
 
 
+def _block(objects: Iterator[_Object]) -> Iterator[_Object]:
+    num_bytes = 0
+    for one in islice(objects, ROWS_AT_ONCE):
+        yield one
+        num_bytes += one[-1]
+        if num_bytes >= _BLOCK_BYTES:
+            return
+
+
+_Object = tuple[int, dict[str, Any], str, int]
+"""A row's number, fields, unit and bytes of text."""
 _LINE = "each line is one object"
 _LINES = "each line is one object, or a .json file is one array of objects"
 
@@ -90,7 +103,7 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
+def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Object]:
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
