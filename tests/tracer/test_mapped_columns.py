@@ -174,11 +174,14 @@ def test_every_column_of_a_row_is_mapped_in_every_dump(tmp_path, format, monkeyp
 @pytest.mark.parametrize("format", rest_slow([*dumps.WRITERS, "open-instruct"], 4))
 def test_every_column_of_tokens_is_aligned_as_the_dump_aligns_its_own(tmp_path, format, monkeypatch):
     (field, *_) = FORMATS[format].columns["rollout_logprobs"]
-    copies = {"their_current": "current_logprobs", "their_gap": "top2_gap"}
+    copies = {"their_current": "current_logprobs", "their_gap": "top2_gap", "their_entropy": "rollout_entropy"}
     write_with(format, tmp_path / "dump", lambda record: {name: record[field] for name in copies}, monkeypatch)
     import_dump(format, tmp_path / "dump", output=tmp_path / "run", map=copies)
     query = 'SELECT seq_id, logprobs FROM scores WHERE "pass" = ? ORDER BY seq_id'
     scores = {name: connect(tmp_path / "run").execute(query, [name]).fetchall() for name in ("rollout", "current")}
+    entropies = connect(tmp_path / "run").execute(query.replace("logprobs", "entropy"), ["rollout"]).fetchall()
+    assert len(entropies) == len(scores["rollout"])
+    assert entropies[-1][1][-1] == scores["rollout"][-1][1][-1]
     assert scores["rollout"] == scores["current"] != []
     owner = "current" if format == "open-instruct" else "train"
     query = f"SELECT seq_id, top2_gap FROM scores WHERE \"pass\" = '{owner}' ORDER BY seq_id"
@@ -221,7 +224,7 @@ def test_a_mapped_field_of_a_batch_needs_a_value_per_row(tmp_path, monkeypatch):
             import_dump("verl", tmp_path / "dump", output=tmp_path / "run", map={name: "top_p"})
 
 
-@pytest.mark.parametrize("column", ["group_id", "top2_gap"])
+@pytest.mark.parametrize("column", ["group_id", "train_logprobs", "rollout_entropy"])
 def test_a_column_that_matched_sequences_cannot_have_is_refused(tmp_path, column):
     dumps.write_megatron(tmp_path / "dump", dumps.make_steps(1))
     with pytest.raises(

@@ -208,7 +208,7 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
 
 
 ROWS_AT_ONCE = 512
-VALUES_AT_ONCE = 8 << 20
+VALUES_AT_ONCE = 2 << 20
 """Numbers in a block of rows, unless a single row has more."""
 
 

@@ -22,7 +22,17 @@ from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
 from .row_import import KINDS, KNOWN, OF_PASSES, Imported, RowImport, cannot_map, open_import
-from .shared_rows import CELLS, MATCHED, PROMPT_LOGPROBS, TOKENS, VERSION, SharedRows, named_settings, pass_names
+from .shared_rows import (
+    CELLS,
+    MATCHED,
+    PER_TOKEN,
+    PROMPT_LOGPROBS,
+    TOKENS,
+    VERSION,
+    SharedRows,
+    named_settings,
+    pass_names,
+)
 from .textfiles import TIMES_AS_JSON
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -111,13 +121,17 @@ def import_dump(
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
     other = next(
-        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*CELLS, *MATCHED, VERSION)),
+        (
+            (theirs, ours)
+            for theirs, ours in given.items()
+            if ours in KNOWN and ours not in (*CELLS, *MATCHED, *PER_TOKEN, VERSION)
+        ),
         None,
     )
     if named and other is not None:
         raise ImportFailed(
             f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Map fields to "
-            f"{', '.join((*CELLS, VERSION))}",
+            f"{', '.join((*CELLS, *PER_TOKEN, VERSION))}",
             option="map",
         )
     if named and before is not None and parts:

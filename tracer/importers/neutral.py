@@ -144,7 +144,8 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
-            parquet = pq.ParquetFile(file)
+            # pre_buffer would keep the whole file in memory, and a read without buffer_size a whole column of a row group.
+            parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
             present = [column for column in parquet.schema_arrow.names if column in columns]
             for batch in parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, present), columns=present):
                 yield RowBatch(
