@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 
 import pyarrow as pa
 
@@ -342,27 +343,20 @@ TABLES = {
     )
 }
 
-PER_TOKEN = "[prompt and response tokens, layers, slots]"
-
-
-def _array(name: str, type: pa.DataType, shape: str, doc: str, *, null: str = "", keyword: str = "") -> Column:
-    return Column(name, type, doc, alignment=shape, null=null, keyword=keyword)
-
-
 _TOP_K, _VOCABULARY = "[response tokens, K]", "[response tokens, vocabulary]"
+PER_TOKEN = "[prompt and response tokens, layers, slots]"
+_array = partial(Column, null="")
+
 ARRAYS = {
     column.name: column
     for column in (
-        _array("topk_ids", pa.list_(TOKENS), _TOP_K, "most probable tokens, the first first", keyword="token_ids"),
-        _array("topk_logprobs", pa.list_(FLOATS), _TOP_K, "their logprobs (nats)", keyword="logprobs"),
-        _array(
-            "tail_logprob", FLOATS, "[response tokens]", "log probability of all other tokens (nats)",
-            null="computed from topk_logprobs",
-        ),
-        _array("logits", pa.list_(FLOATS), _VOCABULARY, "logits before temperature"),
-        _array("vocabulary_logprobs", pa.list_(FLOATS), _VOCABULARY, "instead of logits (nats)", keyword="logits"),
-        _array("expert_ids", pa.list_(pa.list_(pa.list_(pa.int16()))), PER_TOKEN, "selected experts; -1: not routed"),
-        _array("expert_weights", pa.list_(pa.list_(FLOATS)), PER_TOKEN, "factors of their outputs", null="not recorded"),
+        _array("topk_ids", pa.list_(TOKENS), "most probable tokens, in this order", alignment=_TOP_K, keyword="token_ids"),
+        _array("topk_logprobs", pa.list_(FLOATS), "their logprobs (nats)", alignment=_TOP_K, keyword="logprobs"),
+        _array("tail_logprob", FLOATS, "logprob of all others", alignment="[response tokens]", null="computed from the K"),
+        _array("logits", pa.list_(FLOATS), "logits before temperature", alignment=_VOCABULARY),
+        _array("vocabulary_logprobs", pa.list_(FLOATS), "instead of logits", alignment=_VOCABULARY, keyword="logits"),
+        _array("expert_ids", pa.list_(pa.list_(pa.list_(pa.int16()))), "selected experts; -1: none", alignment=PER_TOKEN),
+        Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factors of their outputs", alignment=PER_TOKEN),
     )
 }  # fmt: skip
 """A pass's values per token that are stored in dense/. `alignment` is the shape of one sequence's array, `keyword` the

@@ -380,3 +380,10 @@ def test_columns_of_tokens_follow_the_tokens_of_matched_responses(tmp_path):
     dumps.write_lines(tmp_path / "tp8.jsonl", [b | {"spread": [0.5]}])
     with pytest.raises(ImportFailed, match=r"tp8.jsonl, response 1: 1 entropy for 3 tokens, expected one per token"):
         import_dump("vllm", [tmp_path / "tp1.jsonl", tmp_path / "tp8.jsonl"], output=tmp_path / "odd", map=map)
+
+
+def test_a_pass_named_as_an_array_of_another_is_a_pass(tmp_path):
+    for name in ("a", "a_topk", "a_vocabulary"):
+        dumps.write_lines(tmp_path / f"{name}.jsonl", [vllm_response([1, 2], [7, 8], [-0.5, -0.25])])
+    paths = sorted(tmp_path.glob("*.jsonl"))
+    assert import_dump("vllm", paths, output=tmp_path / "run").passes == ("a", "a_topk", "a_vocabulary")

@@ -205,6 +205,8 @@ HOSTILE = [
     ("train_topk_ids", lambda v: v * np.nan, rf"'train_topk_ids' contains .*each row needs {TOKEN_IDS} \(row 1"),
     ("train_topk_ids", lambda v: v - 100, rf"each row needs {TOKEN_IDS} \(row 1"),
     ("train_topk_ids", lambda v: v[:, 0], rf"each row needs {TOKEN_IDS} \(row 1"),
+    ("train_topk_ids", lambda v: v.astype(bool), rf"each row needs {TOKEN_IDS} \(row 1"),
+    ("train_topk_logprobs", lambda v: v < 0, r"each row needs numbers \[response tokens, K\], without NULL \(row 1"),
     ("train_topk_ids", holed, rf"each row needs {TOKEN_IDS} \(row 1, element 1: NULL"),
     ("train_topk_ids", holed_inside, rf"each row needs {TOKEN_IDS} \(row 1, element 0"),
     ("train_topk_ids", lambda v: v[:, :0], "has a list of 0 at row 1, token 0"),

@@ -33,15 +33,14 @@ class Columns:
         for theirs, values in rows.columns.items():
             ours = names[theirs]
             arrays[ours] = _read(rows, values, theirs, ours, kinds[ours])
-            if _is_nested(kinds[ours].type):
-                arrays[ours] = _rectangular(rows, arrays[ours], _name(theirs, ours))
+            if (element := kinds[ours].element) and element.element:
+                arrays[ours] = _rectangular(rows, arrays[ours], theirs)
         return cls(arrays, len(rows.numbers))
 
     def __getitem__(self, name: str) -> pa.Array | None:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray, *names: str) -> Columns:
-        """Return some rows of all columns, or of the named ones."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -63,10 +62,7 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column, or None if it is missing or all NULL. NULL lists become empty.
-
-        If each token has an array, the values have its dimensions too.
-        """
+        """Return a list column [N, ...], or None if it is missing or all NULL. NULL lists become empty."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -83,10 +79,6 @@ class Columns:
         return Ragged(cells.reshape(-1, *shape), lengths, valid)
 
 
-def _is_nested(type: pa.DataType) -> bool:
-    return pa.types.is_list(type) and bool(pa.types.is_list(type.value_type))
-
-
 def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
     """Convert the lists of all tokens to fixed-size lists. Raises ImportFailed if their lengths differ."""
     lengths_B = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -99,7 +91,7 @@ def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
             token = int(odd[0]) // math.prod(sizes)
             row = int(np.searchsorted(ends, token, side="right"))
             raise ImportFailed(
-                f"{rows.file}: column {name} has a list of {lengths[odd[0]]} at {rows.place(row)}, token "
+                f"{rows.file}: column {name!r} has a list of {lengths[odd[0]]} at {rows.place(row)}, token "
                 f"{token - int(ends[row] - lengths_B[row])}, and one of {first} at the first token. Give each token "
                 "the same number of values, at least one"
             )
@@ -144,13 +136,9 @@ def _has_flags(values: Sequence[Any]) -> bool:
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
     values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
-    name = _name(theirs, ours)
+    name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
     return ImportFailed(f"{rows.file}: column {name} contains {type}, but each row needs {kind.wants}{found}")
-
-
-def _name(theirs: str, ours: str) -> str:
-    return repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:

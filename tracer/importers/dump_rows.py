@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,12 @@ class DumpRows:
 def _column(cells: list[Any], where: str) -> Any:
     if not any(isinstance(cell, (np.ndarray, Values)) for cell in cells):
         return cells
-    if any(np.ndim(cell) > 1 for cell in cells if isinstance(cell, np.ndarray)):
-        return array_column(cells, where)
     lengths = np.array([0 if cell is None else len(cell) for cell in cells], np.int64)
     all_known = np.ones(lengths.max(), bool)
     parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
     filled = [part for part in parts if part is not None and len(part)]
+    if any(part.values.shape[1:] != filled[0].values.shape[1:] for part in filled):
+        raise ImportFailed(f"{where}: router choices differ in their number of layers or slots")
     values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
     known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
     missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None
@@ -70,25 +70,10 @@ def list_column(
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32))
     if values_N.dtype.kind == "f" and values_N.dtype != np.float32:
         values_N = values_N.astype(np.float64)
-    flat = pa.array(values_N, mask=None if known_N is None or known_N.all() else ~known_N)
+    flat = pa.array(values_N.reshape(-1), mask=None if known_N is None or known_N.all() else ~known_N)
+    for size in reversed(values_N.shape[1:]):
+        flat = pa.FixedSizeListArray.from_arrays(flat, size)
     return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
-
-
-def array_column(cells: Sequence[np.ndarray | None], where: str) -> pa.Array:
-    """Return a column with one array [N, layers, slots] or None per row. Raises ImportFailed if shapes differ."""
-    there = [cell for cell in cells if cell is not None]
-    odd = next((cell for cell in there if cell.shape[1:] != there[0].shape[1:]), None)
-    if odd is not None:
-        raise ImportFailed(
-            f"{where}: router choices have shapes {list(there[0].shape)} and {list(odd.shape)}. Each token needs the "
-            "same layers and slots"
-        )
-    values = pa.array(np.concatenate(there).reshape(-1))
-    for size in reversed(there[0].shape[1:]):
-        values = pa.FixedSizeListArray.from_arrays(values, size)
-    offsets = np.cumsum([0, *(0 if cell is None else len(cell) for cell in cells)])
-    missing = pa.array([cell is None for cell in cells]) if len(there) < len(cells) else None
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, mask=missing)
 
 
 def padded_columns(

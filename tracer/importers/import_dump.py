@@ -6,8 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from ...schemas.checksums import SealedFile
 from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
@@ -22,17 +20,7 @@ from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
 from .row_import import KINDS, KNOWN, OF_PASSES, Imported, RowImport, cannot_map, open_import
-from .shared_rows import (
-    CELLS,
-    MATCHED,
-    PER_TOKEN,
-    PROMPT_LOGPROBS,
-    TOKENS,
-    VERSION,
-    SharedRows,
-    named_settings,
-    pass_names,
-)
+from .shared_rows import MAPPED, MATCHED, PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -121,17 +109,13 @@ def import_dump(
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
     other = next(
-        (
-            (theirs, ours)
-            for theirs, ours in given.items()
-            if ours in KNOWN and ours not in (*CELLS, *MATCHED, *PER_TOKEN, VERSION)
-        ),
+        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*MAPPED, *MATCHED)),
         None,
     )
     if named and other is not None:
         raise ImportFailed(
             f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Map fields to "
-            f"{', '.join((*CELLS, *PER_TOKEN, VERSION))}",
+            f"{', '.join(MAPPED)}",
             option="map",
         )
     if named and before is not None and parts:
@@ -232,7 +216,7 @@ def _add_parts(
     return seen
 
 
-_KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=pa.list_(pa.int16()), convert=lambda array: array)}
+_KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=VALUES.type, convert=lambda array: array)}
 """Dumps are read with their own checks of router choices (see `routed`)."""
 
 

@@ -198,24 +198,15 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
 REWARDS = Kind(wants="a record with one number per reward function", type=tables.REWARDS, convert=_convert_rewards)
 
 
-def array_kind(column: Column) -> Kind:
-    """Return the kind of one of tables.ARRAYS: nested lists without NULL."""
-    depth, element = 0, column.type
-    while pa.types.is_list(element):
-        depth, element = depth + 1, element.value_type
-    kind = _CELLS[element]
-    wants = f"{kind.wants.split(maxsplit=1)[1]}s {column.alignment}, without NULL"
-    for _ in range(depth):
-        kind = list_of(required(kind), wants)
-    return kind
+def array_kind(type: pa.DataType, shape: str) -> Kind:
+    """Return the kind of nested lists without NULL (see tables.ARRAYS)."""
+    if type in _CELLS:
+        return replace(_CELLS[type], wants=f"{_CELLS[type].wants.partition(' ')[2]}s {shape}, without NULL")
+    inner = array_kind(type.value_type, shape)
+    return list_of(required(inner), inner.wants)
 
 
-_CELLS = {
-    pa.int16(): integer("an expert id", pa.int16(), -1, 2**15 - 1),
-    pa.int32(): TOKEN,
-    pa.float32(): VALUE,
-}
-
+_CELLS = {pa.int16(): integer("an expert id", pa.int16(), -1, 2**15 - 1), pa.int32(): TOKEN, pa.float32(): VALUE}
 _OF_TYPE = {
     pa.float64(): NUMBER,
     pa.int32(): COUNT,

@@ -44,8 +44,9 @@ def import_parquet(
 
     `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
     sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
-    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap`, a policy
-    version per pass (`train_policy_version`) and all other Recorder.add_sequences arguments. `advantage` is a number or
+    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap`, a pass's own
+    (`train_entropy`), its policy version, distributions and router choices (`train_topk_ids`, nested lists), and all
+    other Recorder.add_sequences arguments. `advantage` is a number or
     a list, `rewards` a record of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`), it is read too. `map`
     maps the files' column names to the trace's. A column mapped to "" is skipped. `steps` (3:80, -10:) selects steps.
     `sample` selects a share of the sequences by hashing their names.

@@ -38,8 +38,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs. Without a pass in their names, they are stored with the first available pass:
-`train`, `current` or `rollout`."""
+"""Score columns other than logprobs. Without a pass's name, they belong to the first of `train`, `current`, `rollout`."""
 OF_PASSES = {f"{name}_{column}": name for name in STANDARD for column in ("logprobs", *OF_TOKENS, *ARRAYS)}
 """Pass of each column that belongs to one."""
 
@@ -53,13 +52,12 @@ KINDS: dict[str, Kind] = {
     SPLIT: TEXT,
     **dict.fromkeys(VERSIONS, VERSION),
     **dict.fromkeys((name for name in OF_PASSES if name not in PASSES), VALUES),
-    **{f"{name}_{column}": array_kind(ARRAYS[column]) for name in STANDARD for column in ARRAYS},
+    **{f"{name}_{column}": array_kind(of.type, of.alignment) for name in STANDARD for column, of in ARRAYS.items()},
 }
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
 _OPTIONAL = {name for name, column in ARRAYS.items() if column.null}
-_EACH = "give each token its values"
 _PADDING = "A row of a file has no padding. Leave the padding out of its lists"
 NOT_COLUMNS = {
     "routing": "Map its arrays, e.g. to rollout_expert_ids and rollout_expert_weights",
@@ -311,18 +309,12 @@ class _Scores:
 def _fields(columns: Columns, name: str, is_owner: bool) -> dict[str, str]:
     """Return the column that holds each of a pass's scores (other than logprobs) and arrays."""
     names = [(each, each) for each in OF_TOKENS if is_owner]
-    names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *ARRAYS)]
+    names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *(ARRAYS if name in STANDARD else ()))]
     return {each: column for each, column in names if columns[column] is not None}
 
 
-def _top_k(token_ids: np.ndarray, logprobs: np.ndarray, tail_logprob: np.ndarray | None = None) -> TopK:
-    return TopK(
-        token_ids=token_ids, logprobs=logprobs, tail_logprob=tail_of(logprobs) if tail_logprob is None else tail_logprob
-    )
-
-
 _ARGUMENTS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
-    ("distribution", _top_k, ("topk_ids", "topk_logprobs", "tail_logprob")),
+    ("distribution", TopK, ("topk_ids", "topk_logprobs", "tail_logprob")),
     ("distribution", Logits, ("logits",)),
     ("distribution", partial(Logits, kind="logprobs"), ("vocabulary_logprobs",)),
     ("routing", Routing, ("expert_ids", "expert_weights")),
@@ -331,15 +323,17 @@ _ARGUMENTS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
 
 
 def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.ndarray) -> dict[str, Any]:
-    values: dict[str, np.ndarray] = {}
+    values, each = dict[str, np.ndarray](), "give each token its values"
     for column, ragged in arrays.items():
         of_prompt = ARRAYS[column].alignment == PER_TOKEN
         lengths = batch.whole_lengths(rows) if of_prompt else batch.lengths(rows)
         if lengths is not None:  # without prompts, the recorder says what routing needs
             what, tokens = f"{name}_{column}", "prompt and response tokens" if of_prompt else "response tokens"
-            aligned(ragged, None, None, lengths, lambda row: batch.label(rows[row]), batch.step, what, _EACH, tokens)
+            aligned(ragged, None, None, lengths, lambda row: batch.label(rows[row]), batch.step, what, each, tokens)
         if len(ragged.values):
             values[column] = ragged.values
+    if {"topk_ids", "topk_logprobs"} <= {*values}:
+        values.setdefault("tail_logprob", tail_of(values["topk_logprobs"]))
     found: dict[str, Any] = {}
     for argument, make, columns in _ARGUMENTS:
         given = [column for column in columns if column in values]

@@ -42,10 +42,10 @@ CELLS = tuple(
 MASK = "response_mask"
 OF_RESPONSES = (MASK, "advantages")
 PER_TOKEN = (*OF_TOKENS, *OF_RESPONSES)
-"""Columns with one value per response token, of a path's pass and of a response."""
 MATCHED = ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}")
 VERSION = f"{ROLLOUT}{POLICY_VERSION}"
 """Column with the policy version of a path's pass."""
+MAPPED = (*CELLS, *PER_TOKEN, VERSION)
 
 
 @dataclass(frozen=True, slots=True)

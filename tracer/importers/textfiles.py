@@ -64,7 +64,7 @@ def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collect
         yield RowBatch(file=name, columns=values, numbers=numbers, unit=units[0], num_bytes=sum(sizes))
 
 
-def _block(objects: Iterator[_Object]) -> Iterator[_Object]:
+def _block(objects: Iterator[Any]) -> Iterator[Any]:
     num_bytes = 0
     for one in islice(objects, ROWS_AT_ONCE):
         yield one
@@ -73,8 +73,6 @@ def _block(objects: Iterator[_Object]) -> Iterator[_Object]:
             return
 
 
-_Object = tuple[int, dict[str, Any], str, int]
-"""A row's number, fields, unit and bytes of text."""
 _LINE = "each line is one object"
 _LINES = "each line is one object, or a .json file is one array of objects"
 
@@ -103,7 +101,7 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Object]:
+def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)

@@ -18,7 +18,7 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .columns import RowBatch
-from .dump_rows import added_columns, array_column, padded_columns, routed
+from .dump_rows import added_columns, list_column, padded_columns, routed
 from .fields import Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Foreign, Known, NotPlain
@@ -164,8 +164,8 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
         columns["temperature"] = [temperature] * num_rows
     columns |= added_columns(fields, num_rows, {*columns, "rollout_expert_ids"})
     if num_rows and (experts := _experts(fields, is_token.shape, where)) is not None:
-        cells = [routed(own[mask], int(mask.sum()), where) for own, mask in zip(experts, is_token, strict=True)]
-        columns["rollout_expert_ids"] = array_column(cells, where)
+        chosen = routed(experts[is_token], int(is_token.sum()), where)
+        columns["rollout_expert_ids"] = list_column(chosen, is_token.sum(axis=1))
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
 
 
