@@ -314,14 +314,13 @@ def _shown_options(options: Mapping[str, str]) -> str:
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
+    taken = dict.fromkeys((*columns, *(name for name in KNOWN if name not in OF_PASSES or KINDS[name] == VALUES)))
     for theirs, ours in given.items():
-        if OF_PASSES.get(ours) and ours not in columns and KINDS[ours] != VALUES:
-            raise cannot_map(theirs, ours, "Only a table has such a column. Write one, and import it as parquet")
         if ours == "step" and ours not in columns:
             raise cannot_map(theirs, ours, f"{format.name} names files by step")
-        if ours and ours not in columns and ours not in KNOWN:
-            names = ", ".join(dict.fromkeys((*columns, *KNOWN)))
-            raise cannot_map(theirs, ours, f"{format.name} takes {names}")
+        if ours and ours not in taken:
+            only = "Only a table has such a column. Write one, and import it as parquet"
+            raise cannot_map(theirs, ours, only if ours in KNOWN else f"{format.name} takes {', '.join(taken)}")
         if ours:
             columns[ours] = (theirs,)
     return columns

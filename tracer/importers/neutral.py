@@ -10,6 +10,7 @@ import fsspec
 import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
+from ...schemas.passes import ROLLOUT
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
@@ -233,7 +234,8 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if theirs not in there:
             raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
-            raise cannot_map(theirs, ours, f"A trace has the columns {', '.join(KNOWN)}")
+            names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
+            raise cannot_map(theirs, ours, f"Columns are {names}, or train_, current_, reference_ instead of rollout_")
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
