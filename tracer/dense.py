@@ -86,8 +86,8 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 def tail_of(logprobs_TK: np.ndarray) -> np.ndarray:
     """Return [T] log probability (nats) of all other tokens. Mass below 1e-7 may be lost (-inf)."""
-    left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
         return np.asarray(np.log(np.maximum(left_T, 0.0)).astype(np.float32))
 
 

@@ -332,8 +332,8 @@ def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.n
             aligned(ragged, None, None, lengths, lambda row: batch.label(rows[row]), batch.step, what, each, tokens)
         if len(ragged.values):
             values[column] = ragged.values
-    if {"topk_ids", "topk_logprobs"} <= {*values}:
-        values.setdefault("tail_logprob", tail_of(values["topk_logprobs"]))
+    if {"topk_ids", "topk_logprobs"} <= values.keys() and "tail_logprob" not in values:
+        values["tail_logprob"] = tail_of(values["topk_logprobs"])
     found: dict[str, Any] = {}
     for argument, make, columns in _ARGUMENTS:
         given = [column for column in columns if column in values]
