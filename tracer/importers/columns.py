@@ -73,10 +73,10 @@ class Columns:
             values = values.flatten()
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
-        cells = filled.to_numpy(zero_copy_only=False)
+        cells = filled.to_numpy(zero_copy_only=False).reshape(-1, *shape)
         if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
             cells = cells.copy()
-        return Ragged(cells.reshape(-1, *shape), lengths, valid)
+        return Ragged(cells, lengths, valid)
 
 
 def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
