@@ -28,8 +28,9 @@ from tim_trace.replay.arms import OPTIONS
 from tim_trace.schemas.checksums import SealedFile
 from tim_trace.schemas.documents import CHECKSUM, FORMAT, Manifest, WriterState
 from tim_trace.schemas.layout import FORMAT_VERSION
+from tim_trace.schemas.passes import STANDARD
 from tim_trace.schemas.sums import KINDS
-from tim_trace.schemas.tables import TABLES
+from tim_trace.schemas.tables import ARRAYS, TABLES
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.row_import import KINDS as IMPORTED
 from tim_trace.tracer.importers.row_import import OF_TOKENS, PASSES, REQUIRED, VERSIONS
@@ -87,16 +88,26 @@ NOTES = {
     ),
     **dict.fromkeys(PASSES, "becomes a pass; at least one of the four passes is required"),
     **dict.fromkeys(OF_TOKENS, "stored with `train`; if there is no `train`, with `current` or `rollout`"),
+    **{f"{STANDARD[0]}_{name}": "stored with the pass" for name in OF_TOKENS},
+    **{
+        f"{STANDARD[0]}_{name}": array.doc + (array.null and f"; if NULL, {array.null}")
+        for name, array in ARRAYS.items()
+    },
 }
+_SHOWN_TOGETHER = [[f"{other}_{name}" for other in STANDARD] for name in (*OF_TOKENS, *ARRAYS)]
 
 
 def importable():
     """Return the columns that `tim-trace import parquet` reads as a Markdown table."""
     lines = ["| column | each cell | |", "|---|---|---|"]
     for name, kind in IMPORTED.items():
+        names = next((names for names in _SHOWN_TOGETHER if name in names), [name])
+        if name != names[0]:
+            continue
         required = "required" if name in REQUIRED else ""
         notes = filter(None, (required, "" if kind.nullable else "never NULL", NOTES.get(name, "")))
-        lines.append(f"| `{name}` | {kind.wants.replace(', or each a ', ', or a ')} | {'; '.join(notes)} |")
+        shown = ", ".join(f"`{each}`" for each in names)
+        lines.append(f"| {shown} | {kind.wants.replace(', or each a ', ', or a ')} | {'; '.join(notes)} |")
     return "\n".join(lines)
 
 

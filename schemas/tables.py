@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 
 import pyarrow as pa
 
@@ -341,6 +342,25 @@ TABLES = {
         EVAL_SCORES_TABLE,
     )
 }
+
+_TOP_K, _VOCABULARY = "[response tokens, K]", "[response tokens, vocabulary]"
+PER_TOKEN = "[prompt and response tokens, layers, slots]"
+_array = partial(Column, null="")
+
+ARRAYS = {
+    column.name: column
+    for column in (
+        _array("topk_ids", pa.list_(TOKENS), "most probable tokens, in this order", alignment=_TOP_K, keyword="token_ids"),
+        _array("topk_logprobs", pa.list_(FLOATS), "their logprobs (nats)", alignment=_TOP_K, keyword="logprobs"),
+        _array("tail_logprob", FLOATS, "logprob of all others", alignment="[response tokens]", null="computed from the K"),
+        _array("logits", pa.list_(FLOATS), "logits before temperature", alignment=_VOCABULARY),
+        _array("vocabulary_logprobs", pa.list_(FLOATS), "instead of logits", alignment=_VOCABULARY, keyword="logits"),
+        _array("expert_ids", pa.list_(pa.list_(pa.list_(pa.int16()))), "selected experts; -1: none", alignment=PER_TOKEN),
+        Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factors of their outputs", alignment=PER_TOKEN),
+    )
+}  # fmt: skip
+"""A pass's values per token that are stored in dense/. `alignment` is the shape of one sequence's array, `keyword` the
+field of TopK, Logits or Routing, and `null` is empty if the others cannot do without it."""
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)

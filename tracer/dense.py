@@ -84,6 +84,13 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
         )
 
 
+def tail_of(logprobs_TK: np.ndarray) -> np.ndarray:
+    """Return [T] log probability (nats) of all other tokens. Mass below 1e-7 may be lost (-inf)."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
+        return np.asarray(np.log(np.maximum(left_T, 0.0)).astype(np.float32))
+
+
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
     typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
     row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())

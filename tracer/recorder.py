@@ -158,7 +158,8 @@ class Recorder:
         self._names = {split: SequenceNames() for split in SPLITS}
         self._metric_step: int | None = None
         self._warned: set[str] = set()
-        self._routed: dict[str, dict[str, Any]] = {}
+        self._kinds: dict[str, dict[str, Any]] = {}
+        """Shape of a token's values and dtype by array, for each Zarr group."""
 
     def __enter__(self) -> Recorder:
         return self
@@ -406,6 +407,7 @@ class Recorder:
             scores |= {"contract": contract, "iteration": iteration} | ({} if forward is None else forward.columns)
             dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
             check_num_rows(dense, int(batch.lengths(captured).sum()), what)
+            self._check_kinds(pass_name, dense, f"{what}, distribution")
             chosen_experts = dict(zip(routed, values["routing"] or [], strict=True))
             experts = self._routing(pass_name, batch, chosen, chosen_experts)
             return scores, dense, captured, experts
@@ -596,13 +598,16 @@ class Recorder:
         # Copy the arrays, since the caller may change them before they are written.
         stored = {name: bits(values) for name, values in given.items()}
         arrays = {name: (np.array(values), dtype) for name, (values, dtype) in stored.items()}
-        kind = {name: (values.shape[1:], dtype) for name, (values, dtype) in arrays.items()}
-        known = self._routed.setdefault(pass_name, kind)
-        if known != kind:
-            raise InvalidRecord(
-                f"{what}: has {kind}, but earlier batches had {known}. Shape and dtypes must not change within a pass"
-            )
+        self._check_kinds(f"{ROUTING}/{pass_name}", arrays, what)
         return arrays
+
+    def _check_kinds(self, group: str, arrays: _Arrays, what: str) -> None:
+        kinds = {name: (values.shape[1:], dtype) for name, (values, dtype) in arrays.items() if len(values)}
+        known = self._kinds.setdefault(group, kinds) if kinds else kinds
+        if known != kinds:
+            raise InvalidRecord(
+                f"{what}: has {kinds}, but earlier batches had {known}. Shape and dtypes must not change within a pass"
+            )
 
     def _append(self, table: str, batch: Batch, seq_ids: list[str], columns: dict[str, Any]) -> None:
         known = {"step": batch.step, "seq_id": seq_ids, "attempt": batch.attempt}

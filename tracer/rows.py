@@ -126,7 +126,7 @@ ALIGN = "align them, or pass this batch's own attention mask"
 
 def aligned(
     data: Any, dtype: Any, padding: Padding | None, lengths: np.ndarray, label: Label, step: int,
-    what: str, remedy: str = ALIGN,
+    what: str, remedy: str = ALIGN, of: str = "response tokens",
 ) -> Ragged:  # fmt: skip
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
@@ -138,7 +138,7 @@ def aligned(
         row, more = int(wrong[0]), "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"
         raise InvalidRecord(
             f"step {step}, {label(row)}: got {ragged.lengths[row]} values of {what} for {lengths[row]} "
-            f"response tokens{more}; {remedy}"
+            f"{of}{more}; {remedy}"
         )
     return ragged
 

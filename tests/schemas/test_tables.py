@@ -5,8 +5,8 @@ import inspect
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tim_trace.schemas.passes import LOGPROBS, STANDARD
-from tim_trace.schemas.tables import GIVEN, SAMPLING, TABLES, TOKEN_SCORES
+from tim_trace.schemas.passes import STANDARD
+from tim_trace.schemas.tables import ARRAYS, GIVEN, SAMPLING, TABLES, TOKEN_SCORES
 from tim_trace.tracer.importers.row_import import KNOWN
 from tim_trace.tracer.recorder import Recorder
 
@@ -28,9 +28,8 @@ def test_the_recorder_takes_every_column_that_it_does_not_make():
 
 
 def test_files_to_import_may_have_every_column_that_the_recorder_takes():
-    logprobs = {f"{name}{LOGPROBS}" for name in STANDARD}
-    versions = {f"{name}_policy_version" for name in STANDARD}
-    assert set(KNOWN) == {*GIVEN, *logprobs, *versions, *TOKEN_SCORES, "split"} - {"logprobs"}
+    of_passes = {f"{name}_{column}" for name in STANDARD for column in (*ARRAYS, *TOKEN_SCORES, "policy_version")}
+    assert set(KNOWN) == {*GIVEN, *of_passes, *TOKEN_SCORES, "split"} - {"logprobs"}
 
 
 def test_every_given_column_is_sealed_and_every_setting_is_one_of_them(tmp_path):

@@ -356,3 +356,34 @@ def test_names_are_as_short_as_they_can_be():
         "run": True, "TP": True,
         "config": {"scheduler_config": {"enable_chunked_prefill": True}, "model_config": {"quantization": "fp8"}},
     }  # fmt: skip
+
+
+def test_columns_of_tokens_follow_the_tokens_of_matched_responses(tmp_path):
+    """Two engines agree on one token; one also scored the prompt, whose tokens have no entropy."""
+    a = vllm_response([1, 2, 3], [7, 8], values(2), values(2))
+    a |= {"spread": [0.5, 0.25], "gap": [1.5, None], "mask": [1, 0], "gain": [0.75, 0.5]}
+    b = vllm_response([1, 2, 3], [7, 9, 5], values(3)) | {"spread": [0.125, 2.0, 3.0], "mask": [1, 1, 0]}
+    for name, response in (("tp1", a), ("tp8", b)):
+        dumps.write_lines(tmp_path / f"{name}.jsonl", [response])
+    map = {"spread": "entropy", "gap": "top2_gap", "mask": "response_mask", "gain": "advantages"}
+    import_dump("vllm", [tmp_path / "tp1.jsonl", tmp_path / "tp8.jsonl"], output=tmp_path / "run", map=map)
+    query = """SELECT "pass", response_ids, entropy, top2_gap, response_mask, advantages FROM scores
+    JOIN sequences USING (step, seq_id) ORDER BY seq_id, "pass" """
+    no = None
+    ids_a, ids_b = [2, 3, 7, 8], [2, 3, 7, 9, 5]
+    mask_a, mask_b = [False, False, True, False], [False, False, True, True, False]
+    assert connect(tmp_path / "run").execute(query).fetchall() == [
+        ("tp1", ids_a, [no, no, 0.5, 0.25], [no, no, 1.5, no], mask_a, [no, no, 0.75, 0.5]),
+        ("tp8", ids_a, [no, no, 0.125, no], no, mask_a, [no, no, 0.75, 0.5]),
+        ("tp8", ids_b, [no, no, no, 2.0, 3.0], no, mask_b, no),
+    ]
+    dumps.write_lines(tmp_path / "tp8.jsonl", [b | {"spread": [0.5]}])
+    with pytest.raises(ImportFailed, match=r"tp8.jsonl, response 1: 1 entropy for 3 tokens, expected one per token"):
+        import_dump("vllm", [tmp_path / "tp1.jsonl", tmp_path / "tp8.jsonl"], output=tmp_path / "odd", map=map)
+
+
+def test_a_pass_named_as_an_array_of_another_is_a_pass(tmp_path):
+    for name in ("a", "a_topk", "a_vocabulary"):
+        dumps.write_lines(tmp_path / f"{name}.jsonl", [vllm_response([1, 2], [7, 8], [-0.5, -0.25])])
+    paths = sorted(tmp_path.glob("*.jsonl"))
+    assert import_dump("vllm", paths, output=tmp_path / "run").passes == ("a", "a_topk", "a_vocabulary")

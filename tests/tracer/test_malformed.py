@@ -38,7 +38,7 @@ ROW = {
     "finish_reason": "stop", "min_p": 0.125, "repetition_penalty": 1.5, "max_tokens": 64, "top2_gap": [0.5, 0.25, 1.0],
     **{f"{name}_policy_version": 2 for name in ("train", "current", "reference")},
 }  # fmt: skip
-GIVEN = [name for name in KNOWN if name not in ("rewards", "advantages", "split", "rollout_policy_version")]
+GIVEN = [name for name in KNOWN if name in ROW]
 """The columns of one number, or of one a token. `advantages` is `advantage` by token, the engine's version `policy_version`."""
 
 
@@ -94,6 +94,35 @@ def read_back(folder):
             if score[name] is not None:
                 found[score["seq_id"]][name] = score[name]
     return found
+
+
+ARRAYS_OF_ROW = {
+    "train_topk_ids": [[5, 6]] * 3, "train_topk_logprobs": [[-0.5, -1.0]] * 3, "train_tail_logprob": [-2.0] * 3,
+    "rollout_logits": [[0.5, 1.5]] * 3, "current_vocabulary_logprobs": [[-0.5, -1.5]] * 3,
+    "train_expert_ids": [[[0, 1]]] * 5, "train_expert_weights": [[[0.5, 0.5]]] * 5,
+}  # fmt: skip
+
+
+def replaced(value, odd, depth):
+    """A nested list with `odd` in place of its first element at that depth."""
+    return odd if depth == 0 else [replaced(value[0], odd, depth - 1), *value[1:]]
+
+
+def test_arrays_are_refused_in_one_sentence_or_come_back(tmp_path):
+    path, refused = tmp_path / "rows.jsonl", []
+    for name, value in ARRAYS_OF_ROW.items():
+        depth = 1 + str(np.asarray(value).shape).count(", ")
+        for number, odd in enumerate(
+            [*SCALARS[:20:3], [1, "a", 3], True, "a", {}, [[]], [None] * 3, 2**40, NAN, [[1], [2], [3]]]
+        ):
+            row = ROW | ARRAYS_OF_ROW | {name: replaced(value, odd, number % (depth + 1))}
+            path.write_text(json.dumps(ROW | ARRAYS_OF_ROW | {"seq_id": "b"}) + "\n" + json.dumps(row))
+            try:
+                import_parquet(path, output=tmp_path / "run", force=True)
+            except ImportFailed as error:
+                refused.append(str(error))
+    assert len(refused) > 50
+    assert all("rows.jsonl" in sentence and "\n" not in sentence for sentence in refused)
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])

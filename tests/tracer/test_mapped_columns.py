@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+from dataclasses import fields
 
 import dumps
 import numpy as np
@@ -15,10 +16,12 @@ from shared import rest_slow
 from tim_trace import connect, import_dump
 from tim_trace.schemas.errors import ImportFailed
 from tim_trace.schemas.passes import LOGPROBS, STANDARD
-from tim_trace.schemas.tables import GIVEN
+from tim_trace.schemas.tables import ARRAYS, GIVEN, TOKEN_SCORES
+from tim_trace.tracer.dense import Logits, TopK
 from tim_trace.tracer.importers.formats import FORMATS
-from tim_trace.tracer.importers.row_import import KNOWN, NOT_COLUMNS
+from tim_trace.tracer.importers.row_import import KNOWN, NOT_COLUMNS, PASSES
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.routing import Routing
 
 OF_ONE_ROW = {
     "group_id": "g", "policy_version": 3, "reward": 0.5, "rewards": {"a": 1.0}, "advantage": 0.25, "temperature": 0.75,
@@ -32,15 +35,17 @@ def test_an_import_takes_what_the_recorder_takes():
     taken = set(inspect.signature(Recorder.add_sequences).parameters) - {"self", "split"} - NOT_OF_A_FILE
     assert taken == columns
     scores = set(inspect.signature(Recorder.add_scores).parameters) - {"self", "logprobs", "policy_version"}
-    logprobs = {f"{name}{LOGPROBS}" for name in STANDARD}
-    versions = {f"{name}_policy_version" for name in STANDARD}
-    assert set(KNOWN) == set(GIVEN) | {"advantage", "split"} | logprobs | versions | (scores - NOT_OF_A_FILE)
+    of_a_pass = {*ARRAYS, *TOKEN_SCORES, "policy_version"}
+    of_passes = {f"{name}_{column}" for name in STANDARD for column in of_a_pass}
+    assert set(KNOWN) == set(GIVEN) | {"advantage", "split"} | of_passes | (scores - NOT_OF_A_FILE)
+    in_arrays = {field.name for kind in (TopK, Logits, Routing) for field in fields(kind)} - {"kind"}
+    assert {column.keyword or name for name, column in ARRAYS.items()} == in_arrays
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 def test_every_column_of_a_table_is_mapped(tmp_path, per_token):
     batch = make_batch(4)
-    lists = {name: [[-0.5] * len(ids) for ids in batch["response_ids"]] for name in KNOWN if name.endswith(LOGPROBS)}
+    lists = {name: [[-0.5] * len(ids) for ids in batch["response_ids"]] for name in PASSES}
     table = {
         "step": [7] * 4, "seq_id": list("abcd"), "prompt_ids": batch["prompt_ids"], "response_ids": batch["response_ids"],
         "response_mask": [[True] * len(ids) for ids in batch["response_ids"]],
@@ -169,11 +174,14 @@ def test_every_column_of_a_row_is_mapped_in_every_dump(tmp_path, format, monkeyp
 @pytest.mark.parametrize("format", rest_slow([*dumps.WRITERS, "open-instruct"], 4))
 def test_every_column_of_tokens_is_aligned_as_the_dump_aligns_its_own(tmp_path, format, monkeypatch):
     (field, *_) = FORMATS[format].columns["rollout_logprobs"]
-    copies = {"their_current": "current_logprobs", "their_gap": "top2_gap"}
+    copies = {"their_current": "current_logprobs", "their_gap": "top2_gap", "their_entropy": "rollout_entropy"}
     write_with(format, tmp_path / "dump", lambda record: {name: record[field] for name in copies}, monkeypatch)
     import_dump(format, tmp_path / "dump", output=tmp_path / "run", map=copies)
     query = 'SELECT seq_id, logprobs FROM scores WHERE "pass" = ? ORDER BY seq_id'
     scores = {name: connect(tmp_path / "run").execute(query, [name]).fetchall() for name in ("rollout", "current")}
+    entropies = connect(tmp_path / "run").execute(query.replace("logprobs", "entropy"), ["rollout"]).fetchall()
+    assert len(entropies) == len(scores["rollout"])
+    assert entropies[-1][1][-1] == scores["rollout"][-1][1][-1]
     assert scores["rollout"] == scores["current"] != []
     owner = "current" if format == "open-instruct" else "train"
     query = f"SELECT seq_id, top2_gap FROM scores WHERE \"pass\" = '{owner}' ORDER BY seq_id"
@@ -216,7 +224,7 @@ def test_a_mapped_field_of_a_batch_needs_a_value_per_row(tmp_path, monkeypatch):
             import_dump("verl", tmp_path / "dump", output=tmp_path / "run", map={name: "top_p"})
 
 
-@pytest.mark.parametrize("column", ["group_id", "top2_gap"])
+@pytest.mark.parametrize("column", ["group_id", "train_logprobs", "rollout_entropy"])
 def test_a_column_that_matched_sequences_cannot_have_is_refused(tmp_path, column):
     dumps.write_megatron(tmp_path / "dump", dumps.make_steps(1))
     with pytest.raises(

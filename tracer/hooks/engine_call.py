@@ -12,7 +12,7 @@ import numpy as np
 from ...schemas.capture import Capture
 from ...schemas.passes import ROLLOUT
 from ...schemas.tables import SAMPLING
-from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
+from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK, tail_of
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30  # exceeds any vocabulary; vLLM's own value for "no limit", -1, disables other features
@@ -74,10 +74,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
         return {LOGPROBS: logprobs_TV}
     k = capture.k or 1
     ids_TK, logprobs_TK = ids_TK[:, :k], logprobs_TK[:, :k]
-    left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
-    with np.errstate(divide="ignore"):
-        tail_T = np.log(np.maximum(left_T, 0.0)).astype(np.float32)
-    return {TOKEN_IDS: ids_TK, LOGPROBS: logprobs_TK, TAIL: tail_T}
+    return {TOKEN_IDS: ids_TK, LOGPROBS: logprobs_TK, TAIL: tail_of(logprobs_TK)}
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:

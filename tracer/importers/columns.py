@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,9 @@ from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, pla
 class Columns:
     """Imported rows by trace column. Missing columns are None."""
 
-    def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
+    def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int):
         self._arrays = arrays
         self.num_rows = num_rows
-        self.routing = routing or [None] * num_rows
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
@@ -33,17 +33,19 @@ class Columns:
         for theirs, values in rows.columns.items():
             ours = names[theirs]
             arrays[ours] = _read(rows, values, theirs, ours, kinds[ours])
-        return cls(arrays, len(rows.numbers), rows.routing)
+            if (element := kinds[ours].element) and element.element:
+                arrays[ours] = _rectangular(rows, arrays[ours], theirs)
+        return cls(arrays, len(rows.numbers))
 
     def __getitem__(self, name: str) -> pa.Array | None:
         return self._arrays.get(name)
 
-    def take(self, rows: np.ndarray) -> Columns:
+    def take(self, rows: np.ndarray, *names: str) -> Columns:
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
-        arrays = {name: array.take(places) for name, array in self._arrays.items()}
-        return Columns(arrays, len(rows), [self.routing[row] for row in rows])
+        arrays = {name: array.take(places) for name, array in self._arrays.items() if not names or name in names}
+        return Columns(arrays, len(rows))
 
     def has(self, name: str) -> np.ndarray:
         array = self[name]
@@ -60,18 +62,45 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column, or None if it is missing or all NULL. NULL lists become empty."""
+        """Return a list column [N, ...], or None if it is missing or all NULL. NULL lists become empty."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        values = array.flatten()
+        values, shape = array.flatten(), list[int]()
+        while pa.types.is_fixed_size_list(values.type):
+            shape.append(values.type.list_size)
+            values = values.flatten()
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
-        cells = filled.to_numpy(zero_copy_only=False)
+        cells = filled.to_numpy(zero_copy_only=False).reshape(-1, *shape)
         if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
             cells = cells.copy()
         return Ragged(cells, lengths, valid)
+
+
+def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
+    """Convert the lists of all tokens to fixed-size lists. Raises ImportFailed if their lengths differ."""
+    lengths_B = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    ends, values, sizes = np.cumsum(lengths_B), array.flatten(), list[int]()
+    while pa.types.is_list(values.type):
+        lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+        first = int(lengths[0]) if len(lengths) else 0
+        odd = np.flatnonzero((lengths != first) | (lengths == 0))
+        if len(odd):
+            token = int(odd[0]) // math.prod(sizes)
+            row = int(np.searchsorted(ends, token, side="right"))
+            raise ImportFailed(
+                f"{rows.file}: column {name!r} has a list of {lengths[odd[0]]} at {rows.place(row)}, token "
+                f"{token - int(ends[row] - lengths_B[row])}, and one of {first} at the first token. Give each token "
+                "the same number of values, at least one"
+            )
+        sizes += [first] if first else []
+        values = values.flatten()
+    for size in reversed(sizes):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
+    offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, values, mask=array.is_null() if array.null_count else None)
 
 
 def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: str, kind: Kind) -> pa.Array:
@@ -88,7 +117,9 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
     try:
         array = pa.array(values)
-        element = array.type.value_type if pa.types.is_list(array.type) else array.type
+        element = array.type
+        while pa.types.is_list(element):
+            element = element.value_type
         if not pa.types.is_floating(element) or not _has_flags(values):
             return array
     except (pa.ArrowException, OverflowError):
@@ -99,9 +130,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
 def _has_flags(values: Sequence[Any]) -> bool:
     """Return True if any value is a boolean, which Arrow would silently convert to 1.0 or 0.0."""
     kinds = set(map(type, values))
-    return bool in kinds or (
-        list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
-    )
+    return bool in kinds or (list in kinds and any(_has_flags(value) for value in values if type(value) is list))
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
@@ -167,6 +196,8 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
 
 
 ROWS_AT_ONCE = 512
+VALUES_AT_ONCE = 2 << 20
+"""Numbers in a block of rows, unless a single row has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +208,6 @@ class RowBatch:
     numbers: Sequence[int]
     unit: str = "row"
     """What messages call a row: row, line, sample, ..."""
-    routing: Sequence[np.ndarray | None] = ()
-    """Router choices per row: [prompt and response tokens, layers, slots] int16 or None. Empty if no row has any."""
     num_bytes: int = 0
 
     def place(self, row: int) -> str:

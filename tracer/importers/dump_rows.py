@@ -30,7 +30,7 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """None means that a value was not recorded. `routing` goes to RowBatch.routing, not to a column."""
+        """None means that a value was not recorded."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
@@ -38,28 +38,26 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
+        names = dict.fromkeys(name for row in self._rows for name in row)
         columns: dict[str, Any] = {}
         for name in names:
             cells = [row.get(name) for row in self._rows]
             if name == "advantage":
                 cells = _advantages(cells, [row.get("response_mask") for row in self._rows])
             if any(cell is not None for cell in cells) or name == "prompt_ids":
-                columns[name] = _column(cells)
-        routing = [row.get("routing") for row in self._rows]
-        return RowBatch(
-            file=self._file, columns=columns, numbers=self._numbers, unit=self._unit,
-            routing=routing if any(each is not None for each in routing) else (),
-        )  # fmt: skip
+                columns[name] = _column(cells, self._file)
+        return RowBatch(file=self._file, columns=columns, numbers=self._numbers, unit=self._unit)
 
 
-def _column(cells: list[Any]) -> Any:
+def _column(cells: list[Any], where: str) -> Any:
     if not any(isinstance(cell, (np.ndarray, Values)) for cell in cells):
         return cells
     lengths = np.array([0 if cell is None else len(cell) for cell in cells], np.int64)
     all_known = np.ones(lengths.max(), bool)
     parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
     filled = [part for part in parts if part is not None and len(part)]
+    if any(part.values.shape[1:] != filled[0].values.shape[1:] for part in filled):
+        raise ImportFailed(f"{where}: router choices differ in their number of layers or slots")
     values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
     known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
     missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None
@@ -72,7 +70,9 @@ def list_column(
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths_B)]).astype(np.int32))
     if values_N.dtype.kind == "f" and values_N.dtype != np.float32:
         values_N = values_N.astype(np.float64)
-    flat = pa.array(values_N, mask=None if known_N is None or known_N.all() else ~known_N)
+    flat = pa.array(values_N.reshape(-1), mask=None if known_N is None or known_N.all() else ~known_N)
+    for size in reversed(values_N.shape[1:]):
+        flat = pa.FixedSizeListArray.from_arrays(flat, size)
     return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
 
 

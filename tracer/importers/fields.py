@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from ...schemas import tables
 from ...schemas.errors import ImportFailed
-from ...schemas.passes import LOGPROBS
 from .arrays import HELD
 from .pickles import Budget, Foreign
 
@@ -230,7 +229,7 @@ def _reader(column: str) -> Callable[[Fields, str], Any] | None:
         return Fields.integer
     if column == "split":
         return Fields.text
-    return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None
+    return Fields.values if column.endswith(tables.TOKEN_SCORES) else None
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:

@@ -15,12 +15,12 @@ from ..store import Store, too_large
 from .columns import RowBatch, Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
-from .kinds import Kind
+from .kinds import VALUES, Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
 from .outputs import curves_in, how_to_dump
-from .row_import import KINDS, KNOWN, Imported, RowImport, cannot_map, open_import
-from .shared_rows import CELLS, MATCHED, PROMPT_LOGPROBS, TOKENS, VERSION, SharedRows, named_settings, pass_names
+from .row_import import KINDS, KNOWN, OF_PASSES, Imported, RowImport, cannot_map, open_import
+from .shared_rows import MAPPED, MATCHED, PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -109,13 +109,13 @@ def import_dump(
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
     other = next(
-        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*CELLS, *MATCHED, VERSION)),
+        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*MAPPED, *MATCHED)),
         None,
     )
     if named and other is not None:
         raise ImportFailed(
             f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Map fields to "
-            f"{', '.join((*CELLS, VERSION))}",
+            f"{', '.join(MAPPED)}",
             option="map",
         )
     if named and before is not None and parts:
@@ -216,7 +216,11 @@ def _add_parts(
     return seen
 
 
-def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = KINDS) -> None:
+_KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=VALUES.type, convert=lambda array: array)}
+"""Dumps are read with their own checks of router choices (see `routed`)."""
+
+
+def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = _KINDS) -> None:
     batch.columns.pop(PROMPT_LOGPROBS, None)
     names = {name: name for name in batch.columns}
     rows.add_rows(batch, names, {name: name.removesuffix(LOGPROBS) for name in names if name.endswith(LOGPROBS)}, kinds)
@@ -310,12 +314,13 @@ def _shown_options(options: Mapping[str, str]) -> str:
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
+    taken = dict.fromkeys((*columns, *(name for name in KNOWN if name not in OF_PASSES or KINDS[name] == VALUES)))
     for theirs, ours in given.items():
         if ours == "step" and ours not in columns:
             raise cannot_map(theirs, ours, f"{format.name} names files by step")
-        if ours and ours not in columns and ours not in KNOWN:
-            names = ", ".join(dict.fromkeys((*columns, *KNOWN)))
-            raise cannot_map(theirs, ours, f"{format.name} takes {names}")
+        if ours and ours not in taken:
+            only = "Only a table has such a column. Write one, and import it as parquet"
+            raise cannot_map(theirs, ours, only if ours in KNOWN else f"{format.name} takes {', '.join(taken)}")
         if ours:
             columns[ours] = (theirs,)
     return columns

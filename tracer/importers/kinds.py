@@ -168,12 +168,14 @@ SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
 """Accepts True and False as 1 and 0, because a reward is often a pass/fail check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
-VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
+VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values)
+VALUES = list_of(VALUE, "a list of numbers")
 FLAGS = list_of(
     required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0s and 1s, or of booleans"
 )
+TOKEN = integer("a token id", pa.int32(), 0, INT32_MAX)
 TOKENS = list_of(
-    required(integer("a token id", pa.int32(), 0, INT32_MAX)),
+    required(TOKEN),
     f"a list of token ids (0 to {INT32_MAX})",
 )
 STEP = required(integer("a non-negative integer", pa.int64(), 0, INT64_MAX))
@@ -195,6 +197,16 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
 
 REWARDS = Kind(wants="a record with one number per reward function", type=tables.REWARDS, convert=_convert_rewards)
 
+
+def array_kind(type: pa.DataType, shape: str) -> Kind:
+    """Return the kind of nested lists without NULL (see tables.ARRAYS)."""
+    if type in _CELLS:
+        return replace(_CELLS[type], wants=f"{_CELLS[type].wants.partition(' ')[2]}s {shape}, without NULL")
+    inner = array_kind(type.value_type, shape)
+    return list_of(required(inner), inner.wants)
+
+
+_CELLS = {pa.int16(): integer("an expert id", pa.int16(), -1, 2**15 - 1), pa.int32(): TOKEN, pa.float32(): VALUE}
 _OF_TYPE = {
     pa.float64(): NUMBER,
     pa.int32(): COUNT,

@@ -36,7 +36,7 @@ COLUMNS = {
     "top_p": ("top_p",),
     "max_tokens": ("max_tokens",),
     "finish_reason": ("finish_reason",),
-    "experts": ("routed_experts",),
+    "rollout_expert_ids": ("routed_experts",),
 }
 
 
@@ -72,7 +72,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
-    positions, experts = fields.ids("positions"), fields.array("experts", 3)
+    positions, experts = fields.ids("positions"), fields.array("rollout_expert_ids", 3)
     per_token = (*_PER_TOKEN, *fields.added_per_token)
     found = {name: fields.values(name) for name in (*per_token, "reward", "temperature")}
     lengths = {"loss_mask": mask, "position_ids": positions, "routed_experts": experts, **found}
@@ -86,7 +86,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
         row = masked_row(tokens, mask, {name: found[name] for name in per_token}, start, end)
         row |= {name: _last(found[name], mask, start, end) for name in ("reward", "temperature")}
         if experts is not None:
-            row["routing"] = routed(experts[start:end], end - start, fields.where)
+            row["rollout_expert_ids"] = routed(experts[start:end], end - start, fields.where)
         yield row
 
 

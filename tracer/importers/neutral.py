@@ -10,12 +10,14 @@ import fsspec
 import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
+from ...schemas.passes import ROLLOUT
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
 from .columns import (
     METRIC_KINDS,
     ROWS_AT_ONCE,
+    VALUES_AT_ONCE,
     Columns,
     RowBatch,
     Selection,
@@ -25,7 +27,7 @@ from .columns import (
     shown_name,
 )
 from .metrics import SCALARS
-from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, cannot_map, open_import
+from .row_import import KINDS, KNOWN, OF_PASSES, PASSES, REQUIRED, Imported, cannot_map, open_import
 from .textfiles import json_names, json_rows
 
 
@@ -43,8 +45,9 @@ def import_parquet(
 
     `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
     sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
-    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap`, a policy
-    version per pass (`train_policy_version`) and all other Recorder.add_sequences arguments. `advantage` is a number or
+    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap`, a pass's own
+    (`train_entropy`), its policy version, distributions and router choices (`train_topk_ids`, nested lists), and all
+    other Recorder.add_sequences arguments. `advantage` is a number or
     a list, `rewards` a record of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`), it is read too. `map`
     maps the files' column names to the trace's. A column mapped to "" is skipped. `steps` (3:80, -10:) selects steps.
     `sample` selects a share of the sequences by hashing their names.
@@ -62,7 +65,8 @@ def import_parquet(
     _check_columns(names, files, source.url)
     selection = Selection(steps=_chosen(source, names, steps), sample=check_sample(sample))
     there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
-    passes = {column: name for column, name in PASSES.items() if column in there.values()}
+    scored = {OF_PASSES.get(ours) for ours in there.values()}
+    passes = {column: name for column, name in PASSES.items() if name in scored}
     wanted = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
     with open_import(output, "parquet", source.url, selection, ordered=False, grows=False, force=force) as rows:
         with progress("importing", sum(source.size(name) for name in source.files)) as advance:
@@ -142,9 +146,10 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
-            parquet = pq.ParquetFile(file)
+            # pre_buffer would keep the whole file in memory, and a read without buffer_size a whole column of a row group.
+            parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
             present = [column for column in parquet.schema_arrow.names if column in columns]
-            for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
+            for batch in parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, present), columns=present):
                 yield RowBatch(
                     file=name,
                     columns={column: batch.column(batch.schema.get_field_index(column)) for column in present},
@@ -152,6 +157,15 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
                     num_bytes=size * batch.num_rows // max(parquet.metadata.num_rows, 1),
                 )
                 first += batch.num_rows
+
+
+def _rows_at_once(metadata: pq.FileMetaData, columns: Sequence[str]) -> int:
+    most = 1
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = map(group.column, range(group.num_columns))
+        values = sum(each.num_values for each in chunks if each.path_in_schema.partition(".")[0] in columns)
+        most = max(most, values // max(group.num_rows, 1))
+    return min(ROWS_AT_ONCE, VALUES_AT_ONCE // most) or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +234,8 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if theirs not in there:
             raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
-            raise cannot_map(theirs, ours, f"A trace has the columns {', '.join(KNOWN)}")
+            names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
+            raise cannot_map(theirs, ours, f"Columns are {names}, or train_, current_, reference_ instead of rollout_")
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:

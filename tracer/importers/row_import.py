@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,24 @@ from ...schemas.documents import Manifest, now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.layout import METRICS, TRAIN_SPLIT
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
-from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
+from ...schemas.tables import ARRAYS, GIVEN, PER_TOKEN, TOKEN_SCORES, Column
 from ..batch import Batch
 from ..create import grown_trace, whole_trace
+from ..dense import Logits, TopK, tail_of
 from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
 from ..rows import aligned
 from ..writer import TraceWriter
 from .columns import Columns, RowBatch, Selection, read_metrics
-from .kinds import SCORE, TEXT, VALUES, VERSION, Kind, either, kind_of
+from .kinds import SCORE, TEXT, VALUES, VERSION, Kind, array_kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs. They are stored with the first available pass: `train`, `current` or `rollout`."""
+"""Score columns other than logprobs. Without a pass's name, they belong to the first of `train`, `current`, `rollout`."""
+OF_PASSES = {f"{name}_{column}": name for name in STANDARD for column in ("logprobs", *OF_TOKENS, *ARRAYS)}
+"""Pass of each column that belongs to one."""
 
 POLICY_VERSION, SPLIT = "_policy_version", "split"
 VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
@@ -47,17 +51,19 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
     SPLIT: TEXT,
     **dict.fromkeys(VERSIONS, VERSION),
+    **dict.fromkeys((name for name in OF_PASSES if name not in PASSES), VALUES),
+    **{f"{name}_{column}": array_kind(of.type, of.alignment) for name in STANDARD for column, of in ARRAYS.items()},
 }
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
+_OPTIONAL = {name for name, column in ARRAYS.items() if column.null}
 _PADDING = "A row of a file has no padding. Leave the padding out of its lists"
-_ONE_NUMBER = "An import reads one number per token. Record distributions with Recorder.add_scores"
 NOT_COLUMNS = {
-    "routing": "Router choices are read as `experts` from slime, miles, verl and prime-rl. Record others with "
-    "Recorder.add_scores",
-    "distribution": _ONE_NUMBER,
-    "captured_rows": _ONE_NUMBER,
+    "routing": "Map its arrays, e.g. to rollout_expert_ids and rollout_expert_weights",
+    "distribution": "Map its arrays, e.g. to rollout_topk_ids and rollout_topk_logprobs, or to rollout_logits",
+    "captured_rows": "Write NULL for each sequence without a distribution",
+    "hidden": "A file has no contract, which says how hidden states become logits. Record them with Recorder.add_scores",
     "forward": "Files do not say which rows shared a forward pass. Record that with Recorder.add_scores",
     "scored_mask": "Write NULL in a pass's list for each token without a logprob",
     **dict.fromkeys(("attention_mask", "prompt_attention_mask", "response_attention_mask"), _PADDING),
@@ -144,7 +150,7 @@ class RowImport:
         self._where = rows.file
         self._writer.check(rows.file)
         others = {ours: VERSION if ours.endswith(POLICY_VERSION) else VALUES for ours in names.values()}
-        columns = Columns.of(rows, names, {**others, **kinds})
+        columns = Columns.of(rows, names, {**others, **kinds, **dict.fromkeys(passes, VALUES)})
         lacking = next((name for name in REQUIRED if columns[name] is None), None)
         if lacking:
             raise ImportFailed(
@@ -221,16 +227,15 @@ class RowImport:
                     self._add(name, scores, verdict)
         if owner is None:
             self._unowned = tuple(name for name in OF_TOKENS if name in self._unowned or columns[name] is not None)
-        else:
-            column = next(column for column, name in named.items() if name == owner)
-            has_some = np.logical_or.reduce([columns.has(name) for name in OF_TOKENS])
-            lone = np.flatnonzero(has_some & ~columns.has(column))
+        for column, name in named.items():
+            has = [columns.has(field) for field in _fields(columns, name, name == owner).values()]
+            lone = np.flatnonzero(np.any(has, axis=0) & ~columns.has(column))
             if len(lone):
-                self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
+                self._record(name, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), name == owner))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
         rows = np.flatnonzero(columns.has(column))
-        part = columns.take(rows)
+        part = columns.take(rows, column, "response_mask")
         given = part.ragged(column)
         what, remedy = f"logprobs of pass {name!r}", "a pass needs one logprob, or NULL, for each response token"
         logprobs = aligned(
@@ -257,20 +262,18 @@ class RowImport:
     def _record(self, name: str, scores: _Scores) -> None:
         if scores.logprobs.num_known:
             self.scored.add(name)
-        chosen = [scores.columns.routing[row] if name == ROLLOUT else None for row in scores.rows]
-        has_routing = np.array([each is not None for each in chosen], bool)
-        has = [scores.columns.has(column)[scores.rows] & scores.is_owner for column in OF_TOKENS]
-        for some in _groups(has_routing, *has):
+        fields = _fields(scores.columns, name, scores.is_owner)
+        has = [scores.columns.has(field)[scores.rows] for field in fields.values()]
+        for some in _groups(np.zeros(len(scores.rows), bool), *has):
             rows = scores.rows[some]
-            owned = [column for column in OF_TOKENS if scores.is_owner and scores.columns[column] is not None]
-            own = scores.columns.take(rows) if owned else scores.columns
-            experts = [each for place in some if (each := chosen[place]) is not None]
-            given: dict[str, Any] = {column: own.ragged(column) for column in owned}
+            own = scores.columns.take(rows, *fields.values()) if fields else scores.columns
+            there = [field for field, known in zip(fields.items(), has, strict=True) if known[some[0]]]
+            values = {each: ragged for each, field in there if (ragged := own.ragged(field)) is not None}
+            given: dict[str, Any] = {each: values.pop(each) for each in OF_TOKENS if each in values}
             given |= {"rows": rows, "logprobs": scores.logprobs.take(some)}
             if (versions := scores.columns.list(f"{name}{POLICY_VERSION}")) is not None:
                 given["policy_version"] = [versions[row] for row in rows]
-            routing = Routing(expert_ids=np.concatenate(experts)) if experts else None
-            self._recorder.add_scores(name, scores.batch, routing=routing, **given)
+            self._recorder.add_scores(name, scores.batch, **given, **_arguments(name, values, scores.batch, rows))
 
 
 @contextmanager
@@ -300,7 +303,48 @@ class _Scores:
     """[R] indices into the batch."""
     logprobs: Ragged
     is_owner: bool
-    """True if this pass also stores the score columns in OF_TOKENS."""
+    """True if this pass also stores the score columns in OF_TOKENS that name no pass."""
+
+
+def _fields(columns: Columns, name: str, is_owner: bool) -> dict[str, str]:
+    """Return the column that holds each of a pass's scores (other than logprobs) and arrays."""
+    names = [(each, each) for each in OF_TOKENS if is_owner]
+    names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *(ARRAYS if name in STANDARD else ()))]
+    return {each: column for each, column in names if columns[column] is not None}
+
+
+_ARGUMENTS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
+    ("distribution", TopK, ("topk_ids", "topk_logprobs", "tail_logprob")),
+    ("distribution", Logits, ("logits",)),
+    ("distribution", partial(Logits, kind="logprobs"), ("vocabulary_logprobs",)),
+    ("routing", Routing, ("expert_ids", "expert_weights")),
+)
+"""Argument of Recorder.add_scores that some of ARRAYS become, and its class."""
+
+
+def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.ndarray) -> dict[str, Any]:
+    values, each = dict[str, np.ndarray](), "give each token its values"
+    for column, ragged in arrays.items():
+        of_prompt = ARRAYS[column].alignment == PER_TOKEN
+        lengths = batch.whole_lengths(rows) if of_prompt else batch.lengths(rows)
+        if lengths is not None:  # without prompts, the recorder says what routing needs
+            what, tokens = f"{name}_{column}", "prompt and response tokens" if of_prompt else "response tokens"
+            aligned(ragged, None, None, lengths, lambda row: batch.label(rows[row]), batch.step, what, each, tokens)
+        if len(ragged.values):
+            values[column] = ragged.values
+    if {"topk_ids", "topk_logprobs"} <= values.keys() and "tail_logprob" not in values:
+        values["tail_logprob"] = tail_of(values["topk_logprobs"])
+    found: dict[str, Any] = {}
+    for argument, make, columns in _ARGUMENTS:
+        given = [column for column in columns if column in values]
+        if given and (not {*columns[:2]} - _OPTIONAL <= {*given} or argument in found):
+            raise InvalidRecord(
+                f"step {batch.step}, {batch.label(rows[0])}: the {argument} of pass {name!r} has {', '.join(given)}. "
+                f"Map {' and '.join(columns[:2])}, and only one kind of distribution"
+            )
+        if given:
+            found[argument] = make(**{ARRAYS[column].keyword or column: values[column] for column in given})
+    return found | ({"captured_rows": rows} if "distribution" in found else {})
 
 
 def _given(columns: Columns, column: Column) -> Any:

@@ -25,7 +25,7 @@ from .columns import ROWS_AT_ONCE, Columns, RowBatch
 from .dump_rows import DumpRows
 from .fields import Values
 from .kinds import INT32_MAX, TEXT, VALUES, integer, list_of, required
-from .row_import import KINDS, POLICY_VERSION
+from .row_import import KINDS, OF_TOKENS, POLICY_VERSION
 
 PROMPT_LOGPROBS = "prompt_logprobs"
 """Column with the engine's logprobs of the prompt tokens. The first has none."""
@@ -39,16 +39,21 @@ CELLS = tuple(
     name for name, column in GIVEN.items() if not pa.types.is_list(column.type) and name not in ("seq_id", "group_id")
 )
 """Columns with one value per row, which a response keeps. seq_id and group_id are those of the matched sequences."""
+MASK = "response_mask"
+OF_RESPONSES = (MASK, "advantages")
+PER_TOKEN = (*OF_TOKENS, *OF_RESPONSES)
 MATCHED = ("prompt_ids", "response_ids", f"{ROLLOUT}{LOGPROBS}")
 VERSION = f"{ROLLOUT}{POLICY_VERSION}"
 """Column with the policy version of a path's pass."""
+MAPPED = (*CELLS, *PER_TOKEN, VERSION)
 
 
 @dataclass(frozen=True, slots=True)
 class _Response:
     pass_name: str
     ids: np.ndarray
-    logprobs: Values
+    tokens: Mapping[str, Values]
+    """Logprobs and other columns of PER_TOKEN."""
     prompt_logprobs: Values | None
     cells: Mapping[str, Any]
     version: int | None
@@ -83,6 +88,7 @@ class SharedRows:
         texts = rows.list(PROMPT) or [None] * rows.num_rows
         versions = rows.list(VERSION) or [None] * rows.num_rows
         cells = {name: values for name in CELLS if (values := rows.list(name)) is not None}
+        of_tokens = {name: _lists(rows, name) for name in PER_TOKEN} | {"logprobs": logprobs}
         for row, (prompt, ids, scored) in enumerate(zip(prompts, responses, logprobs, strict=True)):
             where = f"{batch.file}, {batch.place(row)}"
             if prompt is None and texts[row] is None:
@@ -91,13 +97,15 @@ class SharedRows:
                 )
             if ids is None or scored is None:
                 continue
-            if len(scored) != len(ids):
-                raise ImportFailed(f"{where}: {len(scored)} logprobs for {len(ids)} tokens, expected one per token")
+            tokens = {name: found for name, column in of_tokens.items() if (found := column[row]) is not None}
+            for name, found in tokens.items():
+                if len(found) != len(ids):
+                    raise ImportFailed(f"{where}: {len(found)} {name} for {len(ids)} tokens, expected one per token")
             own = {name: column[row] for name, column in cells.items()}
             if own.get("rewards") is not None:
                 own["rewards"] = dict(own["rewards"])  # Arrow returns maps as pairs
             given = before[row] if prompt is not None and len(before[row] or ()) == len(prompt) else None
-            self._add(texts[row], prompt, _Response(pass_name, ids.values, scored, given, own, versions[row]))
+            self._add(texts[row], prompt, _Response(pass_name, ids.values, tokens, given, own, versions[row]))
 
     def _add(self, text: str | None, prompt: Values | None, found: _Response) -> None:
         key = (found.cells.get("step"), text if prompt is None else prompt.values.tobytes())
@@ -160,19 +168,29 @@ def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator
         for row in range(place + 1):
             until = _num_common(ids[row], ids[place])
             for found in same if until > done else ():
-                values, known = np.zeros((2, len(ids[row])))
-                scored, own = found.prompt_logprobs, found.logprobs
-                whole = np.concatenate([np.zeros(len(before)) if scored is None else scored.values[1:], own.values])
-                there = np.concatenate([np.zeros(len(before), bool) if scored is None else scored.known[1:], own.known])
-                values[done:until], known[done:until] = whole[done:until], there[done:until]
-                columns[row][f"{found.pass_name}{LOGPROBS}"] = Values(values, known.astype(bool))
+                for name in found.tokens.keys() - {*OF_RESPONSES}:
+                    values, known = np.zeros((2, len(ids[row])))
+                    prompted = found.prompt_logprobs if name == "logprobs" else None
+                    whole = _whole(prompted, found.tokens[name], len(before))
+                    values[done:until], known[done:until] = whole.values[done:until], whole.known[done:until]
+                    columns[row][f"{found.pass_name}_{name}"] = Values(values, known.astype(bool))
                 if found.version is not None:
                     columns[row][f"{found.pass_name}{POLICY_VERSION}"] = found.version
             done = max(done, until)
     for place, same in enumerate(ordered):
         if not columns[place]:  # the beginning of a longer response, whose row has its values
             continue
-        yield {**same[0].cells, "prompt_ids": prompt, "response_ids": ids[place], **columns[place]}
+        cells: dict[str, Any] = {
+            name: _whole(None, same[0].tokens[name], len(before)) for name in OF_RESPONSES if name in same[0].tokens
+        }
+        if MASK in cells:  # tokens of the prompt are not part of the loss
+            cells[MASK] = cells[MASK].values.astype(bool)
+        yield {**same[0].cells, **cells, "prompt_ids": prompt, "response_ids": ids[place], **columns[place]}
+
+
+def _whole(prompted: Values | None, own: Values, num_before: int) -> Values:
+    prompted = prompted or Values(np.zeros(num_before + 1), np.zeros(num_before + 1, bool))
+    return Values(*(np.concatenate([a[1:], b]) for a, b in zip(prompted, own, strict=True)))
 
 
 def _num_common(a: np.ndarray, b: np.ndarray) -> int:

@@ -33,7 +33,7 @@ COLUMNS = {
     "policy_version": ("weight_versions",),
     "finish_reason": ("status",),
     "is_removed": ("remove_sample",),
-    "experts": ("rollout_routed_experts",),
+    "rollout_expert_ids": ("rollout_routed_experts",),
 }
 """Fields that may hold each column, or a value from which columns are computed."""
 
@@ -77,7 +77,7 @@ def values_of(fields: Fields) -> dict[str, Values]:
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
     """Return router choices [S, L, slots]. The last token had no forward pass and is missing from the file."""
-    found = fields.array("experts", 3)
+    found = fields.array("rollout_expert_ids", 3)
     if found is None:
         return None
     if len(found) != num_tokens - 1:
@@ -158,7 +158,7 @@ def add_rollout(
     fields = named_fields(reading, samples_of(record, where), where, budget)
     for name, each in fields:
         cells = sample_cells(each, samples.step) | values_of(each)
-        cells["routing"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
+        cells["rollout_expert_ids"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
         samples.add(name, cells)
     return [name for name, _ in fields]
 

@@ -15,6 +15,8 @@ from ..store import first_line, too_large
 from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
+_BLOCK_BYTES = 8 << 20
+"""Text that is parsed at once, unless a single line is longer."""
 MAX_LINE = 256 << 20
 """Maximum line length (bytes). Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
@@ -55,11 +57,20 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
     objects = _json_objects(filesystem, name)
-    while part := list(islice(objects, ROWS_AT_ONCE)):
+    while part := list(_block(objects)):
         numbers, rows, units, sizes = zip(*part, strict=True)
         present = [column for column in columns if any(column in row for row in rows)]
         values = {column: [row.get(column) for row in rows] for column in present}
         yield RowBatch(file=name, columns=values, numbers=numbers, unit=units[0], num_bytes=sum(sizes))
+
+
+def _block(objects: Iterator[Any]) -> Iterator[Any]:
+    num_bytes = 0
+    for one in islice(objects, ROWS_AT_ONCE):
+        yield one
+        num_bytes += one[-1]
+        if num_bytes >= _BLOCK_BYTES:
+            return
 
 
 _LINE = "each line is one object"

@@ -18,7 +18,7 @@ from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .columns import RowBatch
-from .dump_rows import added_columns, padded_columns, routed
+from .dump_rows import added_columns, list_column, padded_columns, routed
 from .fields import Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Foreign, Known, NotPlain
@@ -45,7 +45,7 @@ COLUMNS = {
     "group_id": ("uid",),
     "temperature": ("temperature",),
     "step": ("global_steps", "step"),
-    "experts": ("routed_experts",),
+    "rollout_expert_ids": ("routed_experts",),
 }
 _PER_TOKEN = (
     "response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage",
@@ -162,12 +162,11 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
         columns["reward"] = pa.array(rewards)
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
-    columns |= added_columns(fields, num_rows, columns)
-    experts = _experts(fields, is_token.shape, where)
-    routing = []
-    if experts is not None:
-        routing = [routed(own[mask], int(mask.sum()), where) for own, mask in zip(experts, is_token, strict=True)]
-    return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1), routing=routing)
+    columns |= added_columns(fields, num_rows, {*columns, "rollout_expert_ids"})
+    if num_rows and (experts := _experts(fields, is_token.shape, where)) is not None:
+        chosen = routed(experts[is_token], int(is_token.sum()), where)
+        columns["rollout_expert_ids"] = list_column(chosen, is_token.sum(axis=1))
+    return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
 
 
 def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
@@ -187,7 +186,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
     """[B, P + T, L, S]. None if the trainer's choices replaced the engine's (verl's router replay mode R2)."""
-    found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
+    found = _array(fields, "rollout_expert_ids", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
             f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask has {list(shape)}. Leave it "
