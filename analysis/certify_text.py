@@ -15,9 +15,9 @@ def verdict_sentence(found: Certificate) -> str:
     )
     bounds = f"batches of up to {counted(found.max_batch, 'sequence')}, {found.max_length} + {found.max_length} tokens"
     what = {
-        CERTIFIED: "CERTIFIED: all bits are equal in every batch tried",
-        COUNTEREXAMPLE: "NOT THE SAME BITS: a batch was found in which bits differ",
-        UNDECIDED: "UNDECIDED: time ran out, and no batch tried so far differs",
+        CERTIFIED: "CERTIFIED: bitwise equal in every batch tried",
+        COUNTEREXAMPLE: "NOT BITWISE EQUAL: found a batch that differs",
+        UNDECIDED: "UNDECIDED: time ran out; no difference found so far",
     }
     return f"{what[found.verdict]} ({pair}; {bounds})."
 

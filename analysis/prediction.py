@@ -42,7 +42,7 @@ CONFIDENCE, _NORMAL = 0.9, 1.645
 MOST_WIDTH = 0.4
 """A prediction is reported only if its interval is at most this wide, relative to the predicted value."""
 SAME = 1.25
-"""An engine's replay stands for the recorded engine if it leaves the recorded mean |d|, up to this factor."""
+"""An engine's replay represents the recorded engine if their mean |d| agree within this factor."""
 ESS, BIAS = "ess_token", "relative_abs_bias"
 SIZES: Mapping[str, Callable[[Totals], Array]] = {
     **{name: FROM_SUMS[name] for name in ("mean_abs_d", "k3", "share_outside")},
@@ -55,13 +55,13 @@ UNFELT = {
     "mean_abs_d": (0.0165, "IsoExec, vllm.ai 2026-08-21"),
     "k3": (1e-5, "Miles and SGLang, All-in-One"),
 }
-"""Mismatch in published pairs of runs, of which the one without it earned no more reward. IsoExec: 50 steps of a 35B-A3B
+"""Mismatch in published pairs of runs where removing it did not raise the reward. IsoExec: 50 steps of a 35B-A3B
 mixture. Miles: dense models with k3 from 1e-5 to 1e-3; the lower end is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A statistic of the mismatch that a remedy would leave at the steps that were not replayed, with a 90% interval."""
+    """Mismatch predicted under a remedy at steps that were not replayed, with a 90% interval."""
 
     remedy: str
     metric: str
@@ -72,11 +72,11 @@ class Prediction:
     low: float | None
     high: float | None
     code: str | None
-    """Why the value cannot be relied on, or None if it can."""
+    """Reason not to rely on the value, or None."""
     detail: str
-    """The number or error that belongs to the code."""
+    """Number or error to show with `code`."""
     below: str | None
-    """Published pair of runs with a larger mismatch in one, and no more reward in the other. None if there is none."""
+    """Published pair where removing a larger mismatch did not raise the reward, or None."""
 
 
 Sums = dict[str, np.ndarray]
@@ -90,7 +90,7 @@ class Remedy:
     pairs: list[Pair]
     """Passes of trainer and engine: as recorded, repeated on the sides that change, and changed."""
     problem: str | None
-    """Why nothing can be predicted, as in `Prediction.code`, or None."""
+    """Reason for no prediction, as in `Prediction.code`, or None."""
 
 
 def replay_missing(
@@ -216,7 +216,7 @@ def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
 
 
 def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
-    """Return a statistic at each place, by default [1] over all groups. NaN without tokens or advantages."""
+    """Return a statistic per place, by default [1] over all groups. NaN without tokens or advantages."""
     place_G = np.zeros(len(sums["unit"]), int) if place_G is None else place_G
     if metric == BIAS and "w_size_positive" not in sums:
         return np.full(1, nan)
@@ -258,7 +258,7 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
 
 
 def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool) -> Bounds | None:
-    """Return the logarithm of the ratio of two statistics, with its interval over steps or groups. None without one."""
+    """Return the log ratio of two statistics with its interval over steps or groups, or None."""
     names = above.keys() - {"unit", "step"}
     columns = {f"{side} {name}": sums[name] for side, sums in (("above", above), ("below", below)) for name in names}
     if all(np.array_equal(above[name], below[name]) for name in names):

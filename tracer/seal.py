@@ -25,12 +25,12 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum response tokens per row group. A scan holds a whole row group in memory, and skips row groups by step."""
+"""Maximum response tokens per row group. Scans load whole row groups, and skip those of other steps."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
 _SAMPLED = 1 << 16
-"""Values of a column that are compressed to choose its encoding."""
+"""Number of values to compress per column when choosing its encoding."""
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:

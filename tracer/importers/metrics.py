@@ -87,7 +87,7 @@ def _holds_other(output: str | os.PathLike[str], names: Any) -> bool:
 
 
 class _Scalars:
-    """Logged values, in the order in which the files contain them."""
+    """Logged values, in file order."""
 
     def __init__(self, mapped: dict[str, str]):
         self.codes: dict[str, int] = {}

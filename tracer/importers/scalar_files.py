@@ -24,12 +24,12 @@ from .format import DumpFolder
 from .textfiles import TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole_content
 
 Row = tuple[str, int | None, Mapping[str, Any]]
-"""Where a row is, its step (None if it is one of the values), and its values by name."""
+"""Location of a row, its step (None if the step is among the values), and its values by name."""
 
 _LINES = "each line must be one object with a step"
 _SUFFIXES = (".csv", ".tsv", ".log", ".out", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 _KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents\..*", "[^/]*$"), (r".*\.wandb", ".*/"))
-"""Patterns of files that hold only scalars, and of the part of their path that varies within a run."""
+"""Patterns for scalar files, each with a pattern for the part of the path that varies within a run."""
 
 
 def is_of_scalars(folder: DumpFolder) -> bool:
@@ -49,7 +49,7 @@ def is_of_scalars(folder: DumpFolder) -> bool:
 
 
 def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
-    """Return the files to read, in order, and a note on scalar files that are left out."""
+    """Return the files to read, in order, and a note about skipped scalar files."""
     tables = [name for name in folder.files if folder.is_file or name.removesuffix(".gz").endswith(_SUFFIXES[:-1])]
     kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
     found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
@@ -58,7 +58,7 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     if len({re.sub(found[1], "", name) for name in found[0]}) > 1:
         raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(found[0])}")
     rest = [name for names, part in others if names is not tables for name in names]
-    # Every checkpoint repeats the history before it.
+    # Each checkpoint contains the full history up to its step.
     return found[0][-1:] if found[1] == _KINDS[0][1] else found[0], [
         f"{listed_names(rest)} (pass one to read it)"
     ] if rest else []
@@ -128,7 +128,7 @@ def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
 
 
 def _harness_step(values: Mapping[str, Any]) -> int | None:
-    """Return the batch in a line of NeMo-RL's gen_kl_harness_results.jsonl, which has no step (pull request 3531)."""
+    """Return the batch from a line of NeMo-RL's gen_kl_harness_results.jsonl, which has no step (pull request 3531)."""
     if "gen_kl_error" not in values or not isinstance(tag := values.get("tag"), str):
         return None
     found = re.fullmatch(r"batch(\d{1,18})", tag)
