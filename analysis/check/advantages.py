@@ -290,6 +290,8 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
     yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
+    size = max(int(np.median(n)), 1)
+    yield f"the mean of {size} neighbouring rows", against(r, *moments(r, first + rank_of(rows.at) // size % groups))
     order = np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))

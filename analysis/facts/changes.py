@@ -20,7 +20,7 @@ from . import thresholds as t
 from .read_series import read_series
 from .relations import relation_by_step
 from .rollouts import Rollouts
-from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, refined
+from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, is_named_outcome, refined
 
 MOST = 1000
 """Before the search for changes, neighbouring steps of longer series are averaged down to this many values."""
@@ -238,7 +238,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
     if reward is not None:
         outcomes.append(_outcome("reward", reward.steps, reward.values, floor, is_evaluation=False))
     known = (outcome for outcome in outcomes if len(outcome.steps) >= MIN_VALUES)
-    return tuple(sorted(known, key=lambda outcome: not outcome.is_evaluation))
+    return tuple(sorted(known, key=lambda one: (not one.is_evaluation, not is_named_outcome(one.name))))
 
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:

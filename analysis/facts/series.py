@@ -132,7 +132,9 @@ _OUTCOME = re.compile(
     r"reward|score|acc|pass@|success|solve|mean@|return|correct|exact_?match|win_?rate", re.IGNORECASE
 )
 _NO_OUTCOME = re.compile(
-    r"(^|[/_@-])(std|stderr|var|variance|loss|kl|entropy|len|length|time|count|num)([/_-]|$)", re.IGNORECASE
+    r"(^|[/_@-])(std|stderr|var|variance|loss|nll|ppl|perplexity|kl|entropy|len|length|time|runtime|seconds?|count|num|n|steps?|"
+    r"epoch|samples|tokens|errors?|wer|cer|mse|rmse|mae|cost|lr|grad|norm|clip\w*|trunc\w*|cut|frac|fraction|share)([/_@-]|$)",
+    re.IGNORECASE,
 )
 
 
@@ -189,9 +191,12 @@ class Fall:
 
 
 def is_evaluation(name: str) -> bool:
-    """True if the name suggests an outcome on held-out data, such as `eval/reward` or just `eval`."""
-    if not _EVALUATION.search(name) or _NO_OUTCOME.search(name):
-        return False
+    """True if the name suggests an outcome on held-out data, such as `eval/reward`, `eval/gsm8k` or just `eval`."""
+    return bool(_EVALUATION.search(name)) and not _NO_OUTCOME.search(name)
+
+
+def is_named_outcome(name: str) -> bool:
+    """True if an evaluation's name says that it is a score, not only on which data."""
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
 
 

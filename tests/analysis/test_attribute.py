@@ -325,11 +325,28 @@ def test_a_short_run_has_no_fall(tmp_path, steps):
 def test_an_evaluation_is_known_by_its_name():
     assert all(
         is_evaluation(name)
-        for name in ("eval/reward", "val-core/acc/mean@4", "test_score", "eval_accuracy", "eval/held_out")
+        for name in (
+            "eval/reward",
+            "val-core/acc/mean@4",
+            "test_score",
+            "eval_accuracy",
+            "eval/held_out",
+            "eval/gsm8k",
+            "heldout/coins",
+        )
     )
     assert not any(
         is_evaluation(name)
-        for name in ("reward", "eval/runtime", "evaluations", "train/reward", "eval_loss", "evaluation_time")
+        for name in (
+            "reward",
+            "eval/runtime",
+            "evaluations",
+            "train/reward",
+            "eval_loss",
+            "evaluation_time",
+            "eval/tokens_per_second",
+            "val/ppl",
+        )
     )
 
 

@@ -253,22 +253,22 @@ def prompts(facts: Facts) -> Iterator[Fact]:
 
 def endings(facts: Facts) -> Iterator[Fact]:
     assert facts.fall is not None
-    begins = facts.fall.interval[0] - int(ft.AHEAD)
-    before = facts.rollouts.until(begins - 1)
-    if len(np.unique(before.step)) < 3:
+    steps = np.unique(facts.rollouts.step)
+    before = facts.rollouts.until(min(facts.fall.interval[0] - int(ft.AHEAD) - 1, int(steps[len(steps) // 5])))
+    first = len(np.unique(before.step))
+    last = min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 2)
+    if first < 3 or last <= first:
         return
     steps, share = other_endings(facts.rollouts, before)
-    near = np.flatnonzero((steps >= begins) & (steps <= facts.fall.latest) & (np.arange(len(steps)) <= len(steps) - 3))
-    usual = float(np.median(share[steps < begins][-10:]))
-    if not len(near):
-        return
-    rests = np.array([share[at : at + 3].min() for at in near])
-    step = int(steps[near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]])
+    usual = np.array([np.median(share[max(at - 10, 0) : at]) for at in range(first, last)])
+    jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
+    at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0
+    step, level = int(steps[first + at]), math.sqrt(max(jumps.max(), 0.0))
     gradient = facts.moves.step("grad_norm")
     # After a gradient change, the policy itself may end responses differently.
     group = "policy" if gradient is not None and gradient < step else ""
-    level = math.sqrt(max(rests.max() - 4 * usual, 0.0))
-    yield fact("endings_change", level, group, step=step, share=float(rests.max()), before_share=usual)
+    values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
+    yield fact("endings_change", level * nearness(facts, step), group, **values)
 
 
 def capped(facts: Facts) -> Iterator[Fact]:
