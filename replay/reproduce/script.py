@@ -15,9 +15,11 @@ from ..locate.taps import outputs_of, with_tensors
 from ..locate.vllm_execution import AnyExecution
 from .calls import Calls, NotWritable, written
 from .search import SEED, Difference, Scope, bfloat16, dtype_of, holding, num_ids, state
+from .vllm_parts import VllmPart
 
 _MOST_LITERALS = 24
 _WIDTH = 118
+_SETTING = 'os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1")'
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
@@ -41,8 +43,11 @@ class Script:
 
 
 class Writer:
-    def __init__(self, scope: Scope, found: Difference, sides: Mapping[str, AnyExecution], suspect: str, header: str):
-        self._scope, self._found, self._header = scope, found, header
+    def __init__(
+        self, scope: Scope, found: Difference, sides: Mapping[str, AnyExecution], suspect: str, header: str,
+        part: VllmPart | None = None,
+    ):  # fmt: skip
+        self._scope, self._found, self._header, self._part = scope, found, header, part
         self._suspect, self._reference = suspect, "a" if suspect == "b" else "b"
         self._sides = sides
         self._file: dict[str, Any] = {}
@@ -55,10 +60,15 @@ class Writer:
 
     def script(self) -> Script:
         """Return the script. Raises NotWritable."""
-        found, scope = self._found, self._scope
+        found, scope, part = self._found, self._scope, self._part
         with torch.no_grad(), scope.cut():
             modules = {self._suspect: scope.module(scope.b), self._reference: scope.module(scope.a)}
             bodies, setup = {}, list[str]()
+            if part is not None:
+                self._imports += part.imports
+                setup += part.setup
+                bodies[self._suspect] = [*part.body]
+                del modules[self._suspect]
             for side, module in modules.items():
                 own = found.own if side == self._suspect else {}
                 is_cut = any(
@@ -69,19 +79,23 @@ class Writer:
                 )
                 setup += built[0] if built else []
                 bodies[side] = built[1] if built else self._calls(module, own)
+                if part is not None and not (built or scope.path):
+                    raise NotWritable("vLLM needs the recorded model's class of transformers")
             numbers = self._numbers(modules[self._reference], bool(setup))
             dtypes = {side: dtype_of(module, found.inputs) for side, module in modules.items()}
+            if part is not None:
+                dtypes[self._suspect] = dtype_of(self._sides[self._suspect].model, [])
         names = ", ".join(["w", *(f"x{i}" for i in range(len(found.inputs)))])
         functions: list[str] = []
         for side in "ab":
             functions += ["", "", f"def {side}({names}):", *(f"    {line}" for line in bodies[side])]
         lines = [
-            f'"""{self._header}"""', "", "import sys", *(["from copy import deepcopy"] if "config = deepcopy(config)" in setup else []),
-            *(["from pathlib import Path"] if self._file else []), "",
-            "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
+            f'"""{self._header}"""', "", *(["import os"] if part else []), "import sys", *(["from copy import deepcopy"] if "config = deepcopy(config)" in setup else []),
+            *(["from pathlib import Path"] if self._file else []), *(["from tempfile import TemporaryDirectory"] if part and not found.path else []), "",
+            *([_SETTING, ""] if part else []), "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
             *dict.fromkeys(self._imports), "", *setup, *numbers, *functions, "", "",
             "def run(function, dtype):",
-            "    values = [v.to(dtype) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
+            "    values = [v.to(dtype, copy=True) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
             f"    value_a, value_b, exact = run(a, {dtypes['a']}), run(b, {dtypes['b']}), run({self._reference}, torch.float64)",
@@ -185,7 +199,7 @@ class Writer:
 
     def _output(self, module: Any) -> str:
         if not self._found.path:
-            return ".logits.log_softmax(-1)"
+            return ".logits.log_softmax(-1)" + ("[:, :-1].gather(-1, x0[:, 1:, None])" if self._part else "")
         with holding(module, self._found.weights):
             given = module(*self._found.args, **self._found.kwargs)
         if isinstance(given, torch.Tensor):
