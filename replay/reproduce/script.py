@@ -19,7 +19,10 @@ from .vllm_parts import VllmPart
 
 _MOST_LITERALS = 24
 _WIDTH = 118
-_SETTING = 'os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1")'
+_SETTINGS = (
+    'VLLM_LOGGING_LEVEL="ERROR"', 'VLLM_ENABLE_V1_MULTIPROCESSING="0"', 'VLLM_CPU_KVCACHE_SPACE="1"', 'TORCHDYNAMO_DISABLE="1"'
+)  # fmt: skip
+"""Environment of vLLM's scripts. The last ones save time."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
@@ -92,7 +95,7 @@ class Writer:
         lines = [
             f'"""{self._header}"""', "", *(["import os"] if part else []), "import sys", *(["from copy import deepcopy"] if "config = deepcopy(config)" in setup else []),
             *(["from pathlib import Path"] if self._file else []), *(["from tempfile import TemporaryDirectory"] if part and not found.path else []), "",
-            *([_SETTING, ""] if part else []), "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
+            *([*_filled("os.environ.update(", _SETTINGS, ")"), ""] if part else []), "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
             *dict.fromkeys(self._imports), "", *setup, *numbers, *functions, "", "",
             "def run(function, dtype):",
             "    values = [v.to(dtype, copy=True) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
@@ -241,8 +244,10 @@ class Writer:
                 lines += _filled(f'weights["{name}"] = ', [literal(value) or ""], "")
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
-            draw = "randn(" if value.is_floating_point() else f"randint({num_ids(self._scope.a)}, "
-            text = f"torch.{draw}{tuple(value.shape)})" if is_random else literal(value)
+            text = None if is_random else literal(value)
+            if is_random:
+                draw = "randn(" if value.is_floating_point() else f"randint({num_ids(self._scope.a)}, "
+                text = f"torch.{draw}{tuple(value.shape)})"
             if text is None:
                 self._file[f"x{i}"], text = _kept(value), f'file["x{i}"]'
             inputs.append(text)

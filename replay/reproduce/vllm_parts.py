@@ -81,14 +81,18 @@ def _layers(model: Any, vllm_model: Any, operator: str, length: int) -> Iterator
             f"{type(module).__name__}({words})", type(module).__module__,
             lambda x: act_fn(x[:, : _GATED // 2]) * x[:, _GATED // 2 :], {}, torch.randn(1, _GATED),
         )  # fmt: skip
-    elif (norm := own.get(operator)) is not None and (module := theirs.get(operator)) is not None:
-        weights = dict(norm.named_parameters())
+    else:
+        adds = operator.endswith(".residual")
+        name = next((name for name in reversed(own) if name.startswith(f"{layer}.") and name.endswith("norm")), "") if adds else operator
+        norm, module = own.get(name), theirs.get(name)
+        weights = dict(norm.named_parameters()) if norm is not None else {}
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if epsilon is None or [weight.dim() for weight in weights.values()] != [1]:
+        if module is None or epsilon is None or [weight.dim() for weight in weights.values()] != [1]:
             return
         size = len(norm.weight)
         kind = f"{type(module).__name__}({size}, eps={epsilon})", type(module).__module__
-        yield _layer(*kind, norm.forward, weights, torch.randn(1, size))
+        if not adds:
+            yield _layer(*kind, norm.forward, weights, torch.randn(1, size))
         yield _layer(*kind, lambda x, residual: norm(x + residual), weights, torch.randn(1, size), torch.randn(1, size))
 
 
@@ -102,11 +106,14 @@ def _layer(source: str, file: str, function: Callable[..., Any], weights: Mappin
             path=name, num_layers=None, args=inputs, kwargs={}, weights=dict(weights), own={}, output=0,
             random_weights=bool(weights), random_inputs=tuple(each.is_floating_point() for each in inputs),
         ),
-        imports=("from vllm.config import VllmConfig, set_current_vllm_config", f"from {file} import {name}"),
-        setup=("with set_current_vllm_config(VllmConfig()):", f"    module = {source}"),
+        imports=("from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config", f"from {file} import {name}"),
+        setup=(
+            'with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):',
+            f"    module = {source}",
+        ),
         body=(
             f"module.to(x{len(inputs) - 1}).load_state_dict(w, strict=False)",
-            f"given = module({arguments})", "return given[0] if isinstance(given, tuple) else given",
+            f"return module({arguments})" + ("[0]" if inputs[1:] else ""),
         ),
     )  # fmt: skip
 

@@ -52,7 +52,7 @@ def swapped_halves(activation):
     def change(forward):
         return lambda self, x: forward(self, x.roll(x.shape[-1] // 2, -1))
 
-    for name in ("forward_native", "forward_cpu", "forward_cuda"):
+    for name in ("forward_cpu", "forward_cuda"):
         changed(activation.SiluAndMul, name, change)
 
 
