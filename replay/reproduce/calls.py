@@ -5,12 +5,13 @@ Python values that depend on tensors, such as sizes and chosen experts, become c
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,7 +140,7 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         def assign(name: int) -> None:
             nonlocal number
             number += 1
-            lines.append(f"v{number} = {_unwrapped(pending.pop(name))}")
+            lines.append(f"v{number} = {pending.pop(name)}")
             texts[name] = f"v{number}"
 
         def text_of(name: int) -> str:
@@ -169,36 +170,43 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
                     number += bool(uses[name])
                     texts[name] = f"v{number}" if uses[name] else "_"
                 comma = "," if len(call.gives) == 1 and not call.is_one else ""
-                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {_unwrapped(text)}")
+                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {text}")
         if not texts.get(id(given)) and id(given) not in pending:
             raise NotWritable("the result was computed by calls that torch does not report")
-        return [*lines, f"return {_unwrapped(text_of(id(given)))}"]
+        lines.append(f"return {text_of(id(given))}")
+        return [ast.unparse(ast.parse(line)).replace("'", '"') for line in lines]  # without needless parentheses
 
 
 def _text(call: _Call, text_of: Callable[[int], str]) -> str:
+    def own(value: Any) -> str | None:
+        return text_of(value.tensor) if isinstance(value, _Name) else None
+
     name = resolve_name(call.function) or f"torch.{call.function.__name__}"
     parts = name.split(".")
-    defaults = _defaults(call.function)
-    args = [_written(each, text_of) for each in call.args]
-    inner = [_unwrapped(each) for each in args]
-    while inner[-1:] == ["None"] and parts[1] == "nn":
-        inner.pop()
+    last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
+    try:
+        parameters = inspect.signature(call.function).parameters
+        defaults = {each.name: each.default for each in parameters.values()}
+    except (TypeError, ValueError):  # built-in functions
+        defaults = {}
+    args = [written(each, own) for each in call.args]
+    while args[-1:] == ["None"] and parts[1] == "nn":
+        args.pop()
     words = [
-        f"{word}={_unwrapped(_written(value, text_of))}"
+        f"{word}={written(value, own)}"
         for word, value in call.kwargs.items()
         if not word.startswith("_") and word != "device" and value is not None and value != defaults.get(word)
     ]
-    last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
-    if parts[1] != "Tensor" and resolved(name) is not call.function:
-        raise NotWritable(f"{name} is not a public torch function")
-    if parts[-1] == "__get__":
-        return f"{args[0]}.{parts[-2]}"
     if parts[1] != "Tensor":
-        return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(inner + words)})"
-    if parts[-1] in ("__getitem__", "__setitem__"):
-        index = call.args[1]
-        within = inner[1] if not isinstance(index, tuple) or not index else args[1][1:-1].removesuffix(",")
-        return f"{args[0]}[{within}]" + (f" = {args[2]}" if parts[-1] == "__setitem__" else "")
+        if resolved(name) is not call.function:
+            raise NotWritable(f"{name} is not a public torch function")
+        return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(args + words)})"
+    if last == "get":
+        return f"{args[0]}.{parts[-2]}"
+    if last in ("getitem", "setitem"):
+        is_tuple = isinstance(call.args[1], tuple) and call.args[1]
+        within = args[1][1:-1].removesuffix(",") if is_tuple else args[1]
+        return f"{args[0]}[{within}]" + (f" = {args[2]}" if last == "setitem" else "")
     if parts[-1].startswith("__i") and last[1:] in _OPERATORS:
         return f"{args[0]} {_OPERATORS[last[1:]]}= {args[1]}"
     if len(args) == 2 and not words:
@@ -208,15 +216,7 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
             return f"({args[1]} {_OPERATORS[last[1:]]} {args[0]})"
     if last in ("neg", "invert"):
         return f"({'-' if last == 'neg' else '~'}{args[0]})"
-    return f"{args[0]}.{parts[-1]}({', '.join(inner[1:] + words)})"
-
-
-def _defaults(function: Any) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # built-in functions
-        return {}
-    return {each.name: each.default for each in parameters}
+    return f"{args[0]}.{parts[-1]}({', '.join(args[1:] + words)})"
 
 
 def resolved(name: str) -> Any:
@@ -227,22 +227,13 @@ def resolved(name: str) -> Any:
     return found
 
 
-def _written(value: Any, text_of: Callable[[int], str]) -> str:
-    def own(each: Any) -> str | None:
-        if isinstance(each, _Name):
-            return text_of(each.tensor)
-        if isinstance(each, slice):
-            ends = [each.start, each.stop] + ([] if each.step is None else [each.step])
-            return ":".join("" if end is None else written(end, own) for end in ends)
-        return None
-
-    return written(value, own)
-
-
 def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -> str:
     """Return a Python value as source. `own` returns the source of other values, or None. Raises NotWritable."""
     if (text := own(value)) is not None:
         return text
+    if isinstance(value, slice):
+        ends = [value.start, value.stop] + ([] if value.step is None else [value.step])
+        return ":".join("" if end is None else written(end, own) for end in ends)
     if value is Ellipsis:
         return "..."
     if isinstance(value, float) and not math.isfinite(value):
@@ -261,23 +252,3 @@ def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -
         inner = ", ".join(written(each, own) for each in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     raise NotWritable(f"{type(value).__name__} {value!r:.60} cannot be written as source")
-
-
-def _unwrapped(text: str) -> str:
-    """Remove parentheses around a whole expression."""
-    if not text.startswith("(") or text == "()":
-        return text
-    depth = 0
-    for place, each in enumerate(text):
-        depth += (each == "(") - (each == ")")
-        if depth == 0:
-            return text[1:-1] if place == len(text) - 1 and "," not in _outer(text[1:-1]) else text
-    return text
-
-
-def _outer(text: Iterable[str]) -> str:
-    depth, outer = 0, ""
-    for each in text:
-        depth += (each in "([") - (each in ")]")
-        outer += each if depth == 0 else ""
-    return outer
