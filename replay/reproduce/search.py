@@ -33,38 +33,14 @@ _CALLS = 2
 """Number of a module's calls to try, e.g. a rotary embedding's for full and for sliding attention."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One computation on which the executions differ beyond rounding."""
-
-    path: str
-    """Module name, or an empty string for the whole model."""
-    num_layers: int | None
-    """Layers that the whole model keeps. None within a module."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    weights: dict[str, Any]
-    """The reference's parameters and buffers, by name within the module."""
-    own: dict[str, Any]
-    """The suspect's parameters and buffers that differ from the reference's."""
-    random_weights: bool
-    """True if `weights` are random numbers from `SEED` (in order), except buffers."""
-    random_inputs: tuple[bool, ...]
-    """For each input tensor, true if it holds random numbers from `SEED`, drawn after the weights."""
-    output: int
-    """Index of the differing tensor among the outputs."""
-
-    @property
-    def inputs(self) -> list[Any]:
-        return tensors_of(self.args, self.kwargs)
-
-
 @dataclass(frozen=True, slots=True)
 class Scope:
     """A module that both executions have."""
 
     path: str
+    """Module name, or an empty string for the whole model."""
     num_layers: int | None
+    """Layers that the whole model keeps. None within a module."""
     a: Any
     """Model of the reference execution."""
     b: Any
@@ -91,6 +67,29 @@ class Scope:
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         given = module(*args, **kwargs)
         return outputs_of(given) if self.path else [given.logits.log_softmax(-1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One computation on which the executions differ beyond rounding."""
+
+    scope: Scope
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: dict[str, Any]
+    """The reference's parameters and buffers, by name within the module."""
+    own: dict[str, Any]
+    """The suspect's parameters and buffers that differ from the reference's."""
+    random_weights: bool
+    """True if `weights` are random numbers from `SEED` (in order), except buffers."""
+    random_inputs: tuple[bool, ...]
+    """For each input tensor, true if it holds random numbers from `SEED`, drawn after the weights."""
+    output: int
+    """Index of the differing tensor among the outputs."""
+
+    @property
+    def inputs(self) -> list[Any]:
+        return tensors_of(self.args, self.kwargs)
 
 
 def scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
@@ -163,14 +162,12 @@ class Search:
         self._own = {
             name: value.detach().clone()
             for name, value in state(self._b)
-            if (given := self._weights.get(name)) is None or not _are_equal(value, given)
+            if (given := self._weights.get(name)) is None or not torch.equal(value.to(given), given)
         }
 
     def _with_fewer_digits(self, found: Difference) -> Difference:
-        if (
-            found.random_weights
-            or sum(each.nbytes for each in (*found.weights.values(), *found.own.values())) < _MANY_BYTES
-        ):
+        size = sum(each.nbytes for each in (*found.weights.values(), *found.own.values()))
+        if found.random_weights or size < _MANY_BYTES:
             return found
         weights, own = (
             {name: bfloat16(each).to(each.dtype) for name, each in held.items()} for held in (found.weights, found.own)
@@ -230,7 +227,7 @@ class Search:
                 weights, inputs = drawn(shapes, inputs, are_random, num_ids(scope.a))
                 args, kwargs = with_tensors(args, kwargs, inputs)
                 found = Difference(
-                    path=scope.path, num_layers=scope.num_layers, args=args, kwargs=kwargs,
+                    scope=scope, args=args, kwargs=kwargs,
                     weights=self._weights | weights, own=self._own, random_weights=random_weights,
                     random_inputs=are_random, output=0,
                 )  # fmt: skip
@@ -303,10 +300,6 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     """Return the dtype in which a module computes."""
     values = (*module.parameters(), *module.buffers(), *inputs)
     return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    return value.shape == other.shape and bool((value.to(other) == other).all())
 
 
 def _is_plain(value: Any) -> bool:

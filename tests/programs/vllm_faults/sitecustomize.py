@@ -15,7 +15,11 @@ def changed(owner, name, change):
 
 
 def epsilon(layernorm):
-    changed(layernorm.RMSNorm, "__init__", lambda init: lambda self, size, eps=1e-6, **words: init(self, size, 1e-2, **words))
+    changed(
+        layernorm.RMSNorm,
+        "__init__",
+        lambda init: lambda self, size, eps=1e-6, **words: init(self, size, 1e-2, **words),
+    )
 
 
 def residual(layernorm):
