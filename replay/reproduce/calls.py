@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..locate.taps import outputs_of
+from ..locate.taps import outputs_of, with_outputs
 
 _WIDTH = 112
 """Maximum length of an expression (characters)."""
@@ -51,25 +51,13 @@ class _Name:
 @dataclass(frozen=True, slots=True)
 class _Call:
     function: Any
-    args: list[Any]
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    takes: list[int]
     gives: list[int]
     is_one: bool
     """True if the call returns a single tensor, rather than a tuple."""
     in_place: bool
-
-    def takes(self) -> Iterator[int]:
-        yield from _names([self.args, self.kwargs])
-
-
-def _names(value: Any) -> Iterator[int]:
-    if isinstance(value, _Name):
-        yield value.tensor
-    elif isinstance(value, slice):
-        yield from _names([value.start, value.stop, value.step])
-    elif isinstance(value, tuple | list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _names(each)
 
 
 class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
@@ -97,47 +85,41 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
             return iter(self.__torch_function__(torch.unbind, types, args))
         kwargs = dict(kwargs or {})
         in_place = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", ""))) or "out" in kwargs
-        takes = self._refer(list(args)), self._refer(kwargs)
+        takes = [self._known(each) for each in outputs_of((args, kwargs))]
+        named_args, named_kwargs = with_outputs((args, kwargs), map(_Name, takes))
         given = func(*args, **kwargs)
         gives = outputs_of(given)
         is_same = len(gives) == 1 and any(gives[0] is each for each in outputs_of(args))
         if in_place or (gives and not is_same):
             new = [] if in_place and is_same else [self._id(each) for each in gives]
-            self._calls.append(_Call(func, *takes, new, isinstance(given, torch.Tensor), in_place))
+            self._calls.append(
+                _Call(func, named_args, named_kwargs, takes, new, isinstance(given, torch.Tensor), in_place)
+            )
             self._sources |= dict.fromkeys(new, "")
         return given
 
-    def _refer(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._sources:
-                name = f"c{self._first + len(self.constants)}"
-                self._sources[self._id(value)], self.constants[name] = f'w["{name}"]', value.detach().clone()
-            return _Name(id(value))
-        if isinstance(value, slice):
-            return slice(*(self._refer(each) for each in (value.start, value.stop, value.step)))
-        if isinstance(value, dict):
-            return {name: self._refer(each) for name, each in value.items()}
-        if isinstance(value, tuple | list):
-            new = [self._refer(each) for each in value]
-            return new if isinstance(value, list) else tuple(new)
-        return value
+    def _known(self, tensor: Any) -> int:
+        if id(tensor) not in self._sources:
+            name = f"c{self._first + len(self.constants)}"
+            self._sources[self._id(tensor)], self.constants[name] = f'w["{name}"]', tensor.detach().clone()
+        return id(tensor)
 
     def used(self, given: Any) -> set[str]:
         """Return the sources of the named tensors on which the tensor `given` depends."""
-        return {source for call in self._needed(given) for each in call.takes() if (source := self._sources[each])}
+        return {source for call in self._needed(given) for each in call.takes if (source := self._sources[each])}
 
     def _needed(self, given: Any) -> list[_Call]:
         needed, calls = {id(given)}, []
         for call in reversed(self._calls):
             if call.in_place or needed & set(call.gives):
-                needed.update(call.takes())
+                needed.update(call.takes)
                 calls.append(call)
         return calls[::-1]
 
     def source(self, given: Any) -> list[str]:
         """Return the lines of a function body that computes the tensor `given`. Raises NotWritable."""
         calls, texts, number = self._needed(given), dict(self._sources), 0
-        uses = Counter(name for call in calls for name in call.takes())
+        uses = Counter(name for call in calls for name in call.takes)
         uses[id(given)] += 1
         lines: list[str] = []
         pending: dict[int, str] = {}
@@ -152,7 +134,7 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
             return texts[name] or pending[name]
 
         for call in calls:
-            takes = set(call.takes())
+            takes = set(call.takes)
             for name in takes & pending.keys():
                 if len(pending[name]) > _LONG:
                     assign(name)

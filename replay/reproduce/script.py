@@ -187,16 +187,8 @@ class Writer:
     def _argument(self, module: Any, name: str) -> str | None:
         if name == "config":
             return "config" if self._config(module) is not None else None
-        if name in ("args", "kwargs", "device"):
-            return None
-        value, weight = getattr(module, name, None), getattr(module, "weight", None)
-        if value is None and name == "layer_idx":
-            value = layer_of(self._scope.path)
-        if value is None and name in ("hidden_size", "dim", "normalized_shape") and weight is not None:
-            value = weight.shape[-1] if weight.dim() == 1 else tuple(weight.shape)
-        if value is None and name == "eps":
-            value = getattr(module, "variance_epsilon", None)
-        if value is None or isinstance(value, torch.Tensor | torch.nn.Module):
+        value = getattr(module, name, layer_of(self._scope.path) if name == "layer_idx" else None)
+        if name in ("args", "kwargs", "device") or value is None or isinstance(value, torch.Tensor | torch.nn.Module):
             return None
         try:
             return written(value)

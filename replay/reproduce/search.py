@@ -137,22 +137,6 @@ def state(module: Any) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers()
 
 
-def drawn(
-    shapes: Mapping[str, Sequence[int]], inputs: Sequence[Any], are_random: Sequence[bool], num_ids: int
-) -> tuple[dict[str, Any], list[Any]]:
-    """Return random weights and inputs, in the order in which the script draws them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        weights = {name: torch.randn(tuple(shape)) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-        new = []
-        for each, is_random in zip(inputs, are_random, strict=True):
-            if is_random:
-                shape = tuple(each.shape)
-                each = (torch.randn(shape) if each.is_floating_point() else torch.randint(num_ids, shape)).to(each)
-            new.append(each)
-    return weights, new
-
-
 class Search:
     def __init__(self, scope: Scope, row_T: Any, token: int):
         self._scope, self._row_T, self._token = scope, row_T, token
@@ -214,7 +198,7 @@ class Search:
     def _difference(self, ids_T: Any, random_weights: bool, random_inputs: bool, number: int) -> Difference | None:
         scope = self._scope
         try:
-            with scope.cut():
+            with scope.cut(), torch.random.fork_rng(devices=[]):
                 args, kwargs = self._calls_of(ids_T)[number]
                 inputs = tensors_of(args, kwargs)
                 alone = [id(each) for each in (*args, *kwargs.values())]  # not the tables of a rotary embedding, a pair
@@ -223,13 +207,14 @@ class Search:
                 )
                 if random_inputs and not any(are_random):
                     return None
+                torch.manual_seed(SEED)  # the script draws in the same order
                 shapes = self._shapes if random_weights else {}
-                weights, inputs = drawn(shapes, inputs, are_random, num_ids(scope.a))
+                weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+                inputs = [_drawn(each, scope.a) if own else each for each, own in zip(inputs, are_random, strict=True)]
                 args, kwargs = with_tensors(args, kwargs, inputs)
                 found = Difference(
-                    scope=scope, args=args, kwargs=kwargs,
-                    weights=self._weights | weights, own=self._own, random_weights=random_weights,
-                    random_inputs=are_random, output=0,
+                    scope=scope, args=args, kwargs=kwargs, weights=self._weights | weights, own=self._own,
+                    random_weights=random_weights, random_inputs=are_random, output=0,
                 )  # fmt: skip
                 return self._judged(found)
         except OF_CODE:  # code that does not run on these numbers
@@ -243,15 +228,13 @@ class Search:
         calls: list[Any] = []
 
         def keep(_module: Any, args: Any, kwargs: Any) -> None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "past_key_values"}
             calls.append(with_tensors(args, kwargs, [each.detach().clone() for each in tensors_of(args, kwargs)]))
 
         with ExitStack() as stack:
             stack.callback(self._a.register_forward_pre_hook(keep, with_kwargs=True).remove)
             self._scope.a(**words)
-        return [
-            (args, {name: value for name, value in kwargs.items() if name != "past_key_values"})
-            for args, kwargs in calls
-        ]
+        return calls
 
     def _judged(self, found: Difference) -> Difference | None:
         """Return the difference with the output that differs most, or None if rounding can explain all."""
@@ -300,6 +283,11 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     """Return the dtype in which a module computes."""
     values = (*module.parameters(), *module.buffers(), *inputs)
     return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
+
+
+def _drawn(value: Any, model: Any) -> Any:
+    shape = tuple(value.shape)
+    return (torch.randn(shape) if value.is_floating_point() else torch.randint(num_ids(model), shape)).to(value)
 
 
 def _is_plain(value: Any) -> bool:
