@@ -73,8 +73,8 @@ def reproduce(
     Finds that difference as `locate` does, with the same options. Then searches for the smallest module, the fewest
     tokens and the simplest numbers on which the executions still differ by more than rounding. Random weights and
     inputs are used if they show the difference. `output` is the script. If it needs recorded weights, they are written
-    beside it, as a .pt file of at most 1 MB. The script needs only torch and transformers. It exits with 1 while the
-    executions differ, and with 0 once they agree. It runs once in a fresh process.
+    beside it, as a .pt file of at most 1 MB. The script needs only torch and transformers, or vLLM for an error in
+    vLLM. It exits with 1 while the executions differ, and with 0 once they agree. It runs once in a fresh process.
 
     If rounding explains everything, nothing is written and `script` is None.
 
