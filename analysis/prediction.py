@@ -21,9 +21,8 @@ import numpy as np
 
 from ..replay.arm_option import VLLM
 from ..replay.arms import Arm, arm_text, parse_arm
-from ..replay.engine import replay
+from ..replay.engine import replay_missing
 from ..replay.recorded import RecordedRun
-from ..replay.results import ReplayedSteps
 from ..schemas.errors import CannotReplay, InvalidOption, NotInstalled, WeightsMissing, option
 from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..tracer.progress import Progress
@@ -91,20 +90,6 @@ class Remedy:
     """Passes of trainer and engine: as recorded, repeated on the sides that change, and changed."""
     problem: str | None
     """Reason for no prediction, as in `Prediction.code`, or None."""
-
-
-def replay_missing(
-    run: RecordedRun, arms: Sequence[Arm], steps: Sequence[int], progress: Progress, cluster: Mapping[str, Any]
-) -> ReplayedSteps | None:
-    lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
-    if not lacking:
-        return None
-    found = replay(
-        run.store.url, steps=listed(steps), arm=lacking, model_factory=run.model_factory, weights_from=run.weights_from,
-        allow_kernel=run.allow_kernel, progress=progress, **cluster,
-    )  # fmt: skip
-    run.look()
-    return found
 
 
 def listed(steps: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..replay.arms import Arm, parse_arm
+from ..replay.engine import replay_missing
 from ..replay.loaded import gpus_of_actor
 from ..replay.recorded import RecordedRun
 from ..schemas.errors import InvalidOption, NothingToCompare
@@ -26,7 +27,7 @@ from ..schemas.results import Result
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .prediction import Prediction, listed, parse_remedies, replay_missing
+from .prediction import Prediction, listed, parse_remedies
 from .prediction import predictions as predicted
 from .rows import Rows
 from .statistics.estimators import Array, Totals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import nan
@@ -16,7 +16,7 @@ import torch
 from ..schemas.documents import differences
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.lazy import check_arguments
-from ..schemas.passes import ROLLOUT, TRAIN
+from ..schemas.passes import REPLAY_PREFIX, ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected, run_units
 from ..tracer.progress import Advance, Progress, no_progress, unheard
@@ -231,6 +231,21 @@ def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
     for entry in wanted:
         groups.setdefault(entry.scorer.key, []).append(entry)
     return list(groups.values())
+
+
+def replay_missing(
+    run: RecordedRun, arms: Sequence[Arm], steps: Sequence[int], progress: Progress, cluster: Mapping[str, Any]
+) -> ReplayedSteps | None:
+    """Replay steps with those arms that have not scored them all, or return None if every arm has."""
+    lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
+    if not lacking:
+        return None
+    found = replay(
+        run.store.url, steps=",".join(map(str, steps)), arm=lacking, model_factory=run.model_factory, weights_from=run.weights_from,
+        allow_kernel=run.allow_kernel, progress=progress, **cluster,
+    )  # fmt: skip
+    run.look()
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

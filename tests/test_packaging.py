@@ -65,7 +65,7 @@ def version():
 OF_LOCATE = {
     "tim_trace.replay.locate": {
         "analysis/locate.py",
-        *(f"replay/reproduce/{name}.py" for name in ("calls", "engine", "script", "search")),
+        *(f"replay/reproduce/{name}.py" for name in ("calls", "engine", "script", "search", "vllm_parts")),
     },
     "tim_trace.replay.reproduce": {"analysis/__init__.py", "analysis/reproduce_text.py"},
     "tim_trace.analysis.locate": {"analysis/__init__.py"},

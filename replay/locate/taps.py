@@ -177,6 +177,8 @@ def with_outputs(value: Any, new: Iterable[Any]) -> Any:
     if not (parts := _parts(value)):
         return value
     new = [with_outputs(part, rest) for part in parts]
+    if isinstance(value, slice):
+        return slice(*new)
     if isinstance(value, dict):  # in transformers' ModelOutput, items are also attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
@@ -193,6 +195,8 @@ def with_outputs(value: Any, new: Iterable[Any]) -> Any:
 def _parts(value: Any) -> list[Any]:
     if isinstance(value, tuple | list):
         return list(value)
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
     if isinstance(value, dict):
         return list(value.values())
     if is_dataclass(value) and not isinstance(value, type):

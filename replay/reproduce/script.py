@@ -11,13 +11,24 @@ from typing import Any
 
 import torch
 
+from ..locate.names import layer_of
 from ..locate.taps import outputs_of, with_tensors
 from ..locate.vllm_execution import AnyExecution
-from .calls import Calls, NotWritable, written
-from .search import SEED, Difference, Scope, bfloat16, dtype_of, holding, num_ids, state
+from .calls import Calls, NotWritable, Source, written
+from .search import SEED, Difference, bfloat16, dtype_of, holding, num_ids, state
+from .vllm_parts import VllmPart
 
 _MOST_LITERALS = 24
 _WIDTH = 118
+_SETTINGS = (
+    'VLLM_LOGGING_LEVEL="ERROR"', 'VLLM_ENABLE_V1_MULTIPROCESSING="0"', 'VLLM_CPU_KVCACHE_SPACE="1"', 'TORCHDYNAMO_DISABLE="1"'
+)  # fmt: skip
+"""Environment of vLLM's scripts. The last ones save time."""
+_STANDARD = {
+    "os.environ": "import os", "sys.": "import sys", "deepcopy(": "from copy import deepcopy",
+    "Path(": "from pathlib import Path", "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
+}  # fmt: skip
+"""Imports by the text that needs them."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
@@ -41,8 +52,15 @@ class Script:
 
 
 class Writer:
-    def __init__(self, scope: Scope, found: Difference, sides: Mapping[str, AnyExecution], suspect: str, header: str):
-        self._scope, self._found, self._header = scope, found, header
+    def __init__(
+        self,
+        found: Difference,
+        sides: Mapping[str, AnyExecution],
+        suspect: str,
+        header: str,
+        part: VllmPart | None = None,
+    ):
+        self._scope, self._found, self._header, self._part = found.scope, found, header, part
         self._suspect, self._reference = suspect, "a" if suspect == "b" else "b"
         self._sides = sides
         self._file: dict[str, Any] = {}
@@ -55,33 +73,41 @@ class Writer:
 
     def script(self) -> Script:
         """Return the script. Raises NotWritable."""
-        found, scope = self._found, self._scope
+        found, scope, part = self._found, self._scope, self._part
         with torch.no_grad(), scope.cut():
             modules = {self._suspect: scope.module(scope.b), self._reference: scope.module(scope.a)}
             bodies, setup = {}, list[str]()
+            if part is not None:
+                self._imports += part.imports
+                setup += part.setup
+                bodies[self._suspect] = [*part.body]
+                del modules[self._suspect]
             for side, module in modules.items():
                 own = found.own if side == self._suspect else {}
-                is_cut = any(
-                    name in found.weights and value.shape != found.weights[name].shape for name, value in state(module)
-                )
-                built = (
-                    None if own or is_cut or self._sides[side].is_other_code else self._built(module, f"module_{side}")
-                )
+                is_cut = any(value.shape != found.weights.get(name, value).shape for name, value in state(module))
+                is_other = own or is_cut or self._sides[side].is_other_code
+                built = None if is_other else self._built(module, f"module_{side}")
                 setup += built[0] if built else []
                 bodies[side] = built[1] if built else self._calls(module, own)
+                if part is not None and not (built or scope.path):
+                    raise NotWritable("vLLM needs the recorded model's class of transformers")
             numbers = self._numbers(modules[self._reference], bool(setup))
             dtypes = {side: dtype_of(module, found.inputs) for side, module in modules.items()}
+            if part is not None:
+                dtypes[self._suspect] = dtype_of(self._sides[self._suspect].model, [])
         names = ", ".join(["w", *(f"x{i}" for i in range(len(found.inputs)))])
         functions: list[str] = []
         for side in "ab":
             functions += ["", "", f"def {side}({names}):", *(f"    {line}" for line in bodies[side])]
+        source = [*setup, *numbers, *functions]
+        text = "\n".join([*source, "sys.", "os.environ" if part else ""])
         lines = [
-            f'"""{self._header}"""', "", "import sys", *(["from copy import deepcopy"] if "config = deepcopy(config)" in setup else []),
-            *(["from pathlib import Path"] if self._file else []), "",
-            "import torch", *(["import torch.nn.functional as F"] if any("F." in line for line in functions) else []),
-            *dict.fromkeys(self._imports), "", *setup, *numbers, *functions, "", "",
+            f'"""{self._header}"""', "", *(line for word, line in _STANDARD.items() if word in text), "",
+            *([*_filled("os.environ.update(", _SETTINGS, ")"), ""] if part else []), "import torch",
+            *(["import torch.nn.functional as F"] if "F." in text else []), *dict.fromkeys(self._imports), "",
+            *source, "", "",
             "def run(function, dtype):",
-            "    values = [v.to(dtype) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
+            "    values = [v.to(dtype, copy=True) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
             f"    value_a, value_b, exact = run(a, {dtypes['a']}), run(b, {dtypes['b']}), run({self._reference}, torch.float64)",
@@ -101,8 +127,7 @@ class Writer:
         found, scope, dtype = self._found, self._scope, dtype_of(module, self._found.inputs)
         inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
         named = {f"x{i}": each for i, each in enumerate(inputs)}
-        for name, value in state(module):
-            named[f'w["{f"{self._suspect}.{name}" if name in own else name}"]'] = value
+        named |= {f'w["{f"{self._suspect}." if name in own else ""}{name}"]': value for name, value in state(module)}
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
         with holding(module, {**found.weights, **own}), Calls(named, len(self._constants)) as calls:
             given = scope.call(module, args, kwargs)[found.output]
@@ -112,10 +137,8 @@ class Writer:
         constants = {name: value for name, value in calls.constants.items() if f'w["{name}"]' in used}
         if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
             raise NotWritable("the code holds numbers that were computed from the model's weights")
-        self._constants |= constants
-        for name, value in own.items():
-            if f'w["{self._suspect}.{name}"]' in used:
-                self._constants[f"{self._suspect}.{name}"] = value
+        own = {f"{self._suspect}.{name}": value for name, value in own.items()}
+        self._constants |= constants | {name: value for name, value in own.items() if f'w["{name}"]' in used}
         return body
 
     def _built(self, module: Any, name: str) -> tuple[list[str], list[str]] | None:
@@ -132,13 +155,14 @@ class Writer:
             if value is not None:
                 arguments.append(value if parameter.default is inspect.Parameter.empty else f"{argument}={value}")
         found, setup, body = self._found, list[str](), list[str]()
-        floating = next((f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), None)
-        like = floating or "next(iter(w.values()))"
+        like = next(
+            (f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), "next(iter(w.values()))"
+        )
         self._imports.append(f"from {kind.__module__} import {kind.__name__}")
         if "config" in arguments:
             config = self._config(module)
             self._imports.insert(0, f"from transformers import {type(config).__name__}")
-            fields = _fields(config, found.num_layers)
+            fields = _fields(config, self._scope.num_layers)
             words = [f"{field}={written(value)}" for field, value in fields.items()]
             lines = _filled(f"config = {type(config).__name__}(", words, ")")
             setup += ["config = deepcopy(config)"] if lines == self._config_lines else lines
@@ -151,8 +175,8 @@ class Writer:
                     body.append(
                         f'config._experts_implementation = "eager" if {like}.dtype == torch.float64 else {experts}'
                     )
-        args, kwargs = with_tensors(found.args, found.kwargs, [_Source(f"x{i}") for i in range(len(found.inputs))])
-        call = ", ".join([*map(_source, args), *(f"{word}={_source(value)}" for word, value in kwargs.items())])
+        args, kwargs = with_tensors(found.args, found.kwargs, [Source(f"x{i}") for i in range(len(found.inputs))])
+        call = ", ".join([*map(written, args), *(f"{word}={written(value)}" for word, value in kwargs.items())])
         setup.append(f"{name} = {kind.__name__}({', '.join(arguments)}).eval()")
         body += [
             f"{name}.to({like}).load_state_dict(w, strict=False)", f"return {name}({call}){self._output(module)}",
@@ -163,17 +187,8 @@ class Writer:
     def _argument(self, module: Any, name: str) -> str | None:
         if name == "config":
             return "config" if self._config(module) is not None else None
-        if name in ("args", "kwargs", "device"):
-            return None
-        value = getattr(module, name, None)
-        if name == "layer_idx" and value is None:
-            value = next((int(each) for each in self._found.path.split(".") if each.isdigit()), None)
-        weight = getattr(module, "weight", None)
-        if value is None and name in ("hidden_size", "dim", "normalized_shape") and weight is not None:
-            value = weight.shape[-1] if weight.dim() == 1 else tuple(weight.shape)
-        if value is None and name == "eps":
-            value = getattr(module, "variance_epsilon", None)
-        if value is None or isinstance(value, torch.Tensor | torch.nn.Module):
+        value = getattr(module, name, layer_of(self._scope.path) if name == "layer_idx" else None)
+        if name in ("args", "kwargs", "device") or value is None or isinstance(value, torch.Tensor | torch.nn.Module):
             return None
         try:
             return written(value)
@@ -184,8 +199,8 @@ class Writer:
         return getattr(module, "config", None) or self._scope.a.config.get_text_config()
 
     def _output(self, module: Any) -> str:
-        if not self._found.path:
-            return ".logits.log_softmax(-1)"
+        if not self._scope.path:
+            return ".logits.log_softmax(-1)" + ("[:, :-1].gather(-1, x0[:, 1:, None])" if self._part else "")
         with holding(module, self._found.weights):
             given = module(*self._found.args, **self._found.kwargs)
         if isinstance(given, torch.Tensor):
@@ -205,7 +220,6 @@ class Writer:
         needed = set(module.state_dict()) if is_built else set()
         needed |= {name for name in found.weights if f'w["{name}"]' in self._used}
         lines = [f"torch.manual_seed({SEED})"] if found.random_weights or any(found.random_inputs) else []
-        values = {}
         if found.random_weights:
             shapes = {name: tuple(value.shape) for name, value in found.weights.items() if name in parameters}
             if self._drawn:
@@ -227,22 +241,17 @@ class Writer:
                 lines += _filled(f'weights["{name}"] = ', [literal(value) or ""], "")
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
-            draw = "randn(" if value.is_floating_point() else f"randint({num_ids(self._scope.a)}, "
-            text = f"torch.{draw}{tuple(value.shape)})" if is_random else literal(value)
+            text = literal(value)
+            if is_random and value.is_floating_point():
+                text = f"torch.randn({tuple(value.shape)})"
+            elif is_random:
+                text = f"torch.randint({num_ids(self._scope.a)}, {tuple(value.shape)})"
             if text is None:
                 self._file[f"x{i}"], text = _kept(value), f'file["x{i}"]'
             inputs.append(text)
         if self._file:
             lines.insert(0, 'file = torch.load(Path(__file__).with_suffix(".pt"))')
         return [*lines, *_filled("inputs = [", inputs, "]")]
-
-
-class _Source(str):
-    """Source of an input."""
-
-
-def _source(value: Any) -> str:
-    return written(value, lambda each: str(each) if isinstance(each, _Source) else None)
 
 
 def literal(value: Any) -> str | None:

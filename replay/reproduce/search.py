@@ -33,38 +33,14 @@ _CALLS = 2
 """Number of a module's calls to try, e.g. a rotary embedding's for full and for sliding attention."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One computation on which the executions differ beyond rounding."""
-
-    path: str
-    """Module name, or an empty string for the whole model."""
-    num_layers: int | None
-    """Layers that the whole model keeps. None within a module."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    weights: dict[str, Any]
-    """The reference's parameters and buffers, by name within the module."""
-    own: dict[str, Any]
-    """The suspect's parameters and buffers that differ from the reference's."""
-    random_weights: bool
-    """True if `weights` are random numbers from `SEED` (in order), except buffers."""
-    random_inputs: tuple[bool, ...]
-    """For each input tensor, true if it holds random numbers from `SEED`, drawn after the weights."""
-    output: int
-    """Index of the differing tensor among the outputs."""
-
-    @property
-    def inputs(self) -> list[Any]:
-        return tensors_of(self.args, self.kwargs)
-
-
 @dataclass(frozen=True, slots=True)
 class Scope:
     """A module that both executions have."""
 
     path: str
+    """Module name, or an empty string for the whole model."""
     num_layers: int | None
+    """Layers that the whole model keeps. None within a module."""
     a: Any
     """Model of the reference execution."""
     b: Any
@@ -91,6 +67,29 @@ class Scope:
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         given = module(*args, **kwargs)
         return outputs_of(given) if self.path else [given.logits.log_softmax(-1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One computation on which the executions differ beyond rounding."""
+
+    scope: Scope
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: dict[str, Any]
+    """The reference's parameters and buffers, by name within the module."""
+    own: dict[str, Any]
+    """The suspect's parameters and buffers that differ from the reference's."""
+    random_weights: bool
+    """True if `weights` are random numbers from `SEED` (in order), except buffers."""
+    random_inputs: tuple[bool, ...]
+    """For each input tensor, true if it holds random numbers from `SEED`, drawn after the weights."""
+    output: int
+    """Index of the differing tensor among the outputs."""
+
+    @property
+    def inputs(self) -> list[Any]:
+        return tensors_of(self.args, self.kwargs)
 
 
 def scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
@@ -138,22 +137,6 @@ def state(module: Any) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers()
 
 
-def drawn(
-    shapes: Mapping[str, Sequence[int]], inputs: Sequence[Any], are_random: Sequence[bool], num_ids: int
-) -> tuple[dict[str, Any], list[Any]]:
-    """Return random weights and inputs, in the order in which the script draws them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        weights = {name: torch.randn(tuple(shape)) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-        new = []
-        for each, is_random in zip(inputs, are_random, strict=True):
-            if is_random:
-                shape = tuple(each.shape)
-                each = (torch.randn(shape) if each.is_floating_point() else torch.randint(num_ids, shape)).to(each)
-            new.append(each)
-    return weights, new
-
-
 class Search:
     def __init__(self, scope: Scope, row_T: Any, token: int):
         self._scope, self._row_T, self._token = scope, row_T, token
@@ -163,14 +146,12 @@ class Search:
         self._own = {
             name: value.detach().clone()
             for name, value in state(self._b)
-            if (given := self._weights.get(name)) is None or not _are_equal(value, given)
+            if (given := self._weights.get(name)) is None or not torch.equal(value.to(given), given)
         }
 
     def _with_fewer_digits(self, found: Difference) -> Difference:
-        if (
-            found.random_weights
-            or sum(each.nbytes for each in (*found.weights.values(), *found.own.values())) < _MANY_BYTES
-        ):
+        size = sum(each.nbytes for each in (*found.weights.values(), *found.own.values()))
+        if found.random_weights or size < _MANY_BYTES:
             return found
         weights, own = (
             {name: bfloat16(each).to(each.dtype) for name, each in held.items()} for held in (found.weights, found.own)
@@ -217,7 +198,7 @@ class Search:
     def _difference(self, ids_T: Any, random_weights: bool, random_inputs: bool, number: int) -> Difference | None:
         scope = self._scope
         try:
-            with scope.cut():
+            with scope.cut(), torch.random.fork_rng(devices=[]):
                 args, kwargs = self._calls_of(ids_T)[number]
                 inputs = tensors_of(args, kwargs)
                 alone = [id(each) for each in (*args, *kwargs.values())]  # not the tables of a rotary embedding, a pair
@@ -226,13 +207,14 @@ class Search:
                 )
                 if random_inputs and not any(are_random):
                     return None
+                torch.manual_seed(SEED)  # the script draws in the same order
                 shapes = self._shapes if random_weights else {}
-                weights, inputs = drawn(shapes, inputs, are_random, num_ids(scope.a))
+                weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
+                inputs = [_drawn(each, scope.a) if own else each for each, own in zip(inputs, are_random, strict=True)]
                 args, kwargs = with_tensors(args, kwargs, inputs)
                 found = Difference(
-                    path=scope.path, num_layers=scope.num_layers, args=args, kwargs=kwargs,
-                    weights=self._weights | weights, own=self._own, random_weights=random_weights,
-                    random_inputs=are_random, output=0,
+                    scope=scope, args=args, kwargs=kwargs, weights=self._weights | weights, own=self._own,
+                    random_weights=random_weights, random_inputs=are_random, output=0,
                 )  # fmt: skip
                 return self._judged(found)
         except OF_CODE:  # code that does not run on these numbers
@@ -246,15 +228,13 @@ class Search:
         calls: list[Any] = []
 
         def keep(_module: Any, args: Any, kwargs: Any) -> None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "past_key_values"}
             calls.append(with_tensors(args, kwargs, [each.detach().clone() for each in tensors_of(args, kwargs)]))
 
         with ExitStack() as stack:
             stack.callback(self._a.register_forward_pre_hook(keep, with_kwargs=True).remove)
             self._scope.a(**words)
-        return [
-            (args, {name: value for name, value in kwargs.items() if name != "past_key_values"})
-            for args, kwargs in calls
-        ]
+        return calls
 
     def _judged(self, found: Difference) -> Difference | None:
         """Return the difference with the output that differs most, or None if rounding can explain all."""
@@ -305,8 +285,9 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
 
 
-def _are_equal(value: Any, other: Any) -> bool:
-    return value.shape == other.shape and bool((value.to(other) == other).all())
+def _drawn(value: Any, model: Any) -> Any:
+    shape = tuple(value.shape)
+    return (torch.randn(shape) if value.is_floating_point() else torch.randint(num_ids(model), shape)).to(value)
 
 
 def _is_plain(value: Any) -> bool:
