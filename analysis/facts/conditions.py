@@ -109,7 +109,8 @@ def read_conditions(database: Database) -> dict[str, Series]:
         steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         if np.isfinite(values).any():
             found[name] = Series(name, steps, values, scale, kind, source)
-    return found | {series.name: series for series in (*_of_metrics(database, logged), *_of_sampling(database))}
+    found |= {series.name: series for series in _of_metrics(database, logged)}
+    return found | {one.name: one for one in _of_sampling(database) if one.name not in found or np.ptp(one.values)}
 
 
 Column = tuple[np.ndarray, np.ndarray]
@@ -160,7 +161,7 @@ def _of_reference(database: Database) -> dict[str, Column]:
 
 
 def _of_sampling(database: Database) -> Iterator[Series]:
-    """Yield the sampler settings recorded with each sequence. They replace equally named hyperparameters."""
+    """Yield the sampler settings recorded with each sequence. If they change, they replace equally named hyperparameters."""
     names = [
         name
         for name in SAMPLING_SETTINGS

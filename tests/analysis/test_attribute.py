@@ -14,6 +14,8 @@ import pytest
 from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.brief import attribution_brief
+from tim_trace.analysis.attribution.fact import fact
+from tim_trace.analysis.attribution.model import unexplained
 from tim_trace.analysis.attribution.text import (
     attribution_text,
     difference_sentences,
@@ -80,6 +82,9 @@ class Story:
     """Whether the rewards of a step are in random rows."""
     advantages_of: int = 0
     """Rows by which advantages lie in the wrong place."""
+    limit: Callable[[int], int] | None = None
+    """Longest response, in tokens."""
+    says_limit: bool = False
     coefficient: Callable[[int], float] | None = None
     """Coefficient of the entropy in the logged loss."""
     settings: dict[str, Any] = field(default_factory=lambda: {"adam_beta2": 0.999})
@@ -105,6 +110,8 @@ def record_step(recorder, story, step, chance):
     kind = chance.integers(0, 6, rows)
     lengths = [max(1, int(story.length(step)) + int(extra)) for extra in chance.integers(-1, 2, rows)]
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
+    if story.limit is not None:
+        ids = [row[: story.limit(step)] for row in ids]
     reward = np.where(
         chance.random(rows) < story.noise(step),
         chance.random(rows),
@@ -125,6 +132,7 @@ def record_step(recorder, story, step, chance):
         policy_version=max(step - 1 - story.lag, 0),
         reward=reward,
         advantage=advantage,
+        max_tokens=[story.limit(step)] * rows if story.limit is not None and story.says_limit else None,
     )
     # Likelier responses are right ones more often, as those of a policy that knows something.
     train = [-chance.gamma(2.0, 0.3 if good else 0.6, len(row)) for row, good in zip(ids, right, strict=True)]
@@ -160,7 +168,7 @@ def sliding(step: int) -> float:
 
 CAUSES = {
     "mismatch": Story(reward=FALLING, gap=drops(50, 1e-5, 0.4)),
-    "staleness": Story(reward=FALLING, gap=lambda step: 1e-5 if step < 5 else 0.3, lag=8),
+    "staleness": Story(reward=FALLING, gap=lambda step: 1e-5 if step < 5 else 0.3, lag=16),
     "optimizer": Story(reward=FALLING, rate=lambda step: 2e-2 if 58 <= step < 68 else 1e-3),
     "reward": Story(reward=FALLING, noise=drops(60, 0.0, 0.6)),
     "pairing": Story(reward=FALLING, shift=3),
@@ -209,6 +217,29 @@ def test_a_loss_term_whose_coefficient_changes_is_told_with_its_step(tmp_path, a
     story = Story(reward=FALLING, coefficient=drops(50, 0.01, after), entropy=lambda step: 1.0 + step % 7 / 10)
     told = [one for one in attribute(record(tmp_path / "run", story)).facts if one.code == "loss_term_changes"]
     assert [(one.values["term"], one.values["step"]) for one in told if one.level > 0.5] == [("entropy", 50)] * is_told
+
+
+@pytest.mark.parametrize("says_limit", [False, True])
+def test_a_limit_that_falls_before_the_drop_is_seen_in_lengths_and_in_the_recorded_setting(tmp_path, says_limit):
+    story = Story(reward=FALLING, length=level(9), limit=drops(58, 20, 5), says_limit=says_limit)
+    found = attribute(record(tmp_path / "run", story))
+    assert found.cause == "truncation"
+    evidence = evidence_of(found, "truncation")
+    assert evidence["responses_capped"] > 1
+    assert ("setting_changed" in evidence) == says_limit
+
+
+def test_a_loss_term_that_differs_from_the_baseline_s_from_the_first_step_is_told(tmp_path):
+    story = Story(coefficient=level(0.01), entropy=lambda step: 1.0 + step % 7 / 10)
+    control = record(tmp_path / "control", story)
+    run = record(tmp_path / "run", dataclasses.replace(story, reward=FALLING, coefficient=level(0.5)))
+    told = [one for one in attribute(run, control=control).facts if one.code == "loss_term" and one.level > 0.5]
+    assert [one.values["term"] for one in told] == ["entropy"]
+
+
+def test_logprobs_in_other_rows_explain_the_mismatch():
+    facts = [fact("logprobs_in_other_rows", 1.0), fact("mismatch_size", 1.0), fact("mismatch_grows_with_fall", 0.9)]
+    assert {one.level for name, one in unexplained(facts).items() if name != "logprobs_in_other_rows"} == {0.0}
 
 
 def test_rewards_in_random_rows_no_longer_depend_on_the_prompt(tmp_path):

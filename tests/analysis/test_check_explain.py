@@ -387,6 +387,25 @@ def from_version_0(path, declared):
     return check(path)
 
 
+def test_a_declared_lag_does_not_explain_a_mismatch_that_is_as_large_without_one(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(8):
+            step = sample(table(), 100 + number)
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[p.tolist() for p in step.prompts],
+                response_ids=[r.tolist() for r in step.responses],
+            )
+            other = step.scored(moved(step.logits, 7, 0.3))
+            recorder.add_scores("rollout", batch, logprobs=other, policy_version=max(number - number % 2, 0))
+            recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=number)
+    found = check(tmp_path / "trace")
+    assert not found.is_valid
+    assert "policy_versions" not in [finding.signal for finding in found.findings]
+
+
 def test_a_mismatch_that_grows_from_version_0_is_of_weights(tmp_path):
     found = from_version_0(tmp_path / "trace", declared=False)
     first = found.findings[0]

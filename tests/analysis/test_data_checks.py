@@ -231,7 +231,25 @@ def stopped(step):
     return {"response_ids": ids, "finish_reason": ["stop"] * len(ids)}
 
 
+INTERLEAVED = np.arange(len(GROUP)).reshape(GROUPS, IN_GROUP).T.ravel()
+
+
+def interleaved_columns(step):
+    return {
+        "prompt_ids": [step.prompts[row].tolist() for row in INTERLEAVED],
+        "response_ids": [step.responses[row].tolist() for row in INTERLEAVED],
+    }
+
+
+def interleaved_scores(recorder, batch, step, number):
+    for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+        recorder.add_scores(name, batch, logprobs=[values[row] for row in INTERLEAVED])
+
+
 FAULTS = {
+    "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
+    "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
+    "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
     "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
     "interleaved group ids": ("groups_mix_prompts", None, {"groups": lambda step, n: [str(row % GROUPS) for row in range(len(GROUP))], "advantage": lambda r, n: strided(r)}),
     "ids of two ranks": ("groups_mix_prompts", None, {"groups": lambda step, n: [str(g % 4) for g in GROUP], "advantage": lambda r, n: grpo(r, GROUP % 4)}),
@@ -340,6 +358,8 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 
 
 EXPLAINED = {
+    "neighbours of other prompts": "the mean of 8 neighbouring rows", "absolute values": "absolute values",
+    "advantages of the next row": "advantages moved by -1 rows",
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
     "halves of the group": advantages.HALVES, "times length": "multiplied by the response length",

@@ -379,8 +379,8 @@ def test_a_calm_run_is_told_in_one_line():
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Most likely of those tested: a noisy or wrong "
-            "reward (10%); something else (90%).",
+            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Most likely of those tested: noisy or wrong "
+            "rewards or labels (10%); something else (90%).",
         ),
     ],
 )  # fmt: skip

@@ -146,7 +146,7 @@ def without_baseline(advantage, reward):
 PLANTED = {
     "longer prompts": ("data", "prompt_length", Plan(prompt_length=from_at(4, 12))),
     "other prompts": ("data", "prompt_form_shift", Plan(first_prompt=from_at(100, 200))),
-    "cut responses": ("unknown", "longest_response", Plan(most_tokens=from_at(99, 12))),
+    "cut responses": ("truncation", "longest_response", Plan(most_tokens=from_at(99, 12))),
     "max_tokens": ("truncation", "max_tokens", Plan(most_tokens=from_at(30, 12), settings={"max_tokens": 30}, settings_at={"max_tokens": 12})),
     "kl coefficient": ("reference", "kl_coef", Plan(settings={"kl_coef": 0.01}, settings_at={"kl_coef": 5.0})),
     "another reference": ("unknown", "reference_k3", Plan(reference=from_at(0.1, 1.0), right=sliding)),

@@ -254,6 +254,8 @@ def prompts(facts: Facts) -> Iterator[Fact]:
 def endings(facts: Facts) -> Iterator[Fact]:
     assert facts.fall is not None
     steps = np.unique(facts.rollouts.step)
+    if not len(steps):
+        return
     before = facts.rollouts.until(min(facts.fall.interval[0] - int(ft.AHEAD) - 1, int(steps[len(steps) // 5])))
     first = len(np.unique(before.step))
     last = min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 2)
@@ -276,7 +278,7 @@ def capped(facts: Facts) -> Iterator[Fact]:
     assert facts.fall is not None
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])
-    longest = np.array([part.max() for part in parts])
+    longest = np.array([part.max(initial=0) for part in parts])
     found = []
     for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):
         limit = longest[at : at + _FEWEST_STEPS].max()
