@@ -284,7 +284,7 @@ def capped(facts: Facts) -> Iterator[Fact]:
         limit = longest[at : at + _FEWEST_STEPS].max()
         longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
         share = min(float((part == limit).mean()) for part in parts[at : at + 3])
-        level = math.sqrt(min(share, min(longer)))
+        level = min(share, *longer)
         values: dict[str, Measured] = {
             "step": int(steps[at]),
             "limit": int(limit),
