@@ -22,8 +22,8 @@ from ..settings import suspect_of
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
-_LEAST_LEFT = 1e-4
-"""Share that counts as nothing: logged terms are means over other batches or in another precision."""
+_LEAST_LEFT = 0.01
+"""Share that counts as nothing, because a logged term may be a mean over other tokens, or computed after updates."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -190,12 +190,14 @@ def changed_term(
     loss = loss / max(np.abs(loss).max(), 1e-30)
     spread = float(np.sum((loss - loss.mean()) ** 2))
     constant = float(_unexplained(columns_SF, loss, np.zeros(len(names), bool), np.zeros(1, int))[0])
-    left = {name: _unexplained(columns_SF, loss, names == name, places) for name in sorted({*names.tolist()} - {""})}
-    name = min(left, key=lambda each: left[each].min(), default="")
-    if name and left[name].min() < _MOST_LEFT * spread:
+    each = np.eye(len(names), dtype=bool)[names != ""]
+    left = np.array([_unexplained(columns_SF, loss, changing, places) for changing in each])
+    if left.size and left.min() < _MOST_LEFT * spread:
+        column, at = np.unravel_index(left.argmin(), left.shape)
         floor = _LEAST_LEFT * spread
-        level = 1 - math.sqrt((max(float(left[name].min()), 0.0) + floor) / (max(constant, 0.0) + floor))
-        yield fact(code, level, name, term=name, step=int(steps[places[left[name].argmin()]]))
+        level = 1 - math.sqrt((max(float(left.min()), 0.0) + floor) / (max(constant, 0.0) + floor))
+        name = str(names[column])
+        yield fact(code, level, name, term=name, step=int(steps[places[at]]))
 
 
 def _unexplained(columns_SF: np.ndarray, loss: np.ndarray, changing: np.ndarray, places: np.ndarray) -> np.ndarray:
