@@ -23,7 +23,7 @@ _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
 _LEAST_LEFT = 1e-4
-"""Share that counts as nothing: logged terms are means over other batches or in another precision."""
+"""Share that counts as noise, because logged terms can be means over other batches or in another precision."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -143,8 +143,8 @@ def _averages(facts: Facts, values_N: np.ndarray, weights_N: np.ndarray) -> np.n
 
 
 def loss_terms(facts: Facts) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient changes: fit the logged loss to the recorded terms, with one change of one
-    term's coefficient at the step that leaves least."""
+    """Yield the loss term whose coefficient changes. Fits the recorded terms to the logged loss, and lets one
+    coefficient change once, at the step with the smallest residual."""
     assert facts.fall is not None
     steps, names, columns_SF, loss = loss_columns(facts)
     last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
@@ -154,7 +154,7 @@ def loss_terms(facts: Facts) -> Iterator[Fact]:
 def loss_columns(facts: Facts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps [S], the loss's terms by name [F], their values [S, F], and the logged loss [S].
 
-    With the ratio 1, the policy's term is -mean(advantage). The last column is constant.
+    At an importance ratio of 1, the policy term is -mean(advantage). The last column is constant.
     """
     loss, rows, database = facts.values("loss"), facts.rollouts, facts.database
     distance, weights = rows.likelihood - rows.reference, (np.ones(len(rows.step)), rows.length)
@@ -199,7 +199,7 @@ def changed_term(
 
 
 def _unexplained(columns_SF: np.ndarray, loss: np.ndarray, changing: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the sum of squares that a linear fit leaves if coefficients change at each of `places` ([F] bool: which)."""
+    """Return a linear fit's residual sum of squares if `changing` coefficients ([F] bool) change at each place."""
     outer = columns_SF[:, :, None] * columns_SF[:, None, changing]
     since = np.cumsum(outer[::-1], 0)[::-1][places]
     slope = np.cumsum((columns_SF[:, changing] * loss[:, None])[::-1], 0)[::-1][places]
