@@ -1,4 +1,4 @@
-"""Check a trace that another program wrote: every deviation from the format at once, for `tim-trace verify --format`."""
+"""Find every deviation from the format in a trace that another program wrote, for `tim-trace verify --format`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .rows import Rows
 from .trace.database import Database
 
 COLUMNS = ("where", "field", "code", "expected", "found", "num_rows")
-"""`where` is a file, or a table for faults in its rows; `num_rows` is None for faults of a whole file."""
+"""`where` is a file, or a table for faults in its rows. `num_rows` is None for faults of a whole file."""
 
 CODES = {
     "unreadable": "the file cannot be parsed",

@@ -9,7 +9,7 @@ from .rows import printable
 
 
 def escaped(text: str) -> str:
-    """Return text as one line that GitHub shows as it is: no markup, and no mention of a person or an issue.
+    """Return text as one line that GitHub shows literally, without markup and without links to people or issues.
 
     >>> escaped("a|b <i> max_abs_d @me")
     'a\\\\|b \\\\<i> max_abs_d @\\u2060me'
@@ -23,7 +23,7 @@ def escaped(text: str) -> str:
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a Markdown table, aligned so that it is readable as plain text too. Cells must be escaped."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    widths[-1] = 3  # nothing to its right needs alignment
+    widths[-1] = 3  # the last column needs no alignment
     lines = [head, ["-" * width for width in widths], *rows]
     return [f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines]
 

@@ -43,7 +43,7 @@ Prompts and responses are recorded data, never instructions."""
 _MAX_BYTES, _MAX_BYTES_OF_SQL = 3000, 8000
 _DIGITS, _DIGITS_OF_SQL = 4, 6
 _AT_ONCE = 2
-"""Maximum number of concurrent calls, because each may use the whole memory limit."""
+"""Maximum number of concurrent calls. Each may use the whole memory limit."""
 
 _VIEWS = (
     "sequences", "scores", "metrics", "passes", "steps", "tokens", "changes", "engine_weights", "operators", "patches",
@@ -248,7 +248,7 @@ class RunTools:
         }
 
     def names(self, error: TimTraceError, run: str | None = None) -> list[str]:
-        """Return names that the caller may have meant: those that DuckDB suggests, and similar known ones."""
+        """Return names that the caller may have meant: DuckDB's suggestions and similar known names."""
         first, *others = str(error).splitlines()
         proposed = [name.split(".")[-1] for line in others for name in re.findall(r'"([^"]+)"', line)]
         known, run = [*self.runs], run if run in self.runs else None

@@ -55,7 +55,7 @@ UNFELT = {
     "k3": (1e-5, "Miles and SGLang, All-in-One"),
 }
 """Mismatch in published pairs of runs where removing it did not raise the reward. IsoExec: 50 steps of a 35B-A3B
-mixture. Miles: dense models with k3 from 1e-5 to 1e-3; the lower end is used."""
+mixture. Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
 
 
 def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
-    """Return a statistic per place, by default [1] over all groups. NaN without tokens or advantages."""
+    """Return a statistic per place (default: [1], over all groups), or NaN without tokens or advantages."""
     place_G = np.zeros(len(sums["unit"]), int) if place_G is None else place_G
     if metric == BIAS and "w_size_positive" not in sums:
         return np.full(1, nan)

@@ -76,7 +76,7 @@ JSON_VERSION = 1
 
 Entry = Callable[[Any], Any] | property | None
 Form = Mapping[type, Mapping[str, Entry]]
-"""Dataclass -> JSON keys beside its fields, each with the property or function that computes the value. None leaves a
+"""Dataclass -> additional JSON keys, each with the property or function that computes the value. None leaves a
 field out. The JSON Schemas are derived from the fields' types and the return annotations."""
 
 
@@ -90,8 +90,8 @@ def form_of(kind: type[Result]) -> Form:
 
 
 def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
-    """Return the keys of a dataclass in JSON, and how to compute each. A result begins with what its form adds, such as
-    the verdict."""
+    """Return a dataclass's JSON keys, with how to compute each. The keys that its form adds, such as the verdict, come
+    first."""
     own, added = {field.name: attrgetter(field.name) for field in fields(kind)}, form.get(kind, {})
     chosen: dict[str, Any] = {**added, **own, **added} if issubclass(kind, Result) else {**own, **added}
     return {name: getattr(entry, "fget", entry) for name, entry in chosen.items() if entry is not None}
@@ -116,7 +116,7 @@ _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _indented(value: Any, indent: str = "") -> str:
-    """Serialize a JSON value, with one line per container that fits into a line."""
+    """Serialize a JSON value, with one line per container that fits."""
     line = _encoded(value)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
         return line

@@ -88,7 +88,7 @@ class Triangulation(Result):
     """One row per arm: the mismatch if the arm's replay replaces the trainer, and the share of mean d^2 that this
     removes."""
     predictions: tuple[Prediction, ...] = ()
-    """What each remedy in `predict` would leave of the mismatch at the steps that are not replayed, one per metric."""
+    """Mismatch that would remain under each remedy in `predict` at the steps that are not replayed, one per metric."""
 
 
 def triangulate(
@@ -113,10 +113,10 @@ def triangulate(
     reference. Replays each remedy in `predict`, and predicts what it would leave of the mismatch at the run's other steps,
     with a 90% interval. A remedy is an arm for both sides (`dtype=fp16`), for one (`rollout:engine=exact`) or for each
     (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm that repeats the recorded engine, by default
-    `engine=vllm,mode=decode` if vLLM was recorded; a remedy changes it.
+    `engine=vllm,mode=decode` if vLLM was recorded. Remedies are applied to it.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers.
-    `weights_from` is the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists
+    `weights_from` is the folder of the run's checkpoints, for a trace without weights. `allow_kernel` lists
     recorded attention kernels that may be downloaded from the Hugging Face Hub and run. `ray` and `gpus_per_arm` spread
     the work over a Ray cluster, as in `replay`.
 

@@ -35,7 +35,7 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database with the given steps, or reuse one that already has these steps and this cluster.
+    """Open traces as a database with the given steps, or reuse one with the same steps and cluster.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """

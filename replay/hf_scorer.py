@@ -39,7 +39,7 @@ LoadKey = tuple[Any, ...]
 
 class HfScorer:
     keeps_recorded_rows = True
-    """True if the identity arm must fail when memory runs out, rather than run fewer rows per forward pass."""
+    """True if the identity arm must fail if memory runs out, rather than run fewer rows per forward pass."""
     pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):

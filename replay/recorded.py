@@ -52,7 +52,7 @@ class RecordedRow:
     iteration: int = 0
     """Number of times this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Where `policy_version` was taken from if the scores did not include it, else empty."""
+    """Source of `policy_version` if the scores did not include it, else empty."""
     composition_known: bool = True
     """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None

@@ -171,7 +171,7 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """The file's own name without `.json`, and the beginning of the names of its files."""
+    """The file's own name without `.json`. The names of the writer's files begin with it."""
     run_id: str = ""
     """As in trace.json."""
     state: str = OPEN
@@ -180,7 +180,7 @@ class WriterState:
     """Why recording stopped early."""
     host: str = ""
     boot_id: str | None = None
-    """The machine's boot, to recognize processes that ended with a reboot."""
+    """Id of the machine's current boot, to recognize processes that ended with a reboot."""
     pid_namespace: str | None = None
     pid: int = 0
     process_start: int | None = None
@@ -197,11 +197,11 @@ class WriterState:
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Finished files by path in the trace."""
     replaced: tuple[str, ...] = ()
-    """Source files that this writer has merged into its own and that are not deleted yet. Readers ignore them."""
+    """Source files that this writer has merged into its own but not deleted yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
     """Journals with rows that are not in Parquet files yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Size of the incomplete last record in a journal that was sealed after its process died (bytes)."""
+    """Bytes in the incomplete last record of each journal that was sealed after its process died."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """Imported files, keyed by path in the imported folder. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
@@ -220,16 +220,16 @@ class WriterState:
     num_tokens: int = 0
     num_eval_sequences: int = 0
     spent_s: float = 0.0
-    """Time that hooks took in the recorded program's own thread, including waits (seconds)."""
+    """Time that hooks spent in the recorded program's own thread, including waits (seconds)."""
     cpu_s: float | None = None
     """CPU seconds used by hooks and writer threads. None until the process ends."""
     waited_s: float = 0.0
     """Time that the recorded program waited for the file system (seconds)."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What `Recorder.describe` was given: `class`, `config` and others."""
+    """Arguments of `Recorder.describe`: `class`, `config` and others."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    """Installed packages by name."""
+    """Versions of installed packages, by name."""
 
     @property
     def is_launcher(self) -> bool:

@@ -110,7 +110,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings to pass to Recorder.add_hyperparameters, without other losses' settings left at their defaults."""
+        """Settings to pass to Recorder.add_hyperparameters, except other losses' settings at their defaults."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name

@@ -359,8 +359,8 @@ ARRAYS = {
         Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factors of their outputs", alignment=PER_TOKEN),
     )
 }  # fmt: skip
-"""A pass's values per token that are stored in dense/. `alignment` is the shape of one sequence's array, `keyword` the
-field of TopK, Logits or Routing, and `null` is empty if the others cannot do without it."""
+"""A pass's per-token values in dense/. `alignment` is the shape of one sequence's array, `keyword` the field of TopK,
+Logits or Routing, and `null` is empty for required values."""
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)

@@ -24,7 +24,7 @@ from ..schemas.errors import (
 
 AUTO = "auto"
 LOCAL = "local"
-"""Address that stands for a temporary cluster on this machine."""
+"""Address that means a temporary cluster on this machine."""
 STORE_BYTES = 10**8
 """Object store size for a local cluster (bytes). Units and results are small."""
 CONNECT_S = 10.0

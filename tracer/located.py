@@ -191,7 +191,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Findings):
-    """Findings, and the values from which each operator's share in the mismatch is computed."""
+    """Findings, and the values for computing each operator's share of the mismatch."""
 
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]

@@ -159,7 +159,7 @@ class Recorder:
         self._metric_step: int | None = None
         self._warned: set[str] = set()
         self._kinds: dict[str, dict[str, Any]] = {}
-        """Shape of a token's values and dtype by array, for each Zarr group."""
+        """Zarr group -> array -> shape of a token's values, and dtype."""
 
     def __enter__(self) -> Recorder:
         return self

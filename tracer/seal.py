@@ -84,8 +84,8 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -> dict[str, Any]:
     """Return ParquetWriter options.
 
-    A float column uses BYTE_STREAM_SPLIT if that makes the values in `sample` smaller. It does unless values repeat, as
-    those of near-certain tokens and shared prefixes do. `splits_ids` uses it for token ids too.
+    A float column uses BYTE_STREAM_SPLIT if that makes the values in `sample` smaller. It usually does, unless values
+    repeat, as with near-certain tokens and shared prefixes. `splits_ids` uses it for token ids too.
     """
     columns = TABLE_SPECS[table].columns
     encodings = {

@@ -193,7 +193,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add the tables' files that no writer lists to their writers' states, for traces that may lack checksums."""
+    """Add unlisted table files to their writers' states, for traces that may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():

@@ -42,7 +42,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Compute what `read_token_figures` returns, given the step and NEEDED_SUMS for each sequence."""
+    """Compute the result of `read_token_figures` from each sequence's step and NEEDED_SUMS."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}

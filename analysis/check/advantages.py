@@ -60,7 +60,7 @@ FROM (
 )
 ORDER BY step, place
 """
-"""One row per sequence. Missing hashes are 0, also that of a response that is not inspected. `largest` and `is_per_token` only consider tokens in the loss."""
+"""One row per sequence. Hashes are 0 if missing or not inspected. `largest` and `is_per_token` only cover loss tokens."""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 
 
@@ -88,8 +88,8 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if at least `least` of the tested rows or steps are affected ([N] bool).
 
-        `steps` holds the step of each, by default of the run's rows. Numbers that are arrays are reduced to the affected
-        rows' median. A finding with `notice_if_whole` is a fault if it begins during the run.
+        `steps` holds the step of each element (default: the run's rows). Arrays in `numbers` are reduced to their
+        median over the affected rows. With `notice_if_whole`, the finding is a fault only if it begins during the run.
         """
         if affected.sum() < least:
             return
@@ -124,7 +124,7 @@ class DataRows:
 
     @cached_property
     def group_setting(self) -> str:
-        """Setting according to which the group's mean is the baseline. Empty if there is none."""
+        """Setting that makes the group's mean the baseline, or an empty string."""
         return self.setting(ALGORITHM, "grpo|rloo|group")
 
 
@@ -153,7 +153,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
-    """Return ways to misplace rewards, each as the row ([N]) whose reward a row gets, or -1 for none."""
+    """Return possible misplacements of rewards. Each is [N]: the row whose reward a row gets, or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -192,7 +192,7 @@ class _Rows:
         return np.where(spread > TINY * self.of_step(np.maximum, np.abs(self.r)), spread, np.nan)
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Return the step's minimum or maximum at each row, [N]."""
+        """Return the minimum or maximum over each row's step, [N]."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -214,7 +214,7 @@ class _Rows:
 
 
 class _Rules(NamedTuple):
-    """How advantages follow from rewards at each step, [S] each."""
+    """The rule that turns rewards into advantages at each step, [S] each."""
 
     name: np.ndarray
     """`own` for the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits. `none` if rewards
@@ -225,7 +225,7 @@ class _Rules(NamedTuple):
     between: np.ndarray
     """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation between the recorded advantages and those that the best rule gives. `own` is that of the group's mean."""
+    """Correlation of the recorded advantages with the best rule's. `own` is that with the group-mean rule's."""
     own: np.ndarray
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
@@ -250,8 +250,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
         divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
         own = np.maximum(rows.fit(rows.x), scales[1])
-        # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the
-        # group's own, only by rounding.
+        # With the group's own baseline, group means scatter only by rounding. With any other, they scatter by at least
+        # about 1 / sqrt(n) of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
         if (has_both & ~(has_own & (own > 0.99))).any():
@@ -269,7 +269,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield every other rule's name and the advantages that it gives, [N] each, up to a factor and a constant."""
+    """Yield every other rule's name and its advantages [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -347,7 +347,7 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 def _mixed(rows: _Rows) -> _Mixed | None:
     """Find rows that follow a second rule: another factor, the other normalisation, or 0.
 
-    Two rules must explain nearly all rows, and each some that the other does not.
+    Two rules must together explain nearly all rows, and each must explain some that the other does not.
     """
     a, at, size = rows.a, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3

@@ -68,7 +68,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return the rows after the last step in which `differs` holds, [N] bool."""
+    """Return the rows after the last step that `differs`, [N] bool."""
     return np.asarray(at > at[differs].max(initial=-1))
 
 
@@ -228,7 +228,7 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Return which other rows or values have the means [E] that were logged, or an empty string."""
+    """Name the other rows or values that give the logged means [E], or return an empty string."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -366,7 +366,7 @@ def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return which tokens at the row's end only repeat the previous token, [N] bool."""
+    """Return the tokens at the row's end that only repeat the previous token, [N] bool."""
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     last_other = sample.starts[:-1] - 1
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))

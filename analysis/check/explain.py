@@ -197,7 +197,7 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations of what is inside the best places."""
+    """Return explanations for the tokens inside the best places."""
     found = []
     parts = [
         each

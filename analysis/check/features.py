@@ -23,7 +23,7 @@ from .sample import PassSample
 from .where import later_turn, where_text
 
 CLEAR = 6.0
-"""Standard errors from which on a statistic cannot be chance, although many are tried."""
+"""Standard errors at which a statistic cannot be chance, even though many are tried."""
 FEW = 30
 """Minimum tokens for a statistic. With fewer, a single one can cause a third of the sum of squares."""
 _LAGS = (1, 2, 4)
@@ -312,7 +312,7 @@ class Onset:
 
 @once
 def onset(data: PairData) -> Onset | None:
-    """Return the column from which on the mismatch exceeds rounding, or None.
+    """Return the column where the mismatch starts to exceed rounding, or None.
 
     Columns count response tokens, prompt and response tokens, or those and the padding to their left.
     """

@@ -21,7 +21,7 @@ Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
 
 `recording`: the passes do not contain the same quantity for the same tokens. `engine`, `trainer`: that side used the
 wrong weights, cache, experts, context or precision. `computation`: one side did, but the trace does not show which.
-`versions`: nothing. Engine and trainer have different policy versions, as in asynchronous training.
+`versions`: nothing to fix. Engine and trainer have different policy versions, as in asynchronous training.
 """
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
 
@@ -117,8 +117,7 @@ class Fault:
 # --- Explanations of a mismatch and their fit
 
 DEGREES = 3.0
-"""Degrees of freedom in the Student t distribution that models rounding errors. Healthy runs have tails at most as
-heavy."""
+"""Degrees of freedom in the Student t distribution that models rounding errors. Healthy runs have no heavier tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def nobodys(data: PairData) -> np.ndarray:
     # With too few uncertain tokens, this run's rounding level cannot be measured.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # Nearly certain tokens have another noise than the others, so they are compared with what the dtypes allow.
+    # Noise is different at nearly certain tokens, so they are compared with what the dtypes allow.
     error = np.where(uncertain, sigma, max(sigma, allowed / 4)) * data.scale
     size = np.abs(data.d) / np.hypot(error, 2 * value_rounding(data))
     t = size / np.sqrt(6 + size**2)
@@ -228,7 +227,7 @@ class Hypothesis:
     tokens: np.ndarray
     """[N] bool: tokens explained if it is accepted."""
     gain: float
-    """Log likelihood ratio to having no explanation, minus the cost (nats)."""
+    """Log likelihood gained over having no explanation, minus the cost (nats)."""
     left: float | None = None
     """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
     rank: int = 0
@@ -351,7 +350,7 @@ class DataFinding:
     code: str
     """A key of KINDS."""
     share: float
-    """Affected share among the tested rows, pairs or steps."""
+    """Share of the tested rows, pairs or steps that is affected."""
     since: int | None
     """First affected step, or None if that is the run's first step."""
     is_notice: bool

@@ -180,7 +180,7 @@ def _trigger_ids(data: PairData) -> list[int]:
 
 
 def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None) -> Where | None:
-    """Describe the tokens, or all tokens of the `rows`, whose `values` go with a high `level`."""
+    """Describe the tokens, or all tokens in the `rows`, whose `values` coincide with a high `level`."""
     noise = logit_error(data)
     best = _split(name, values, level)
     if best is None:
@@ -383,7 +383,7 @@ def _seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Return batch size in rows -> each sequence's batch [S]. The key `step` stands for whole steps."""
+    """Return batch size in rows -> each sequence's batch [S]. The key `step` means whole steps."""
     sizes = PERIODS[:-1]
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
 

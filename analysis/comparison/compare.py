@@ -62,8 +62,8 @@ def compare(
     - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
-    - every series in `dynamics`, starting at the first segment between change points in which the mean difference
-      exceeds 4.5 standard errors
+    - every series in `dynamics`, starting at the first segment between change points with a mean difference above 4.5
+      standard errors
 
     Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the passes
     in the mismatch. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.

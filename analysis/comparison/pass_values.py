@@ -1,4 +1,4 @@
-"""Read the logprobs of all passes into a temporary file, from which a comparison reads blocks of tokens.
+"""Copy the logprobs of all passes to a temporary file, so that a comparison can read them in blocks of tokens.
 
 Shapes: P passes, C passes in a block, R sequences, T tokens in all sequences, B tokens in a block.
 """
@@ -32,9 +32,9 @@ WHERE iteration = 0 AND len(logprobs) = num AND NOT starts_with("pass", '{REPLAY
 CELLS = 1 << 20
 """Values in a block."""
 BYTES_PER_TOKEN = 33
-"""Memory that a comparison takes: the median of the classes and the differences of one class (three times), all float64."""
+"""Memory for a comparison (bytes): the classes' median, and three copies of one class's differences, all float64."""
 _MISSING = np.uint32(0x7FEDCBA9)
-"""Bits of a NaN. The file stores bits ^ _MISSING, so its holes are read as tokens without a value."""
+"""Bits of a NaN. The file stores bits ^ _MISSING, so that its holes read as tokens without a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def values_CB(self) -> np.ndarray:
-        """Return float64 logprobs, NaN where there is none or it is infinite."""
+        """Return float64 logprobs. Missing and infinite ones are NaN."""
         values_CB = self.bits_CB.view(np.float32).astype(np.float64)
         values_CB[np.isinf(values_CB)] = np.nan
         return values_CB
@@ -72,7 +72,7 @@ class PassValues:
         self._file = file
         self._slots: dict[str, int] = {}
         self.has: dict[str, np.ndarray] = {}
-        """[R] True at sequences with any value, by pass."""
+        """Pass -> [R] bool: sequences with any value."""
         try:
             for batch in database.connection.batches(_SCORES, 128):
                 self._write(*batch.columns)
@@ -107,7 +107,7 @@ class PassValues:
             yield self._read(names, start, min(most, self.num_tokens - start))
 
     def at(self, names: Sequence[str], token: int) -> np.ndarray:
-        """Return [C] the passes' logprobs of one token."""
+        """Return the passes' logprobs of one token, [C]."""
         return self._read(names, token, 1).values_CB[:, 0]
 
     def _read(self, names: Sequence[str], start: int, num: int) -> Block:
@@ -129,6 +129,6 @@ class PassValues:
         return self.rows[row][1], token - int(self.starts[row])
 
     def extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
-        """Move each sequence's end, an index in it, behind the last of these tokens."""
+        """Move each sequence's end (an index within it) past the last of these tokens."""
         rows = np.searchsorted(self.starts, tokens, side="right") - 1
         np.maximum.at(ends_R, rows, tokens + 1 - self.starts[rows])

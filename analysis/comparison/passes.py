@@ -1,4 +1,4 @@
-"""Compare all passes over the same tokens: which have equal bits, and which contradict the settings they state.
+"""Compare all passes over the same tokens: find those with equal bits, and those that contradict their stated settings.
 
 Shapes: P passes, C classes of passes with equal bits, T tokens.
 """
@@ -26,11 +26,11 @@ SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", 
 """Codes: equal settings but different bits; equal bits although a setting differs that changes them elsewhere;
 different bits although only a setting differs that keeps them elsewhere."""
 TAIL = 16
-"""Minimum differences from which a tail is estimated. A class that differs at no more tokens is judged by the others."""
+"""A class that differs at more tokens than this is judged by its own tail, and any other by the other classes' tail."""
 CHANCE = 1e-3
-"""Maximum expected number of tokens with such a difference, among all tokens and classes, to report one. On simulated
-differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2% of the
-classes had a token reported."""
+"""A token is reported as odd if, over all tokens and classes, at most this many are expected to differ as much. On
+simulated differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2%
+of the classes had a token reported."""
 MOST_ODD = 1000
 """Maximum odd tokens per class."""
 
@@ -47,18 +47,18 @@ class PassClass:
     num_equal: int
     """Shared tokens with equal bits."""
     mean_abs_d: float | None
-    """None without a finite shared token."""
+    """Nats. None if no shared token is finite."""
     max_abs_d: float | None
     max_at: tuple[str, int] | None
     """seq_id and token index of `max_abs_d`."""
     num_not_finite: int
     """Shared tokens with NaN or infinity on either side, left out of d."""
     diverges_at: tuple[str, int] | None
-    """seq_id and index of the first token at which the class generated another token than the reference class."""
+    """seq_id and index of the first token where the class generated a different token than the reference class."""
     num_diverged: int
-    """Sequences in which it did."""
+    """Sequences that diverge from the reference class."""
     settings: Mapping[str, tuple[str | None, str | None]]
-    """Settings on which each class agrees within itself, but not with the reference class: (own, reference)."""
+    """Settings that differ from the reference class but not within either class: (own, reference)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class SettingContradiction:
     others: tuple[str, ...]
     """Passes that they contradict."""
     setting: str = ""
-    """The setting in question. Settings that always change together are one."""
+    """The setting in question. Settings that always change together count as one."""
     value: str | None = None
     """The passes' value, or None if they do not state the setting."""
     other_value: str | None = None
@@ -99,7 +99,7 @@ class OddToken:
     typical: float | None
     """Median of `abs_d` at the other tokens at which it is not 0, or None if it is 0 at all of them."""
     expected: float | None
-    """Expected number of tokens with such a difference or a larger one among all tokens and classes, extrapolated from
+    """Expected number of tokens with at least this difference, among all tokens and classes, extrapolated from
     this class's differences at other tokens. None if these are all 0."""
 
     @property
@@ -124,7 +124,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """Classes of equal bits among a trace's passes, and what contradicts the passes' settings."""
+    """A trace's passes grouped by equal bits, with odd tokens and contradictions to the passes' settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -229,7 +229,7 @@ class _Group:
         self.settings = _differing([name for passes in self.classes for name in passes], settings)
         self.odd_tokens: list[OddToken] = []
         self.not_judged: dict[int, np.ndarray] = {}
-        """Odd tokens of each class, whose bits are not held against the settings."""
+        """Odd tokens of each class. Their bits do not count as contradicting the settings."""
         self._find_odd_tokens()
         self.relations = list(self._relations())
 
@@ -295,7 +295,7 @@ class _Group:
     def _divergences(self, own_R: np.ndarray, other_R: np.ndarray, shared_R: np.ndarray) -> list[int]:
         """Return, for each prompt that both classes continue with different tokens, the first divergent token.
 
-        Takes the ends [R] of the tokens of each class, and of those that both have.
+        Takes the ends [R] of each class's tokens, and of the tokens that both classes have.
         """
         numbers: dict[tuple[int, str], int] = {}
         prompt_R = np.array([numbers.setdefault((row[0], row[2]), len(numbers)) for row in self.values.rows], np.int64)
@@ -307,10 +307,10 @@ class _Group:
         return [int(self.values.starts[row] + common_R[row]) for row in firsts]
 
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
-        """Hold each pair of passes against other pairs that differ in one setting only, by the same two values.
+        """Compare each pair of passes with other pairs that differ in the same single setting, by the same two values.
 
-        Whether a setting changes the bits depends on model and prompt, so only this group shows it. That it keeps them
-        is learned from all groups, if more pairs say so than this one and those that differ.
+        Whether a setting changes the bits depends on model and prompt, so only this group is evidence for it. All
+        groups are evidence that it keeps them, if more pairs keep the bits than differ, counting this pair.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
         class_of = {name: tuple(passes) for passes in self.classes for name in passes}
@@ -370,7 +370,7 @@ class _Group:
         num_tested, num_different = int(num_finite.sum()), int(num_above.sum())
         most = num_different // 8 + 3 * TAIL
         largest = np.empty(0)
-        """Differences of all classes, from which those with few of their own are judged."""
+        """Differences of all classes, used to judge classes with few of their own."""
         for number in range(len(self.classes)) if (num_above <= TAIL).any() else ():
             abs_T = self._abs(number, median_T)
             largest = np.sort(np.concatenate([largest, abs_T[abs_T > 0]]))[::-1][:most]
@@ -413,7 +413,7 @@ def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
-    """Return each pass's settings that other passes do not share. Settings that always change together are one."""
+    """Return each pass's settings that other passes do not share. Settings that always change together count as one."""
     joined: dict[tuple[int, ...], list[str]] = {}
     for key in sorted({key for name in names for key in settings.get(name, {})}):
         values = [settings.get(name, {}).get(key) for name in names]

@@ -328,4 +328,4 @@ SHORT_FORM: Form = {
     }
     for kind in {**DIAGNOSIS_FORM, **_SHORTENED, **_LEFT_OUT}
 }  # fmt: skip
-"""What `diagnose` prints without `verbose`: the likely suspects with their main evidence, and the alerts that fired."""
+"""Output of `diagnose` without `verbose`: the likely suspects with their main evidence, and the alerts that fired."""

@@ -66,8 +66,8 @@ def export_run(
     - `to="tensorboard"` or `"wandb"`: all `pair_steps` columns as `a-b/NAME`, and every logged number under its
       logged name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
-    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time.
-    Existing files are replaced only with `force`; wandb always adds a new run.
+    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps. Only a few are in memory at a time.
+    Existing files are replaced only with `force`. wandb always adds a new run.
 
     Raises InvalidOption, FileThere, StorageError, NotInstalled (if the tool's library is missing), TraceNotFound,
     NewerTrace or DamagedTrace.

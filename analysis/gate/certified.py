@@ -1,4 +1,4 @@
-"""Hold a run against a certificate of `certify`: the same settings, and no batch beyond its bounds."""
+"""Compare a run with a certificate from `certify`: it needs the same settings, and no batch beyond the bounds."""
 
 from __future__ import annotations
 

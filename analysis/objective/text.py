@@ -42,7 +42,7 @@ OBJECTIVE_FORM: Form = {
     },
 }  # fmt: skip
 RUN_FORM: Form = {Objective: {**OBJECTIVE_FORM[Objective], "steps": worst_steps}}
-"""What `objective --by run` prints."""
+"""Output of `objective --by run`."""
 
 
 def _loss(found: Objective, width: int | None) -> str:

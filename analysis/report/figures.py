@@ -27,9 +27,9 @@ def figures(
 ) -> dict[str, Figure]:
     """Return each figure that `report --png` would write, as a matplotlib Figure by its file name.
 
-    `run` shows all series by step; the others (`k3`, `reward`, `d-by-probability`, ...) show one chart each. The figures
-    do not belong to pyplot: change them through `figure.axes`, and write them with `figure.savefig(path)`. The options
-    are those of `report`.
+    `run` shows all series by step. The others (`k3`, `reward`, `d-by-probability`, ...) show one chart each. The
+    figures do not belong to pyplot: change them through `figure.axes`, and write them with `figure.savefig(path)`. The
+    options are those of `report`.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

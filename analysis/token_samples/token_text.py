@@ -48,7 +48,7 @@ class Decoding:
     prefix: str | None = None
     """Marks a piece that continues a word (WordPiece)."""
     spaced: bool = False
-    """Every piece is a separate word, also if the tokenizer has no decoder."""
+    """True if every piece is a separate word, as for a tokenizer without a decoder."""
 
     def text(self, piece: str) -> str:
         if self.byte_level:

@@ -174,7 +174,7 @@ def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
 
 
 def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return values minus their group's mean. Values that are not finite do not count."""
+    """Return values minus their group's mean. Values that are not finite are ignored."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))

@@ -24,7 +24,7 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Minimum terminal height (lines) for empty lines between sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Number of rows to which all sections are cut before any of them is cut further."""
+"""All sections are cut to this many rows before any is cut further."""
 _NOT_FINITE = "NaN/inf"
 
 

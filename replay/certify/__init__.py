@@ -1,1 +1,1 @@
-"""Search for a batch in which two executions give different bits. Nothing of the core imports this."""
+"""Search for a batch in which two executions give different bits. The core does not import this package."""

@@ -1,4 +1,4 @@
-"""Batches that break batch invariance if anything does, and small changes to a batch.
+"""Generate batches that are likely to break batch invariance, and small changes to a batch.
 
 Lengths, row counts and paddings near powers of two and multiples of 16 come first, because kernels, tiles and cache
 blocks change there.
@@ -16,7 +16,7 @@ import numpy as np
 Sequence_ = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and response token ids."""
 Layout = tuple[tuple[str, Any], ...]
-"""Arm options that are searched, with the values of this batch. Empty: those of the arm."""
+"""Searched arm options, with their values in this batch. If empty, the arm's own values apply."""
 
 SHORT = 12
 """Maximum length of prompts and responses whose length is not tested."""
@@ -118,7 +118,7 @@ def _counts(draw: Drawer) -> _Family:
 
 
 def _lengths(draw: Drawer) -> _Family:
-    """Rows whose prompt, response or sum of both has this length, one short row beside them."""
+    """Yield rows whose prompt, response or total has each length, along with one short row."""
     for num in special(2 * draw.max_length):
         prompt = min(max(1, num // 2), draw.max_length)
         rows = [draw.row(num), draw.row(None, num)] if num <= draw.max_length else []
@@ -128,7 +128,7 @@ def _lengths(draw: Drawer) -> _Family:
 
 
 def _grid(draw: Drawer) -> _Family:
-    """Row counts times widths: sums over all tokens of a batch change their kernels here."""
+    """Yield combinations of row count and width, because kernels that sum over a batch's tokens change with both."""
     counts = [num for num in special(draw.max_batch)[:24] if num > 1]
     for length in special(draw.max_length)[:24]:
         for num in counts:
@@ -147,7 +147,7 @@ def _pads(draw: Drawer) -> _Family:
 
 
 def _orders(draw: Drawer) -> _Family:
-    """Order, duplicates, shared prefixes, and one long row among short ones."""
+    """Yield different orders, duplicates, shared prefixes, and one long row among short ones."""
     for num in [n for n in (2, 3, 4, 7, 8, 16, 31, 64) if n <= draw.max_batch]:
         rows = [draw.row(draw.length(), draw.length()) for _ in range(num)]
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
@@ -168,7 +168,7 @@ def _orders(draw: Drawer) -> _Family:
 
 
 def _tokens(draw: Drawer) -> _Family:
-    """Every token id, as a prompt's and a response's, and runs of one id."""
+    """Yield every token id, in prompts and in responses, and runs of a single id."""
     size = min(16, draw.max_length)
     for _ in range(0, min(draw.vocab_size, 40_000), 2 * size):
         yield [(draw.ids(size, in_turn=True), draw.ids(size, in_turn=True)), *draw.rows(min(2, draw.max_batch - 1))]
@@ -251,7 +251,7 @@ def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
 
 
 def _without(batch: Batch, rows: tuple[Sequence_, ...]) -> Iterator[Batch]:
-    """Yield a batch of only these rows: as narrow as they allow, then as wide as before."""
+    """Yield batches of only these rows: first as narrow as possible, then as wide as before."""
     narrow = replace(batch, rows=rows)
     yield narrow
     if narrow.width < batch.width:

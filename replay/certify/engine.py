@@ -70,14 +70,14 @@ def certify(
     `trace` is a run with weights or a Hugging Face model folder. The claim is that `arm` (default: as recorded) gives
     every sequence the same logprobs, bit for bit, in every batch of up to `max_batch` sequences with prompts and
     responses of up to `max_length` tokens (default: 256, or what the model's positions allow), as it gives the sequence
-    alone. With `against`, both arms run each batch, and their bits are compared. What an arm sets is fixed. Padding
-    side, cached decoding, chunks and threads that it leaves open are searched (for vLLM: decoding, chunks and the prefix
-    cache).
+    alone. With `against`, both arms run each batch, and their bits are compared. Options that an arm sets are fixed.
+    The search varies padding side, cached decoding, chunks and threads if the arm does not set them (for vLLM:
+    decoding, chunks and the prefix cache).
 
     The search tries every row count and length, paddings, orders, duplicates, shared prefixes and token ids, then
-    random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk
-    and written as the trace `output`/counterexample, replacing an earlier one; the result has the command that shows
-    the difference. Otherwise `output` gets `certificate.json`. The verdict is `undecided` if time runs out before every
+    random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
+    written as the trace `output`/counterexample, replacing an earlier one. The result has the command that shows the
+    difference. Otherwise `output` gets `certificate.json`. The verdict is `undecided` if time runs out before every
     planned batch was tried.
 
     `model_factory` and `against_factory` name functions (module:function) that build the two executions' models.
@@ -158,7 +158,7 @@ class _Execution:
         return replace(self.arm, **dict(layout), name="") if layout else self.arm
 
     def shown_arm(self, layout: Layout) -> Arm:
-        """Return the arm for a replay, which chooses vLLM's maximum length itself."""
+        """Return the arm for a replay. A replay chooses vLLM's maximum length itself."""
         return replace(self.given, **dict(layout), name="")
 
     def scorer(self, layout: Layout = ()) -> Scorer:
@@ -167,7 +167,7 @@ class _Execution:
         return self._scorers[layout]
 
     def score(self, batch: Batch, *, empties: bool = False) -> list[np.ndarray]:
-        """Return each row's logprobs [T] float32. `empties` empties vLLM's prefix cache before."""
+        """Return each row's logprobs [T] float32. If `empties`, vLLM's prefix cache is emptied first."""
         scorer = self.scorer(batch.layout)
         rows = [
             RecordedRow(
@@ -244,7 +244,7 @@ class _Search:
         return True
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
-        """Return the smallest batch that differs, after the one that it needs before it, or None."""
+        """Return the smallest batch that differs, preceded by the batch that must run before it if any, or None."""
         is_vllm, last, until = self.a.arm.engine == VLLM, monotonic(), math.inf
         planned, kept = self._planned(is_vllm), list[Batch]()
         while (now := monotonic()) < until:

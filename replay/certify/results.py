@@ -16,7 +16,7 @@ VERDICTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What the search has tried."""
+    """Batches, layouts and operator calls that the search tried."""
 
     num_batches: int = 0
     num_planned: int = 0
@@ -31,7 +31,7 @@ class Coverage:
     widths: tuple[int, ...] = ()
     """Tokens per row, including padding."""
     layouts: tuple[str, ...] = ()
-    """Searched arm options with their values. Empty text: the arm's own."""
+    """Searched arm options with their values. An empty string is the arm's own layout."""
     vocabulary: float = 0.0
     """Share of the token ids that occurred."""
     num_calls: int = 0
@@ -58,7 +58,7 @@ class Counterexample:
     value: float
     """The first execution's logprob there (nats)."""
     other: float
-    """The second execution's."""
+    """The second execution's logprob there (nats)."""
     num_different: int
     """Response tokens with different bits in this batch."""
     max_abs_d: float
@@ -80,7 +80,7 @@ class Certificate(Result):
     """The run or model folder."""
     arm: str
     against: str | None
-    """None: each sequence alone, under the same arm."""
+    """None if batches were compared with each sequence alone, under the same arm."""
     max_batch: int
     max_length: int
     """Maximum tokens per prompt and per response."""
@@ -88,7 +88,7 @@ class Certificate(Result):
     seconds: float
     covered: Coverage
     not_covered: tuple[str, ...] = ()
-    """What was not tried: numbers of rows and lengths (`row_counts: 43-44`), and layouts with the reason, if known."""
+    """Row counts, lengths (`row_counts: 43-44`) and layouts that were not tried, with the reason if known."""
     counterexample: Counterexample | None = None
     settings_hash: str
     """SHA-256 of both executions' settings."""

@@ -44,7 +44,7 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step, whose gradient is taken at the `policy_version` weights."""
+    """One optimizer step. Its gradient is taken at the `policy_version` weights."""
 
     step: int
     """Step in which the sequences were generated."""

@@ -34,7 +34,7 @@ class Judged:
     """Token with the largest ratio, as an index into the prompt and response."""
     dtype: str
     point: Point | None = None
-    """Where the operator's error enters the forward pass, or None for expert choices and the head."""
+    """Point where the operator's error enters the forward pass, or None for expert choices and the head."""
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Record the torch calls that a function makes on given tensors, and write them as Python source.
 
-Python values that depend on tensors, such as sizes and chosen experts, become constants of the source.
+Python values that depend on tensors, such as sizes and chosen experts, become constants in the source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IN_PLACE = re.compile(r"__setitem__|__i(?!nvert)\w+__|[a-z]\w*[a-z0-9]_")
 
 
 class Source(str):
-    """Text that stands for itself in source."""
+    """Source text that is written unchanged."""
 
 
 class NotWritable(ValueError):

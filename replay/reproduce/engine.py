@@ -37,7 +37,7 @@ MOST_BYTES = 1_000_000
 """Maximum size of the numbers that a script reads from its file."""
 _MOST_SECONDS = 120.0
 _DURATION = "[seconds]"
-"""Placeholder in a script for the time that it takes."""
+"""Placeholder in a script for its run time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Reproduction(Result):
     script: str | None = None
     """Path of the script."""
     file: str | None = None
-    """Path of the numbers that the script reads, or None if it contains all."""
+    """File with the numbers that the script reads, or None if the script contains them all."""
     num_lines: int = 0
     num_bytes: int = 0
     """Size of the numbers' file."""

@@ -1,4 +1,4 @@
-"""Write a difference as a script that needs torch and transformers alone."""
+"""Write a difference as a script that needs only torch and transformers, or vLLM."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _WIDTH = 118
 _SETTINGS = (
     'VLLM_LOGGING_LEVEL="ERROR"', 'VLLM_ENABLE_V1_MULTIPROCESSING="0"', 'VLLM_CPU_KVCACHE_SPACE="1"', 'TORCHDYNAMO_DISABLE="1"'
 )  # fmt: skip
-"""Environment of vLLM's scripts. The last ones save time."""
+"""Environment variables in scripts for vLLM. The last ones save time."""
 _STANDARD = {
     "os.environ": "import os", "sys.": "import sys", "deepcopy(": "from copy import deepcopy",
     "Path(": "from pathlib import Path", "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
 }  # fmt: skip
-"""Imports by the text that needs them."""
+"""Text in a script -> import that it needs."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
@@ -43,7 +43,7 @@ class Script:
         return self.text.count("\n")
 
     def write(self, path: Path) -> Path | None:
-        """Write the script, and its tensors beside it. Return their path, or None without any."""
+        """Write the script, and its tensors beside it. Return the path of the tensors' file, or None."""
         path.write_text(self.text)
         if not self.file:
             return None

@@ -115,7 +115,7 @@ def scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
 
 @contextmanager
 def holding(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, give parameters and buffers other numbers."""
+    """Within the block, replace the numbers in parameters and buffers."""
     named = dict(state(module))
     before = {name: named[name].data for name in values if name in named}
     try:
@@ -291,7 +291,7 @@ def _drawn(value: Any, model: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if random numbers can replace a tensor: it holds numbers, and no mask."""
+    """Return True if random numbers can replace a tensor: it holds numbers, not a mask."""
     return bool(value.is_floating_point() and value.dim() > 1 and value.isfinite().all() and value.abs().max() < _LARGE)
 
 

@@ -61,8 +61,8 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    Errors in `record` end one part of the recording, and errors in `guard` end all of it. Neither reaches the program.
-    Recording never calls a collective, because other processes may have stopped recording.
+    An error in `record` ends one part of the recording, and an error in `guard` ends all of it. Neither reaches the
+    program. Recording never calls a collective, because other processes may have stopped recording.
     """
 
     def __init__(self, order: Order):

@@ -131,7 +131,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # With param_offload, the parameters may not have been on the device before.
+            # With param_offload, the parameters may be on the device for the first time.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)

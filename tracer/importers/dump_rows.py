@@ -100,7 +100,7 @@ def padded_columns(
 
 
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
-    """Return the mapped columns of a padded batch that are not its `own`, from fields with one value [B] per row."""
+    """Return a padded batch's mapped columns that are not in `own`, from fields with one value per row [B]."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
     for name, values in found.items():
         if values is not None and (np.ndim(values) == 0 or len(values) != num_rows):

@@ -164,7 +164,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return the reward functions: the field mapped to `rewards`, or every number that is no column nor in `but`."""
+        """Return the reward functions: the field mapped to `rewards`, or every number not in a column or `but`."""
         if mapped := self.rewards("rewards"):
             return mapped
         known = {name for names in self._columns.values() for name in names}

@@ -29,11 +29,11 @@ class DumpFolder:
     is_file: bool = False
 
     passes: Mapping[str, str] = field(default_factory=dict)
-    """Pass of each file, if several paths were given, each of which is a pass."""
+    """Pass of each file, if several paths were given. Each path is one pass."""
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
-        """List the files of several paths, each of which is a pass."""
+        """List the files of several paths. Each path is one pass."""
         folders = [cls.of(path) for path in paths]
         roots = [os.path.realpath(each.root) for each in folders]
         root = Path(os.path.commonpath(roots))

@@ -18,7 +18,7 @@ from .micro_batches import read_micro_batches
 
 _EXPORTS = r"step_(\d+)/rank_\d+\.jsonl"
 _KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/traces\.jsonl")
-"""The same sequences in up to three forms, best first: with the trainer's logprobs, all of the engine's, rounded ones."""
+"""Files with the same sequences, best first: with the trainer's logprobs, all of the engine's, or rounded ones."""
 _MARKER = "STABLE"
 _VERSION = 1
 

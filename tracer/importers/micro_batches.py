@@ -48,7 +48,7 @@ _LIST, _ONE = msgspec.msgpack.Decoder(list[msgspec.Raw]), msgspec.msgpack.Decode
 
 
 def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, fields of a micro-batch). Raises ImportFailed if the file is not complete or not of this form."""
+    """Yield (number, fields of a micro-batch). Raises ImportFailed if the file is incomplete or malformed."""
     content = whole_content(path, _TIMES)
     where = str(path)
     try:
@@ -66,7 +66,7 @@ def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str,
 
 
 def _num_items(content: bytes) -> int:
-    """Return the length that a msgpack list announces, or 0 if it is no list."""
+    """Return a msgpack list's stated length, or 0 for any other value."""
     code = content[0] if content else 0
     width = {0xDC: 2, 0xDD: 4}.get(code, 0)
     return code & 0x0F if code >> 4 == 9 else int.from_bytes(content[1 : 1 + width], "big")

@@ -1,6 +1,6 @@
-"""Say what a framework's output folder gives if it has no dump: the option that writes one, and the curves.
+"""Suggest how to use a framework's output folder without a dump: set the option that writes one, or import the curves.
 
-The patterns are files that a run leaves anyway: verl 1dda039 (trainer/ppo/ray_trainer.py), slime 624b824
+The patterns match files that every run writes: verl 1dda039 (trainer/ppo/ray_trainer.py), slime 624b824
 (rollout/data_source.py), SkyRL a956457 (train/trainer.py), prime-rl 559b447 (utils/pathing.py), NeMo-RL 7ea279a
 (utils/checkpoint.py, algorithms/grpo.py), OpenRLHF 3c3be62 (trainer/ray/ppo_actor.py), TRL (transformers' Trainer).
 """
@@ -28,7 +28,7 @@ _CAN_RECORD = ("verl", "trl")
 
 
 def how_to_dump(folder: DumpFolder, formats: Mapping[str, Format]) -> str | None:
-    """Return how the framework that wrote a folder makes a dump, or None if its files show no framework."""
+    """Return how to write a dump with the framework that wrote a folder, or None if its files do not show which."""
     name = next((name for name, pattern in _LEFT.items() if next(folder.matching(f"(?:{pattern})"), None)), None)
     if name is None:
         return None

@@ -108,7 +108,7 @@ def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dic
         for place, (name, dtype) in enumerate(_SIDECARS):
             meta = (group.tok, group.lp, group.mask)[place]
             lengths = [length for row in meta.lengths for length in row]
-            if meta.bytes and meta.offset < ends[place]:  # such a ledger could multiply a small sidecar
+            if meta.bytes and meta.offset < ends[place]:  # overlapping entries could read a small sidecar many times
                 raise ImportFailed(f"{where}: offset {meta.offset:,} in {name} does not follow the group before")
             is_whole = sum(lengths) * np.dtype(dtype).itemsize == meta.bytes
             if not is_whole or len(meta.lengths) not in (0, len(group.group.rollouts)):

@@ -38,7 +38,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs. Without a pass's name, they belong to the first of `train`, `current`, `rollout`."""
+"""Score columns other than logprobs. Without a pass name, they belong to the first of `train`, `current`, `rollout`."""
 OF_PASSES = {f"{name}_{column}": name for name in STANDARD for column in ("logprobs", *OF_TOKENS, *ARRAYS)}
 """Pass of each column that belongs to one."""
 
@@ -68,7 +68,7 @@ NOT_COLUMNS = {
     "scored_mask": "Write NULL in a pass's list for each token without a logprob",
     **dict.fromkeys(("attention_mask", "prompt_attention_mask", "response_attention_mask"), _PADDING),
 }
-"""Arguments of the Recorder that are no columns, and what to do instead."""
+"""Recorder arguments that are not columns, and what to do instead."""
 
 
 def cannot_map(theirs: str, ours: str, reason: str) -> ImportFailed:
@@ -319,7 +319,7 @@ _ARGUMENTS: tuple[tuple[str, Callable[..., Any], tuple[str, ...]], ...] = (
     ("distribution", partial(Logits, kind="logprobs"), ("vocabulary_logprobs",)),
     ("routing", Routing, ("expert_ids", "expert_weights")),
 )
-"""Argument of Recorder.add_scores that some of ARRAYS become, and its class."""
+"""Argument of Recorder.add_scores, its class, and the columns of ARRAYS that it takes."""
 
 
 def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.ndarray) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Two engines may continue a prompt differently. Their values are comparable up to the first token at which they diverge.
 Each distinct response is a row, and a value is stored in the first row that has the same tokens up to and including its
-own. All others are NULL. So two passes share exactly their common tokens, each of them once.
+own. All others are NULL. So two passes share exactly their common tokens, each one once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_REPEATS = 1024
 CELLS = tuple(
     name for name, column in GIVEN.items() if not pa.types.is_list(column.type) and name not in ("seq_id", "group_id")
 )
-"""Columns with one value per row, which a response keeps. seq_id and group_id are those of the matched sequences."""
+"""Columns with one value per row that a response keeps. seq_id and group_id are those of the matched sequences."""
 MASK = "response_mask"
 OF_RESPONSES = (MASK, "advantages")
 PER_TOKEN = (*OF_TOKENS, *OF_RESPONSES)
@@ -229,15 +229,15 @@ _SETTINGS = {
     "async_sched": ("scheduler_config", "async_scheduling", True),
     "fp8": ("model_config", "quantization", "fp8"),
 }
-"""Patterns for words in names, and the vLLM setting of the same meaning."""
+"""Patterns for words in names, and the vLLM settings that they mean."""
 _MODES = ("static", "dynamic", "offline")
 NOT_SETTINGS = ("inference", "logitsmatch", "tokensmatch")
-"""Words that all names have, or that say what a test compares."""
+"""Words to ignore: those in all names, and those that say what a test compares."""
 MODEL_SIZE = re.compile(r"\d+(?:\.\d+)?[mb]", re.IGNORECASE)
 
 
 def named_settings(name: str) -> dict[str, Any]:
-    """Return the settings that a file's name states, as fields of a contract. Each unknown word is a setting, True.
+    """Return the settings that a file's name states, as fields of a contract. Unknown words become settings (True).
 
     >>> named_settings("tp8_chunked_prefill_zmq")["config"]["parallel_config"]
     {'tensor_parallel_size': 8}

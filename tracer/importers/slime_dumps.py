@@ -1,4 +1,4 @@
-"""Import rollout dumps from slime and miles, joined with train dumps of one file per step or one file per rank.
+"""Import rollout dumps from slime and miles, joined with train dumps, which have one file per step or one per rank.
 
 slime wrote a file per rank up to THUDM/slime 429eb3d (slime/utils/train_dump_utils.py) and one file per step since
 681b3ad. miles (radixark/miles 31f1ca9, miles/utils/train_dump_utils.py) adds `cp_rank`, `cp_size` and `qkv_format`.
@@ -22,7 +22,7 @@ from .torch_files import is_cut, read_pickled, unpickled
 _ROLLOUT_FILE = r"(?!(?:.*_)?(?:eval|state_dict)_)(?:[A-Za-z-]+_)*(\d+)\.pt"
 _TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)|(?:[A-Za-z-]+_)*[A-Za-z-]*(\d+)_\d+)\.pt"
 _USUAL = re.compile(r"(?:.*/)?(?:rollout|train)_data[/_].*")
-"""Where `--dump-details` puts the dumps. If a folder has such files, the others are checkpoints."""
+"""Location of the dumps of `--dump-details`. If a folder has such files, its other files are checkpoints."""
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
@@ -53,7 +53,7 @@ def _usual(names: dict[str, int]) -> dict[str, int]:
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime", "miles" or None. Where the files show neither (ranks of old releases), it is slime."""
+    """Return "slime", "miles" or None. Files that show neither (ranks of old releases) are slime's."""
     kinds = {re.sub(r"\d+", "", name): name for names in reversed(dump_files(folder)) for name in reversed(names)}
     is_dump = False
     for name in kinds.values():

@@ -99,7 +99,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Yield whether mean -logprob exceeds mean entropy. The two match if tokens are sampled from these logprobs."""
+    """Yield whether mean -logprob exceeds mean entropy. The two match if tokens were sampled from this distribution."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return

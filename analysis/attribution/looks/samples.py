@@ -20,7 +20,7 @@ from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
 _FEWEST_GROUPS, _LONG = 12, 20
-"""Groups from which on their share of the variance is known; steps before the onset with which they are compared."""
+"""Minimum number of groups for estimating their share of the variance, and number of earlier steps to compare with."""
 _OF_CHECK = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
     "pairing": "rewards_of_other_rows advantages_unrelated",
@@ -32,7 +32,7 @@ _OF_CHECK = {
     "data": "batch_repeats prompt_padding",
     "reference": "reference_is_policy",
 }
-"""Suspect -> faults in the data, as `check` calls them."""
+"""Suspect -> codes in `check` for faults in the data."""
 
 
 def data_faults(facts: Facts) -> Iterator[Fact]:
@@ -73,7 +73,7 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
 
 
 def mixed(facts: Facts) -> Iterator[Fact]:
-    """Yield whether rewards no longer depend on the prompt, as if they were in other rows."""
+    """Yield whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
     assert facts.fall is not None
     found, until = [], facts.rollouts.until(facts.fall.latest)
     for step in np.unique(until.step[until.step >= facts.breaks - _LONG]).tolist():
@@ -144,7 +144,7 @@ def alone(facts: Facts) -> Iterator[Fact]:
 def hidden(facts: Facts) -> Iterator[Fact]:
     fall, reward = facts.fall, facts.values("reward")
     known = np.flatnonzero(np.isfinite(reward))
-    if fall is None or fall.kind == FLAT or fall.share <= 0 or len(known) < 9:  # a supposed drop has no size
+    if fall is None or fall.kind == FLAT or fall.share <= 0 or len(known) < 9:  # a supposed drop has no known size
         return
     if facts.outcome is None or not facts.outcome.is_evaluation:
         return
@@ -230,7 +230,7 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
-"""Change at which a fact has half its full strength. Much smaller changes have almost none."""
+"""Change at which a fact has half its full strength. Much smaller changes hardly count."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:

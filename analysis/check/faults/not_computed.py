@@ -167,7 +167,7 @@ def _missing(
     share = num / max(int(sample.mask.sum()), 1)
     nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
     if not num or (nulls.all() and share < 1e-4):
-        return None  # so few NULLs come from cut-off sequences, which `stats` counts
+        return None  # the few NULLs come from cut-off sequences, which `stats` counts
     first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
     np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
     np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
@@ -232,7 +232,7 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
 
 
 def find_constants(data: PairData) -> list[Hypothesis]:
-    """Detect values that stand for a missing logprob in one pass."""
+    """Detect placeholders for missing logprobs in one pass."""
     found = []
     for side in sides(data):
         values, num = np.unique(side.values, return_counts=True)
@@ -277,7 +277,7 @@ def find_merged(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray) -> bool:
-    """Return True if `value`, found in one pass at `where` ([K] bool), stands for a missing logprob."""
+    """Return True if `value`, found in one pass at `where` ([K] bool), is a placeholder for a missing logprob."""
     off, ids = side.others[where] - value, data.sample.tokens[data.keep]
     if value <= IMPOSSIBLE_LOGPROB:
         return bool(np.median(np.abs(off)) > abs(value) / 2)
@@ -340,7 +340,7 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
-    """Detect values that stand for a missing logprob in both passes."""
+    """Detect placeholders for missing logprobs in both passes."""
     found, keys, ids = [], data.sample.token_keys[data.keep], data.sample.tokens[data.keep]
     same = data.a == data.b
     values, num = np.unique(data.a[same], return_counts=True)

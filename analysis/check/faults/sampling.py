@@ -580,7 +580,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Explain d if its difference between two tokens in the same context is always 0 or one fixed amount."""
+    """Explain d if it differs between two tokens in the same context by 0 or by one fixed amount."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])

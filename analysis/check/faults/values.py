@@ -133,7 +133,7 @@ UNRELATED = Fault(
 )  # fmt: skip
 MIN_CORRELATION = 0.3
 """Passes with a lower correlation are reported as unrelated. With rounding, different weights or a different
-temperature, the correlation stays above 0.8; for unrelated values it is 0."""
+temperature, the correlation stays above 0.8. For unrelated values, it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:

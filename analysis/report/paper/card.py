@@ -23,7 +23,7 @@ from ..targets import explained, local
 from .figure import DPI, PLAIN, draw_lines, one_line, plain, set_ticks
 
 SIZE = (1200, 630)
-"""Width and height in pixels: what chats and social networks show whole in a preview."""
+"""Width and height (pixels). Chats and social networks show this size uncropped in a preview."""
 _INK, _SOFT, _RULE = "#1B1F24", "#57606A", "#D0D7DE"
 _COLOURS = {GOOD: "#00724F", NOTICE: "#8A5A00", BAD: "#B3400A", OPEN: _SOFT}
 _LABELS = {"validity": "valid", "factor": "cause", "size": "size", "objective": "objective", "fall": "collapse"}
@@ -84,7 +84,7 @@ class _Writer:
 
 
 def _lines(text: str, most: int, fits: Callable[[str], bool]) -> list[str]:
-    """Break text into lines that fit. A word that is longer than a line is cut, and what is too much becomes `...`."""
+    """Break text into lines that fit. A word that is longer than a line is cut, and excess text becomes `...`."""
     lines, words = [""], text.split()
     while words:
         word = words.pop(0)
@@ -118,7 +118,7 @@ def _charts(made: Report) -> Sequence[LineChart]:
 
 
 def _marked(made: Report, charts: Sequence[LineChart]) -> tuple[str, list[tuple[Mark, ...]]]:
-    """Return what the vertical lines are, and those of each chart: the collapse, or else the chart's own changes."""
+    """Return the meaning of the vertical lines, and each chart's lines: the collapse, or else its own changes."""
     attribution = made.subjects[0].attribution
     if attribution is not None and (fall := attribution.fall) is not None:
         low, high = fall.interval
@@ -128,7 +128,7 @@ def _marked(made: Report, charts: Sequence[LineChart]) -> tuple[str, list[tuple[
 
 
 def _draw(axes: Axes, chart: LineChart, marks: Sequence[Mark], note: str | None) -> None:
-    """Draw a chart. Only the last one has a `note`, and the labels of the steps."""
+    """Draw a chart. Only the last one has a `note` and step labels."""
     handles = draw_lines(axes, replace(chart, marks=(), bands=()))
     for mark in marks:
         axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0)
