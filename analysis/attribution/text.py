@@ -93,7 +93,7 @@ DIFFERENCES: Mapping[str, str] = {
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields different weights (logprobs differ by {apart:.2g} nats per token)",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
-    "loss_term": "the logged losses of both runs fit the same terms only with another coefficient of the {term} term",
+    "loss_term": "one set of coefficients fits the logged losses of the run and the baseline only if the coefficient of the {term} term differs",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
     "update_or_loss": "from the same sequences, rewards and advantages, the update at step {step} yields different weights than in the baseline, so the optimizer or a loss term differs (record the gradient norm to tell which)",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Find the rule that turns rewards into advantages.
+"""Read a run's rows, and find the rule that turns rewards into advantages.
 
 Shapes: N rows with a finite reward and advantage in step order, S steps. A group belongs to one step.
 """

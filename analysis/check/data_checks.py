@@ -1,4 +1,5 @@
-"""Check a run's rewards, advantages, groups, logged metrics and importance ratios.
+"""Check a run's rewards, advantages, groups, logged metrics and importance ratios, and the sampled rows' masks, padding, end
+tokens, finish reasons, entropies and policy versions.
 
 Faults here can ruin training even if the two passes are comparable.
 

@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
-import pyarrow as pa
 
 from ...schemas.layout import HYPERPARAMETER
 from ...schemas.tables import SAMPLING as SAMPLING_SETTINGS
-from ...schemas.tables import SEQUENCES_TABLE
 from ..trace.columns import scored_passes, sequence_columns
 from ..trace.database import Database, cached
 from ..trace.macros import quoted
@@ -30,7 +28,7 @@ _HELD = 4
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
-       count(*) / count(DISTINCT group_id) AS group_size
+       count(*) / count(DISTINCT group_id) AS group_size, {settings}
 FROM sequences GROUP BY step ORDER BY step
 """
 _PLACES = """
@@ -110,7 +108,13 @@ def read_conditions(database: Database) -> dict[str, Series]:
         if np.isfinite(values).any():
             found[name] = Series(name, steps, values, scale, kind, source)
     found |= {series.name: series for series in _of_metrics(database, logged)}
-    return found | {one.name: one for one in _of_sampling(database) if one.name not in found or np.ptp(one.values)}
+    for name in SAMPLING_SETTINGS:  # if they change, they replace equally named hyperparameters
+        steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
+        known = np.isfinite(values)
+        if known.any() and (name not in found or np.ptp(values[known])):
+            kind = SETTING if is_held(values[known]) else SAMPLING
+            found[name] = Series(name, steps[known], values[known], LINEAR, kind, "recorded with the sequences")
+    return found
 
 
 Column = tuple[np.ndarray, np.ndarray]
@@ -119,7 +123,8 @@ Column = tuple[np.ndarray, np.ndarray]
 def _of_sequences(database: Database) -> dict[str, Column]:
     found: dict[str, Column] = {}
     masked = (_MASKED,) if sequence_columns(database).mask else ()
-    for query in (_SAMPLED, _NEW, _ADVANTAGES, *masked):
+    settings = ", ".join(f"avg({name}) AS {name}" for name in SAMPLING_SETTINGS)
+    for query in (_SAMPLED.format(settings=settings), _NEW, _ADVANTAGES, *masked):
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
@@ -158,24 +163,6 @@ def _of_reference(database: Database) -> dict[str, Column]:
         return {}
     rows = by_step(database, f"SELECT step, k3 FROM pair_steps({quoted(reference)}, 'train') ORDER BY step")
     return {"reference_k3": (rows["step"], rows["k3"])}
-
-
-def _of_sampling(database: Database) -> Iterator[Series]:
-    """Yield the sampler settings recorded with each sequence. If they change, they replace equally named hyperparameters."""
-    names = [
-        name
-        for name in SAMPLING_SETTINGS
-        if pa.types.is_floating(kind := SEQUENCES_TABLE.schema.field(name).type) or pa.types.is_integer(kind)
-    ]
-    rows = by_step(
-        database,
-        f"SELECT step, {', '.join(f'avg({name}) AS {name}' for name in names)} FROM sequences GROUP BY step ORDER BY step",
-    )
-    for name in names:
-        known = np.isfinite(rows[name])
-        if known.any():
-            kind = SETTING if is_held(rows[name][known]) else SAMPLING
-            yield Series(name, rows["step"][known], rows[name][known], LINEAR, kind, "recorded with the sequences")
 
 
 def _of_metrics(database: Database, known: list[Series]) -> Iterator[Series]:

@@ -107,10 +107,13 @@ class Rollouts:
     def is_alone(self) -> bool:
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
-    def by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        known = np.isfinite(values)
+    def by_step(self, values: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return steps and the mean of the known values [N] at each. Rows with weight 0 do not count."""
+        known = np.isfinite(values) if weights is None else np.isfinite(values) & (weights > 0)
         steps, place = np.unique(self.step[known], return_inverse=True)
-        return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
+        weight = None if weights is None else weights[known]
+        total = np.bincount(place, values[known] if weight is None else values[known] * weight)
+        return steps, total / np.maximum(np.bincount(place, weight), 1e-300)
 
     def prompts_of(self, step: int) -> np.ndarray:
         first, last = np.searchsorted(self.step, [step, step + 1])

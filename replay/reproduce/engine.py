@@ -123,16 +123,13 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
 def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
     suspect, other = executions[first.side], B if first.side == A else A
     model = executions[other].model
-    parts = (
-        vllm_parts(model, suspect, first.operator, row_T, f"module_{other}")
-        if isinstance(suspect, VllmExecution)
-        else ()
-    )
-    for part in parts:
-        header = _header(part.difference.scope.path or type(model).__name__, executions, first.side)
-        with suppress(*OF_CODE):
-            yield Writer(part.difference, executions, first.side, header, part).script()
-    for scope in () if parts else scopes(model, suspect.model, first.operator):
+    if isinstance(suspect, VllmExecution):
+        for part in vllm_parts(model, suspect, first.operator, row_T, f"module_{other}"):
+            header = _header(part.difference.scope.path or type(model).__name__, executions, first.side)
+            with suppress(*OF_CODE):
+                yield Writer(part.difference, executions, first.side, header, part).script()
+        return
+    for scope in scopes(model, suspect.model, first.operator):
         num_found = 0
         name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
         header = _header(name, executions, first.side)

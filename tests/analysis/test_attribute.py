@@ -15,6 +15,7 @@ from shared import rest_slow
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.attribution.brief import attribution_brief
 from tim_trace.analysis.attribution.fact import fact
+from tim_trace.analysis.attribution.looks.samples import DATA_FAULTS
 from tim_trace.analysis.attribution.model import unexplained
 from tim_trace.analysis.attribution.text import (
     attribution_text,
@@ -22,6 +23,7 @@ from tim_trace.analysis.attribution.text import (
     note_sentences,
     verdict_sentence,
 )
+from tim_trace.analysis.check.finding import KINDS
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
@@ -254,6 +256,10 @@ def test_rewards_that_check_finds_in_other_rows_count_for_misaligned_rows(tmp_pa
     found = attribute(record(tmp_path / "run", Story(reward=FALLING, advantages_of=1)))
     assert evidence_of(found, "pairing")["data_fault"] > 1
     assert "check finds, starting at step 1: rewards belong to other rows" in attribution_text(found)
+
+
+def test_every_data_fault_that_counts_for_a_suspect_exists_in_check():
+    assert {code for codes in DATA_FAULTS.values() for code in codes.split()} <= KINDS.keys()
 
 
 def evidence_of(found, code):

@@ -11,7 +11,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
-from .training import changed_term, loss_columns
+from .training import changed_term, read_loss_terms
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -78,7 +78,9 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 def loss_term(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
     """Yield the loss term whose coefficient differs from the baseline's."""
-    (_, names, columns_SF, loss), (_, others, baseline_SF, baseline) = loss_columns(facts), loss_columns(control)
+    (_, names, columns_SF, loss), (_, others, baseline_SF, baseline) = (
+        read_loss_terms(run.database, run.pair) for run in (facts, control)
+    )
     fewest = 3 * len(names)
     if np.array_equal(names, others) and min(len(loss), len(baseline)) >= fewest:
         both = np.concatenate([baseline_SF, columns_SF]), np.concatenate([baseline, loss])

@@ -21,7 +21,7 @@ from .training import nearness, values_of
 _FEWEST_STEPS = 5
 _FEWEST_GROUPS, _LONG = 12, 20
 """Minimum number of groups for estimating their share of the variance, and number of earlier steps to compare with."""
-_OF_CHECK = {
+DATA_FAULTS = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
     "pairing": "rewards_of_other_rows advantages_unrelated",
     "advantages": "advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped advantages_unsigned "
@@ -38,7 +38,7 @@ _OF_CHECK = {
 def data_faults(facts: Facts) -> Iterator[Fact]:
     """Yield the faults that `check` finds in rewards, advantages, groups and responses."""
     assert facts.fall is not None
-    for suspect, codes in _OF_CHECK.items():
+    for suspect, codes in DATA_FAULTS.items():
         found = [
             fact("data_fault", math.sqrt(one.share) * nearness(facts, since), suspect, finding=one.title, step=since)
             for one in (facts.checked.data if facts.checked else ())
@@ -75,18 +75,19 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
 def mixed(facts: Facts) -> Iterator[Fact]:
     """Yield whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
     assert facts.fall is not None
-    found, until = [], facts.rollouts.until(facts.fall.latest)
-    for step in np.unique(until.step[until.step >= facts.breaks - _LONG]).tolist():
-        before, since = until.until(step - 1).since(step - _LONG), until.since(step)
+    first, found = facts.breaks - _LONG, dict[int, Fact]()
+    rows = facts.rollouts.until(facts.fall.latest).since(first - _LONG)
+    for step in np.unique(rows.step[rows.step >= first]).tolist():
+        before, since = rows.until(step - 1).since(step - _LONG), rows.since(step)
         usual, now = (_share_between_groups(part) for part in (before, since))
         if usual is not None and now is not None:
             (share, error), (share_now, error_now) = usual, now
             level = max(share - share_now - 2 * math.hypot(error, error_now), 0.0) / max(share, 0.2)
             level *= max(1 - 5 * _apart(before.reward, since.reward), 0.0)
-            found.append(fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now))
-    best = max(found, key=lambda one: one.level, default=None)
-    if best is not None and not facts.moves.moves_at(int(str(best.values["step"])), "mean_abs_d", *POLICY):
-        yield best
+            found[step] = fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now)
+    best = max(found, key=lambda step: found[step].level, default=None)
+    if best is not None and not facts.moves.moves_at(best, "mean_abs_d", *POLICY):
+        yield found[best]
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ....schemas.passes import REFERENCE
-from ...check.sample import MAX_READ_TOKENS
 from ...facts import thresholds as ft
 from ...facts.conditions import LOGGED, is_learning_rate, read_conditions
-from ...facts.mismatch import read_step_mismatch
-from ...facts.read_series import on_steps
+from ...facts.read_series import read_series
 from ...facts.recorded import RecordedChange
-from ...trace.tokens import tokens_by_step
+from ...facts.rollouts import read_rollouts
+from ...trace.database import Database, cached
+from ...trace.source import Pair
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 
+_ORDER = ("policy", "reference", "entropy")
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
@@ -132,86 +132,78 @@ def reference(facts: Facts) -> Iterator[Fact]:
         yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
 
 
-def _averages(facts: Facts, values_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
-    """Return the [S] weighted mean per step, NaN if unknown."""
-    rows, known = facts.rollouts, np.isfinite(values_N)
-    place = np.searchsorted(facts.steps, rows.step[known])
-    total, weight = (
-        np.bincount(place, each, len(facts.steps)) for each in (values_N[known] * weights_N[known], weights_N[known])
-    )
-    return np.where(weight > 0, total / np.maximum(weight, 1e-12), np.nan)
-
-
 def loss_terms(facts: Facts) -> Iterator[Fact]:
     """Yield the loss term whose coefficient changes: fit the logged loss to the recorded terms, with one change of one
     term's coefficient at the step that leaves least."""
     assert facts.fall is not None
-    steps, names, columns_SF, loss = loss_columns(facts)
+    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
     last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
     yield from changed_term(names, columns_SF, loss, steps, np.arange(fewest, min(last, len(steps) - fewest)))
 
 
-def loss_columns(facts: Facts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+@cached
+def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps [S], the loss's terms by name [F], their values [S, F], and the logged loss [S].
 
     With the ratio 1, the policy's term is -mean(advantage). The last column is constant.
     """
-    loss, rows, database = facts.values("loss"), facts.rollouts, facts.database
-    distance, weights = rows.likelihood - rows.reference, (np.ones(len(rows.step)), rows.length)
-    terms = {
-        "policy": [-_averages(facts, rows.advantage, of_rows) for of_rows in weights],
-        "reference": [_averages(facts, distance, of_rows) for of_rows in weights],
-        "entropy": [facts.values("entropy")],
-    }
-    if np.isfinite(distance).any() and sum(tokens_by_step(database).values()) <= MAX_READ_TOKENS:
-        columns = read_step_mismatch(database, (REFERENCE, facts.pair[0]), database.sources[0].run).columns
-        terms["reference"] += [on_steps(facts.steps, one).values for one in columns if one.name == "k3"]
-    for name, series in read_conditions(database).items():
-        if series.kind == LOGGED and _KL.search(name) and np.isin(series.steps, facts.steps).all():
-            terms["reference"].append(on_steps(facts.steps, series).values)
-    kept = [(name, one) for name, each in terms.items() for one in each if np.isfinite(one).mean() > 0.9]
-    known = np.isfinite([loss, *(one for _, one in kept)]).all(0)
-    columns_SF = np.column_stack([*(one[known] for _, one in kept), np.ones(known.sum())])
-    return facts.steps[known], np.array([*(name for name, _ in kept), ""]), columns_SF, loss[known]
+    series, rows, conditions = (
+        read_series(database, pair=pair),
+        read_rollouts(database, pair),
+        read_conditions(database),
+    )
+    if "loss" not in series:
+        return np.empty(0, np.int64), np.array([""]), np.empty((0, 1)), np.empty(0)
+    distance = rows.likelihood - rows.reference
+    terms = [("entropy", series["entropy"].steps, series["entropy"].values)] if "entropy" in series else []
+    for weights in (None, rows.length):
+        steps, mean = rows.by_step(rows.advantage, weights)
+        terms += [("policy", steps, -mean), ("reference", *rows.by_step(distance, weights))]
+    terms += [
+        ("reference", one.steps, one.values)
+        for name, one in conditions.items()
+        if name == "reference_k3" or (one.kind == LOGGED and _KL.search(name))
+    ]
+    steps, loss = series["loss"].steps, series["loss"].values
+    kept, known = [], np.isfinite(loss)
+    for name, at, values in sorted(terms, key=lambda term: _ORDER.index(term[0])):
+        there, aligned = np.isin(at, steps), np.full(len(steps), np.nan)
+        aligned[np.searchsorted(steps, at[there])] = values[there]
+        if np.isfinite(aligned).mean() > 0.9:
+            kept.append((name, aligned))
+            known &= np.isfinite(aligned)
+    columns_SF = np.column_stack([*(values[known] for _, values in kept), np.ones(known.sum())])
+    return steps[known], np.array([*(name for name, _ in kept), ""]), columns_SF, loss[known]
 
 
 def changed_term(
-    names: np.ndarray,
-    columns_SF: np.ndarray,
-    loss: np.ndarray,
-    steps: np.ndarray,
-    places: np.ndarray,
+    names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, steps: np.ndarray, places: np.ndarray,
     code: str = "loss_term_changes",
-) -> Iterator[Fact]:
+) -> Iterator[Fact]:  # fmt: skip
     """Yield the term whose coefficient changes at one of `places` (rows)."""
-    if not len(places) or not len(loss):
+    if not len(places) or len(names) < 2:
         return
     columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0), 1e-30)
     loss = loss / max(np.abs(loss).max(), 1e-30)
-    spread = float(np.sum((loss - loss.mean()) ** 2))
-    constant = float(_unexplained(columns_SF, loss, np.zeros(len(names), bool), np.zeros(1, int))[0])
-    each = np.eye(len(names), dtype=bool)[names != ""]
-    left = np.array([_unexplained(columns_SF, loss, changing, places) for changing in each])
-    if left.size and left.min() < _MOST_LEFT * spread:
-        column, at = np.unravel_index(left.argmin(), left.shape)
-        floor = _LEAST_LEFT * spread
-        level = 1 - math.sqrt((max(float(left.min()), 0.0) + floor) / (max(constant, 0.0) + floor))
-        name = str(names[column])
+    basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
+    basis_SK = basis_SK[:, sizes_K > 1e-6 * sizes_K[0]]
+    rest = loss - basis_SK @ (basis_SK.T @ loss)
+
+    def since(values: np.ndarray) -> np.ndarray:
+        """Return the sums from each of `places` on."""
+        return np.asarray(np.cumsum(values[::-1], 0)[::-1][places])
+
+    spread, constant, left_FP = float(np.sum((loss - loss.mean()) ** 2)), float(rest @ rest), []
+    for column in columns_SF.T[:-1]:
+        total = since(column**2)
+        new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part that no other column explains
+        gain = np.divide(since(column * rest) ** 2, new, out=np.zeros(len(places)), where=new > 1e-9 * total)
+        left_FP.append(np.maximum(constant - gain, 0.0))
+    term, at = np.unravel_index(np.argmin(left_FP), np.shape(left_FP))
+    left, floor, name = float(left_FP[term][at]), _LEAST_LEFT * spread, str(names[term])
+    if left < _MOST_LEFT * spread:
+        level = 1 - math.sqrt((left + floor) / (constant + floor))
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))
-
-
-def _unexplained(columns_SF: np.ndarray, loss: np.ndarray, changing: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the sum of squares that a linear fit leaves if coefficients change at each of `places` ([F] bool: which)."""
-    outer = columns_SF[:, :, None] * columns_SF[:, None, changing]
-    since = np.cumsum(outer[::-1], 0)[::-1][places]
-    slope = np.cumsum((columns_SF[:, changing] * loss[:, None])[::-1], 0)[::-1][places]
-    whole = np.broadcast_to(columns_SF.T @ columns_SF, (len(places), *[columns_SF.shape[1]] * 2))
-    gram = np.concatenate(
-        [np.concatenate([whole, since], 2), np.concatenate([since.transpose(0, 2, 1), since[:, changing]], 2)], 1
-    )
-    right = np.concatenate([np.broadcast_to(columns_SF.T @ loss, (len(places), columns_SF.shape[1])), slope], 1)
-    fitted = np.linalg.pinv(gram, rcond=1e-12, hermitian=True) @ right[:, :, None]
-    return np.asarray(loss @ loss - (right[:, None] @ fitted)[:, 0, 0])
 
 
 ALL = (settings, rate, updates, entropy, reference, loss_terms)
