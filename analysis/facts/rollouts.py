@@ -19,13 +19,14 @@ from . import thresholds as t
 _ROWS = """
 SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
        coalesce(scored.mean, sampled.mean) AS likelihood, sampled.mean AS sampled, reference.mean AS reference,
-       s.opening, ending, scored.opening AS opening_trained, sampled.opening AS opening_sampled
+       s.opening, ending, goes_on, scored.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
         SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(response_ids) AS response,
                hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
+               list_contains(response_ids[:-2], $end) AS goes_on,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
                coalesce(advantage, list_avg(advantages)) AS advantage,
                coalesce(advantage, advantages[1]) AS first_advantage,
@@ -35,6 +36,14 @@ FROM (
 ) AS s
 {passes}
 ORDER BY s.step, s.place
+"""
+_END = """
+FROM (
+    SELECT response_ids[-1] AS ending, num_response_tokens AS length FROM sequences
+    WHERE step <= (SELECT min(step) + (max(step) - min(step)) / 5 FROM sequences)
+)
+SELECT ending, count(*) AS n WHERE length < (SELECT max(num_response_tokens) FROM sequences)
+GROUP BY ending ORDER BY n DESC, ending
 """
 _PASS = """
 LEFT JOIN (
@@ -54,6 +63,8 @@ _OF_COUNTED = {
 FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
+_MOST = 0.9
+"""Share of the early responses shorter than the longest that a single token must end."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum pairs in a comparison, and minimum responses found both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
@@ -81,6 +92,8 @@ class Rollouts:
     sampled: np.ndarray
     reference: np.ndarray
     ending: np.ndarray
+    goes_on: np.ndarray
+    """Whether the token that ends nearly all early responses also occurs before the last token."""
     opening: np.ndarray
     """Hash of the prompt and the first OPENING response tokens, which repeat more often than whole responses."""
     opening_trained: np.ndarray
@@ -140,6 +153,9 @@ class Rollouts:
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
     parameters = {"scored": pair[0], "sampled": pair[1], "reference": REFERENCE, "opening": OPENING}
     with database.following("reading sequences"):
+        endings = database.connection.execute(_END).fetchnumpy()
+        is_usual = len(endings["n"]) > 0 and endings["n"][0] >= _MOST * endings["n"].sum()
+        parameters["end"] = int(endings["ending"][0]) if is_usual else -1
         columns = _OF_COUNTED if sequence_columns(database).mask else _OF_ALL
         passes = "".join(_PASS.format(name=name, **columns) for name in ("scored", "sampled", "reference"))
         rows = _ROWS.format(passes=passes, masked=columns["masked"])
@@ -197,6 +213,9 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 ORDERS = {
     "members_first": "all first group members before all second ones (rows and columns swapped)",
     "groups_first": "rewards read group by group rather than member by member (rows and columns swapped)",
+    "neighbours": "rewards of each two neighbouring rows swapped",
+    "reversed": "rewards in reverse order within the step",
+    "reversed_in_groups": "rewards in reverse order within each group",
     "shortest_first": "rewards assigned in completion order (shortest response first)",
     "shortest_first_in_groups": "rewards assigned in completion order within each group",
     "last_step": "rewards taken from the next step (recorded one step late)",
@@ -248,7 +267,11 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
     for first, last in zip(firsts, lasts, strict=True):
         rows, group, length = place[first:last].copy(), rollouts.group[first:last], rollouts.length[first:last]
         size = int((group == group[0]).sum())
-        if name.startswith("shortest_first"):
+        if name == "neighbours":
+            place[first:last] = rows[np.minimum(np.arange(len(rows)) ^ 1, len(rows) - 1)]
+        elif name.startswith("reversed"):
+            place[first:last] = rows[np.lexsort((-rows, group))] if name.endswith("groups") else rows[::-1]
+        elif name.startswith("shortest_first"):
             keys = (length, group) if name.endswith("groups") else (length,)
             place[rows[np.lexsort(keys)]] = rows
         elif len(rows) % size == 0 and (np.diff(group.reshape(-1, size)) == 0).all():

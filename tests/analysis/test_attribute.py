@@ -87,6 +87,14 @@ class Story:
     limit: Callable[[int], int] | None = None
     """Longest response, in tokens."""
     says_limit: bool = False
+    runs_on: Callable[[int], int] | None = None
+    """Tokens after the end token, which ends responses of this story only."""
+    swaps: bool = False
+    """Whether the rewards of each two neighbouring rows are exchanged."""
+    sign: float = 1.0
+    """Factor of the advantages."""
+    offset: Callable[[int], float] = NONE
+    """Added to the logged loss."""
     coefficient: Callable[[int], float] | None = None
     """Coefficient of the entropy in the logged loss."""
     settings: dict[str, Any] = field(default_factory=lambda: {"adam_beta2": 0.999})
@@ -114,6 +122,8 @@ def record_step(recorder, story, step, chance):
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
     if story.limit is not None:
         ids = [row[: story.limit(step)] for row in ids]
+    if story.runs_on is not None:
+        ids = [[*row, 99, *range(20, 20 + story.runs_on(step))] for row in ids]
     reward = np.where(
         chance.random(rows) < story.noise(step),
         chance.random(rows),
@@ -122,10 +132,12 @@ def record_step(recorder, story, step, chance):
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)
+    if story.swaps:
+        reward = reward.reshape(-1, 2)[:, ::-1].ravel()
     if story.mixes(step):
         reward = chance.permutation(reward)
     centred = reward.reshape(GROUPS, GROUP)
-    advantage = np.roll((centred - centred.mean(1, keepdims=True)).ravel(), story.advantages_of)
+    advantage = story.sign * np.roll((centred - centred.mean(1, keepdims=True)).ravel(), story.advantages_of)
     batch = recorder.add_sequences(
         step=step,
         prompt_ids=prompts,
@@ -155,6 +167,7 @@ def record_step(recorder, story, step, chance):
     }
     if story.coefficient is not None:
         metrics["loss"] = -float(advantage.mean()) - story.coefficient(step) * metrics["entropy"]
+        metrics["loss"] += story.offset(step)
     if story.evaluation is not None and step % 5 == 0:
         metrics["eval/accuracy"] = story.evaluation(step) + 0.01 * chance.normal()
     recorder.add_metrics(step, metrics)
@@ -229,6 +242,34 @@ def test_a_limit_that_falls_before_the_drop_is_seen_in_lengths_and_in_the_record
     evidence = evidence_of(found, "truncation")
     assert evidence["responses_capped"] > 1
     assert ("setting_changed" in evidence) == says_limit
+
+
+def test_a_constant_that_is_added_to_the_loss_changes_no_term(tmp_path):
+    def nearly_one(step: int) -> float:
+        return 1.0 + step % 7 / 1000
+
+    story = Story(reward=FALLING, coefficient=level(0.01), entropy=nearly_one, offset=drops(50, 0.0, 1.0))
+    told = [one for one in attribute(record(tmp_path / "run", story)).facts if one.code == "loss_term_changes"]
+    assert all(one.level < 0.1 for one in told)
+
+
+def test_responses_that_go_on_after_the_end_token_are_truncated(tmp_path):
+    story = Story(reward=drops(62, 0.8, 0.2), runs_on=lambda step: 0 if step < 60 else 4)
+    found = attribute(record(tmp_path / "run", story))
+    assert found.cause == "truncation"
+    assert evidence_of(found, "truncation")["stop_ignored"] > 1
+
+
+def test_rewards_of_neighbouring_rows_that_are_exchanged_are_misaligned(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=FALLING, swaps=True)))
+    assert found.cause == "pairing"
+    assert "neighbouring rows swapped" in attribution_text(found)
+
+
+def test_advantages_with_the_wrong_sign_from_the_first_step_are_told(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=lambda step: max(0.8 - step / 8, 0.1), sign=-1.0)))
+    assert found.cause == "advantages"
+    assert evidence_of(found, "advantages")["advantages_inverted"] > 3
 
 
 def test_a_loss_term_that_differs_from_the_baseline_s_from_the_first_step_is_told(tmp_path):

@@ -164,9 +164,10 @@ def advantages(facts: Facts) -> Iterator[Fact]:
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
         return
-    usual = _known(relation(facts.rollouts.until(facts.breaks - 1), "reward", "advantage").by_group)
+    usual = relation(facts.rollouts.until(facts.breaks - 1), "reward", "advantage").by_group
     if now < 0:
-        yield fact("advantages_inverted", -now * max(usual, 0.2), correlation=now)
+        yield fact("advantages_inverted", -now * (1.0 if math.isnan(usual) else max(usual, 0.2)), correlation=now)
+    usual = _known(usual)
     lacking = max(usual - now, 0.0)
     if _known(relation(since, "reward_size", "advantage_size").by_group) >= 0.9:
         yield fact("advantages_of_other_sign", lacking, correlation=now)
@@ -262,16 +263,17 @@ def endings(facts: Facts) -> Iterator[Fact]:
     last = min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 2)
     if first < 3 or last <= first:
         return
-    steps, share = other_endings(facts.rollouts, before)
-    usual = np.array([np.median(share[max(at - 10, 0) : at]) for at in range(first, last)])
-    jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
-    at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0
-    step, level = int(steps[first + at]), math.sqrt(max(jumps.max(), 0.0))
     gradient = facts.moves.step("grad_norm")
-    # After a gradient change, the policy itself may end responses differently.
-    group = "policy" if gradient is not None and gradient < step else ""
-    values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
-    yield fact("endings_change", level * nearness(facts, step), group, **values)
+    goes_on = facts.rollouts.by_step(facts.rollouts.goes_on.astype(float))
+    for code, (steps, share) in (("endings_change", other_endings(facts.rollouts, before)), ("stop_ignored", goes_on)):
+        usual = np.array([np.median(share[max(at - 10, 0) : at]) for at in range(first, last)])
+        jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
+        at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0
+        step, level = int(steps[first + at]), math.sqrt(max(jumps.max(), 0.0))
+        # After a gradient change, the policy itself may end responses differently.
+        is_own = code == "endings_change" and gradient is not None and gradient < step
+        values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
+        yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
 
 
 def capped(facts: Facts) -> Iterator[Fact]:
@@ -286,12 +288,7 @@ def capped(facts: Facts) -> Iterator[Fact]:
         longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
         share = min(float((part == limit).mean()) for part in parts[at : at + 3])
         level = min(share, *longer)
-        values: dict[str, Measured] = {
-            "step": int(steps[at]),
-            "limit": int(limit),
-            "share": share,
-            "before_share": longer[-1],
-        }
+        values = {"step": int(steps[at]), "limit": int(limit), "share": share, "before_share": longer[-1]}
         found.append(fact("responses_capped", level, **values))
     if found:
         yield max(found, key=lambda one: one.level)

@@ -22,8 +22,9 @@ _ORDER = ("policy", "reference", "entropy")
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
-_LEAST_LEFT = 0.01
-"""Share that counts as nothing, because a logged term may be a mean over other tokens, or computed after updates."""
+_LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
+"""Shares that count as nothing: a logged term may be a mean over other tokens, or computed after updates. The second one
+is for comparing a changed term with an added constant, for which the same holds."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -194,15 +195,17 @@ def changed_term(
         return np.asarray(np.cumsum(values[::-1], 0)[::-1][places])
 
     spread, constant, left_FP = float(np.sum((loss - loss.mean()) ** 2)), float(rest @ rest), []
-    for column in columns_SF.T[:-1]:
+    for column in columns_SF.T:
         total = since(column**2)
         new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part that no other column explains
         gain = np.divide(since(column * rest) ** 2, new, out=np.zeros(len(places)), where=new > 1e-9 * total)
         left_FP.append(np.maximum(constant - gain, 0.0))
-    term, at = np.unravel_index(np.argmin(left_FP), np.shape(left_FP))
-    left, floor, name = float(left_FP[term][at]), _LEAST_LEFT * spread, str(names[term])
+    term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
+    left, shifted, name = float(left_FP[term][at]), float(np.min(left_FP[-1])), str(names[term])
     if left < _MOST_LEFT * spread:
-        level = 1 - math.sqrt((left + floor) / (constant + floor))
+        # A term tells little if an added constant fits nearly as well.
+        others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
+        level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))
 
 
