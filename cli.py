@@ -99,7 +99,7 @@ SECTIONS = {
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Lines in `--help` have at most 80 columns."""
+"""Commands in `--help`, by section. Each line there has at most 80 columns."""
 
 
 class _Failure(click.ClickException):
@@ -172,19 +172,19 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum number of response tokens for `record` to compute sums. In smaller runs, the first query computes them."""
+"""Minimum number of response tokens for which `record` computes sums. In smaller runs, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
 class _Place(click.Path):
-    """A path that shells complete. Unlike click.Path, it is not looked up: its file system may not respond."""
+    """A path that shells complete. Unlike click.Path, it is not checked, because its file system may not respond."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
 
 
 class Commands(click.Group):
-    """Groups commands in its help, and prints a TimTraceError as one line."""
+    """Command group that lists its commands by section in its help, and prints a TimTraceError as one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         for param in cmd.params:
@@ -223,7 +223,7 @@ class Commands(click.Group):
         raise failure from None
 
     def _prints_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
-        """Return True if the arguments contain --json and the command has it (or is unknown)."""
+        """Return True if the arguments contain --json and the command has this option (or is unknown)."""
         command = self.commands.get(ctx.invoked_subcommand or "")
         has_json = command is None or any("--json" in param.opts for param in command.params)
         return has_json and "--json" in arguments
@@ -250,7 +250,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command with all frameworks' options, grouped by framework in its help."""
+    """A command that has the options of all frameworks, grouped by framework in its help."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -302,7 +302,7 @@ class _Form:
         elif self.as_csv:
             assert rows is not None
             for line in to_csv(rows()):
-                _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
+                _print(_harmless(line), color=True)  # without color, click would strip escape codes from recorded text
         else:
             _say(text(self.width))
 
@@ -310,8 +310,8 @@ class _Form:
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None,
         json: Form | None = None,
     ) -> None:  # fmt: skip
-        """Print a result with the functions NAME_text and NAME_rows, where its `_text` is MODULE:NAME_text, or as JSON in
-        the form `json` (default: NAME_FORM)."""
+        """Print a result as text, CSV or JSON. Its `_text` is MODULE:NAME_text. The functions NAME_text and NAME_rows
+        in this module make the text and the CSV rows. JSON has the form `json` (default: NAME_FORM)."""
         module, _, function = found._text.partition(":")
         renderers = vars(import_module(module))
         self.answer(
@@ -333,7 +333,7 @@ _BRIEF = click.option(
     "--brief", "is_brief", is_flag=True,
     help="Print a briefing for further analysis: summary, evidence, undecided suspects, and SQL for open questions.",
 )  # fmt: skip
-_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
+_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of the terminal's width.")
 
 
 def _prints(
@@ -372,7 +372,7 @@ _weights_from = click.option(
 _model_factory = click.option(
     "--model-factory",
     metavar="MODULE:FUNCTION",
-    help="Function that builds the model, if transformers lacks its class.",
+    help="Function that builds the model, if transformers does not have its class.",
 )
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
@@ -382,12 +382,12 @@ _confidence = click.option(
     metavar="C",
     help="Confidence level for intervals over groups.",
 )
-_timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a query that takes longer.")
+_timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a query that takes longer than this.")
 _memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory than this, e.g. 500MB.")
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
-    help="Download and run this recorded attention kernel from the Hugging Face hub. Can be repeated, e.g. "
-    "kernels-community/flash-attn2.",
+    help="Download and run this recorded attention kernel from the Hugging Face hub, e.g. "
+    "kernels-community/flash-attn2. Can be repeated.",
 )  # fmt: skip
 
 
@@ -414,10 +414,12 @@ def _executions(command: Any) -> Any:
             "--sequences", default="8", metavar="WHICH",
             help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
         ),
-        click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b."),
+        click.option(
+            "--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, written like replay's --arm.",
+        ),
         click.option(
             "--arm", metavar="CHANGES",
-            help="Execution a, written like replay's --arm. By default, the recorded settings.",
+            help="Execution a, written like replay's --arm.  [default: the recorded settings]",
         ),
         click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
     ):  # fmt: skip
@@ -442,11 +444,11 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
-    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local one.",
+    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local cluster.",
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
-    help="GPUs per Ray actor (can be a fraction).  [default: 1 with a GPU, else 0]",
+    help="GPUs per Ray actor (can be a fraction).  [default: 1 if there is a GPU, else 0]",
 )  # fmt: skip
 
 
@@ -476,7 +478,7 @@ def main() -> None:
 def example_(path: str, force: bool) -> None:
     """Write an example trace: a recorded GRPO run whose reward drops.
 
-    It comes with tim-trace and needs no GPU, torch or vLLM. It has no weights, so it cannot be replayed.
+    The trace is included in tim-trace, so no GPU, torch or vLLM is needed. It has no weights, so it cannot be replayed.
     """
     written = analysis.example(path, force=force)
     page = shlex.quote(f"{path.rstrip('/')}.html")
@@ -489,10 +491,10 @@ def example_(path: str, force: bool) -> None:
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
-@click.option("--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="How much to keep per token.")
+@click.option("--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep for each token.")
 @click.option(
     "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of sequences to keep distributions for.",
+    help="Share of sequences for which distributions are kept.",
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
@@ -511,21 +513,21 @@ def example_(path: str, force: bool) -> None:
 @click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture of experts.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Record digests of weights sent to vLLM (given), or also of the weights it holds (held).",
+    help="Record digests of the weights sent to vLLM (given), or also of the weights that vLLM holds (held).",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Append to an existing trace, when a run resumes from a checkpoint.")
+@click.option("--resume", is_flag=True, help="Append to an existing trace (for a run that resumes from a checkpoint).")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
     help="How long to wait for an unresponsive file system before the program continues without recording.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Overwrite an existing trace, but nothing else.")
+@click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
     Every Python process that COMMAND starts is recorded, without code changes. The exit code is COMMAND's. RUN is a
-    folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). On several nodes, run this command on each of
-    them and use the same folder.
+    folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). If training uses several nodes, run this
+    command on each of them with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
@@ -536,7 +538,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            # In an installation that can only record (no DuckDB), the first query computes the sums.
+            # Without DuckDB, an installation can only record. The first query elsewhere then computes the sums.
             if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
@@ -549,7 +551,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
-    if recording.is_stuck:  # at exit, Python waits for pool threads, which may be stuck too
+    if recording.is_stuck:  # sys.exit would wait for pool threads, which may also be stuck
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
 
@@ -581,11 +583,11 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, megatron-lm, vllm, sglang, tgi,
     nemo-gym, trl, areal, open-instruct, torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON,
-    logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that each one reads. Importing a folder
-    again is incremental. No code in the files is executed.
+    logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that are read for each format. Importing a
+    folder again is incremental. No code in the files is executed.
 
-    Several paths hold several engines' values for the same prompts: each path becomes a pass, and sequences are matched
-    by prompt.
+    Pass several paths if they hold different engines' values for the same prompts. Each path becomes a pass, and
+    sequences are matched by prompt.
 
     FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is
@@ -624,8 +626,8 @@ def info(traces: Sequence[str], form: _Form) -> None:
 def verify(trace: str, form: _Form, *, format: bool) -> None:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
 
-    The exit code is 2 if something is damaged or missing, and 1 if it only deviates from the format. Other commands
-    verify only what they read.
+    The exit code is 2 if something is damaged or missing, and 1 if the trace only deviates from the format. Other
+    commands verify only what they read.
     """
     from .analysis.verify import verification_text
 
@@ -655,8 +657,8 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge a trace's many files into a few, sorted by step and pass.
 
-    Results stay the same, bit for bit. Opening a trace, reading single steps and reading from object storage get
-    faster. You can interrupt it at any time: the trace stays complete, and the next call resumes.
+    Results stay the same, bit for bit. It becomes faster to open the trace, to read single steps, and to read from
+    object storage. You can interrupt the command at any time: the trace stays complete, and the next call continues.
     """
     from .analysis.compact import compaction_text
 
@@ -700,12 +702,12 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
 @_example("tim-trace mcp runs/demo --timeout 30")
 @main.command("mcp")
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time for a call.")
-@click.option("--memory", default="1GB", metavar="SIZE", help="Maximum memory for a query.")
+@click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time per call.")
+@click.option("--memory", default="1GB", metavar="SIZE", help="Maximum memory per query.")
 def mcp(traces: Sequence[str], **options: Any) -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
-    Nothing is written, and only the given runs are read. Needs the package mcp: pip install 'tim-trace[mcp]'. To add
+    Nothing is written, and only the given runs are read. Requires the package mcp: pip install 'tim-trace[mcp]'. To add
     the server to a client, see docs/start/agents.md.
     """
     analysis.mcp(list(traces), **options)
@@ -757,7 +759,7 @@ def query_(
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles. Otherwise, they are accurate to 0.1% in runs with over 33,554,432 tokens.",
+    help="Compute exact quantiles. By default, quantiles of over 33,554,432 tokens are approximate (within 0.1%).",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
@@ -768,8 +770,8 @@ def query_(
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums per sequence in the trace (sums/ and index/) if it is local, finished and writable, so the next call
-    need not read tokens.
+    If the trace is local, finished and writable, the sums per sequence are stored in it (sums/ and index/), so that the
+    next call does not have to read tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
@@ -828,7 +830,7 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Faults are listed by
     likelihood, each with its evidence, size, share of affected tokens and a command to confirm it.
 
-    A trace with several engines' passes and neither a train nor a rollout pass is checked over all its passes, as in
+    If a trace has passes of several engines, but neither a train nor a rollout pass, all its passes are checked, as in
     compare.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
@@ -842,7 +844,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 @click.argument("a", metavar="RUN")
 @click.argument("b", metavar="[RUN2]", required=False)
 @_pair
-@click.option("--against", metavar="PASS", help="Without RUN2: reference pass. By default, one in the largest class.")
+@click.option(
+    "--against", metavar="PASS", help="Without RUN2: the reference pass.  [default: a pass in the largest class]"
+)
 @_steps
 @_prints()
 def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
@@ -873,7 +877,7 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
 @click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="icepop keeps token ratios in this range.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="geometric keeps sequences with a geometric mean ratio in this range.",
+    help="geometric keeps sequences whose geometric mean ratio is in this range.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
@@ -884,9 +888,9 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
-    By default, thresholds are the published ones. verl's presets always use verl's own. Every row shows the full rule,
-    which ratio its source limits (verl's k1 limits the inverse ratio), and the condition for keeping a token, where
-    rho = exp(d).
+    The default thresholds are the published ones. verl's presets always use verl's own thresholds. Every row shows the
+    full rule, which ratio its source limits (verl's k1 limits the inverse ratio), and the condition for keeping a
+    token, where rho = exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
@@ -903,7 +907,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_confidence
 @_by("run", "step", help="What each row describes (run also lists the worst steps).")
 @_ray
-@_prints(json="Print JSON at full precision; with --by step, of every step.")
+@_prints(json="Print JSON at full precision (with --by step, for every step).")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
@@ -927,7 +931,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Report when each series of a run changed, and which changed first.
 
     Covers mismatch, rewards and their spread within groups, lengths, entropy, gradient norm, optimizer and policy lag.
-    Changes in level or slope come with a step and an interval, and for k3 with a growth rate.
+    Each change in level or slope is reported with its step and an interval, and for k3 also with a growth rate.
     """
     form.result(_asked(analysis.dynamics, trace, **options))
 
@@ -962,7 +966,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     Without options, steps are replayed with the recorded settings. Every replay first checks that it reproduces the
-    recorded bits. If it does not, it reports what differs on this machine. Steps that an arm already has are skipped.
+    recorded bits. If not, the replay reports what differs on this machine. Steps that an arm already has are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair
@@ -987,8 +991,9 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
 @click.option(
     "--predict", multiple=True, metavar="[SIDE:]CHANGES",
-    help="Predict what this change on both sides would leave of the mismatch at the run's other steps. For one side: "
-    "train:CHANGES or rollout:CHANGES; for each: train:CHANGES/rollout:CHANGES. Can be repeated.",
+    help="Predict how much of the mismatch would remain at the run's other steps if both sides had this change. To "
+    "change one side, write train:CHANGES or rollout:CHANGES. To change each side differently, write "
+    "train:CHANGES/rollout:CHANGES. Can be repeated.",
 )  # fmt: skip
 @click.option(
     "--engine", metavar="CHANGES",
@@ -1034,11 +1039,12 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     The recorded settings come first, and the resulting norm is compared with the norm that the trainer logged. An arm
     is one or more comma-separated changes: the options that --arm lists, logprobs=train|rollout|current|replay/NAME
-    (used in the loss instead of the trainer's logprobs, with rollout as bypass mode), or
+    (used in the loss instead of the trainer's logprobs; rollout is bypass mode), or
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the norm of the difference from the recorded gradient. variance is the mean's variance over micro-batches.
+    bias is the norm of the difference from the recorded gradient. variance is the variance of the mean over
+    micro-batches.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -1093,9 +1099,11 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN|MODEL")
 @click.option(
-    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm. By default, the recorded settings."
+    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm.  [default: the recorded settings]"
 )
-@click.option("--against", metavar="CHANGES", help="Execution b.  [default: each sequence alone, under --arm]")
+@click.option(
+    "--against", metavar="CHANGES", help="Execution b, written like --arm.  [default: each sequence alone, under --arm]"
+)
 @click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
 @click.option(
     "--max-length", type=int, metavar="L",
@@ -1113,9 +1121,9 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def certify(trace: str, form: _Form, **options: Any) -> None:
     """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
 
-    MODEL is a Hugging Face model folder. What an arm sets is fixed. Padding side, cached decoding, chunks and threads
-    that it leaves open are searched (for vLLM: decoding, chunks and the prefix cache). The exit code is 1 if bits
-    differ, or if time runs out before every planned batch was tried.
+    MODEL is a Hugging Face model folder. What an arm sets stays fixed. If it does not set the padding side, cached
+    decoding, chunks or threads, these are varied (for vLLM: decoding, chunks and the prefix cache). The exit code is
+    1 if bits differ, or if time runs out before every planned batch was tried.
     """
     found = _asked(analysis.certify, trace, held_back=True, **options)
     form.result(found)
@@ -1136,8 +1144,9 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 
     The difference is the one that locate reports for the same options. The script has at most 80 lines, needs only torch
     and transformers, prints the two values and exits with 1. Once the executions agree, it exits with 0. It contains the
-    smallest module, the fewest tokens and, if these show the difference, random weights and inputs. Otherwise, weights
-    are stored in a .pt file next to it (at most 1 MB). Without a difference beyond rounding, nothing is written.
+    smallest module and the fewest tokens that show the difference, with random weights and inputs if these show it too.
+    Otherwise, weights are stored in a .pt file next to the script (at most 1 MB). Without a difference beyond rounding,
+    nothing is written.
     """
     form.result(_asked(analysis.reproduce, trace, held_back=True, **options))
 
@@ -1148,7 +1157,7 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
-    help="Compare each tensor between engine and trainer, and show when it was last sent.",
+    help="Compare each tensor in the engine with the trainer's, and show when the tensor was last sent.",
 )  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
@@ -1160,7 +1169,9 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Record weights from a Hugging Face model folder as a version, so an imported dump can be replayed.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="DIR", help="With --attach: folder with the tokenizer, if it is elsewhere.")
+@click.option(
+    "--tokenizer", metavar="DIR", help="With --attach: folder with the tokenizer, if it is not in the attached folder."
+)
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
@@ -1236,7 +1247,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
-@click.option("--card", metavar="FILE.png", help="Image of 1200 x 630 pixels to write: verdict, mismatch, reward.")
+@click.option("--card", metavar="FILE.png", help="Image to write (1200 x 630 pixels): verdict, mismatch, reward.")
 @click.option("--markdown", metavar="FILE.md|-", help="Markdown file to write for an issue or a chat (- prints it).")
 @click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
 @click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
@@ -1292,9 +1303,10 @@ def report(traces: Sequence[str], **options: Any) -> None:
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
-    Waits for a run that does not exist yet, and ends with the recording. Ctrl-C ends only the view. Each alert is shown
-    with the step where it first fired. Alerts use published levels, each as its source defines it, and tim-trace's own
-    rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
+    Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C ends only the view. Each alert is
+    shown with the step where it first fired. Alerts use published levels, each as its source defines it, and
+    tim-trace's own rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written
+    to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows
@@ -1321,9 +1333,9 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences or per-step metrics in another tool's format.
 
-    parquet: one file with a row per sequence (tokens, each pass's logprobs, d) and one with the logged values. Both can
-    be read with import parquet. tensorboard and wandb: the per-step mismatch and every logged number. wandb runs are
-    written offline.
+    parquet: one file with one row per sequence (tokens, each pass's logprobs, d), and one file with the logged values.
+    Both can be read with import parquet. tensorboard and wandb: the per-step mismatch and every logged number. wandb
+    runs are written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1333,18 +1345,18 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", multiple=True, metavar="CONDITION",
-    help="check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
-    "steps'. Can be repeated.",
+    help="Fail on this condition: check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' "
+    "or 'tim.k3>1e-3 last 20 steps'. Can be repeated.",
 )  # fmt: skip
 @click.option(
     "--certificate",
     metavar="FILE",
-    help="Fail if the run's settings or batches are not those of this certificate.json.",
+    help="Fail if the run's settings or batches differ from those in this certificate.json.",
 )
 @_pair
 @_confidence
 @_partial
-@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write for CI, one test case per condition.")
+@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write for CI, with one test case per condition.")
 @click.option(
     "--summary",
     metavar="FILE.md",
@@ -1374,7 +1386,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 @contextmanager
 def _ended_after(timeout: float | None) -> Iterator[None]:
-    """End the process if the query does not stop when interrupted: DuckDB cannot interrupt a single expression."""
+    """End the process if the query ignores an interrupt, because DuckDB cannot interrupt a single expression."""
     from .analysis.trace.limits import too_long
 
     def end() -> None:
@@ -1401,7 +1413,7 @@ def _size(path: str) -> str:
 
 
 def _tell(sentence: str) -> None:
-    with suppress(OSError):  # stderr may be on a full disk, but the recorded command continues
+    with suppress(OSError):  # if stderr is on a full disk, the recorded command must still continue
         click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 

@@ -49,8 +49,8 @@ def compact(
     """Merge a trace's many files into a few of about `file_size` each, sorted by step and pass.
 
     Every result computed from the trace stays the same, bit for bit. The trace is rewritten in place, or written to
-    `output` (a folder or URL), where an existing trace is replaced only with `force`. It is safe to interrupt: the
-    trace stays complete, and the next call picks up where the last one left off. A trace that is still being recorded
+    `output` (a folder or URL), where an existing trace is replaced only with `force`. Interrupting is safe: the trace
+    stays complete, and the next call picks up where the last one left off. A trace that is still being recorded
     is not merged. Replays, distributions and weights keep separate files.
 
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part is missing.

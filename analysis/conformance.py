@@ -21,7 +21,7 @@ from .rows import Rows
 from .trace.database import Database
 
 COLUMNS = ("where", "field", "code", "expected", "found", "num_rows")
-"""`where` is a file, or a table for faults in its rows. `num_rows` is None for faults of a whole file."""
+"""`where` names the file or, for faults in rows, the table. `num_rows` is None if the fault concerns a whole file."""
 
 CODES = {
     "unreadable": "the file cannot be parsed",
@@ -48,7 +48,7 @@ Deviation = tuple[str, str, str, str, str, int | None]
 
 
 def conformance(store: Store, database: Database | None) -> Rows:
-    """Return each deviation of a trace's files, fields, columns and rows from the format, as COLUMNS.
+    """Return one row, as in COLUMNS, for each deviation of a trace's files, fields, columns and rows from the format.
 
     `database` is None if the trace cannot be opened, and its rows are then not checked.
     """
@@ -165,7 +165,7 @@ def _rows(database: Database) -> Iterator[Deviation]:
 
 
 def _broken(database: Database, table: str, source: str, key: str, rules: Sequence[_Rule]) -> Iterator[Deviation]:
-    """Yield the rules that rows break, with the number of such rows and one example. Scans the source once."""
+    """Yield each broken rule with the number of rows that break it and the key of one such row. Scans `source` once."""
     counts = ", ".join(
         f"count(*) FILTER ({rule.broken}), any_value(concat_ws(' ', {key})) FILTER ({rule.broken})" for rule in rules
     )

@@ -1,6 +1,7 @@
-"""Sum tokens by zone. A zone is an interval of ratios between adjacent bounds, so corrections need only these sums.
+"""Sum tokens by zone. A zone is an interval of token ratios between adjacent bounds of the corrections.
 
-A sequence's sums depend only on its own tokens, so batching does not change a single bit.
+Within a zone, a correction weights all tokens by the same formula, so it needs only their sums. A sequence's sums
+depend only on its own tokens, so they are the same, bit for bit, however sequences are batched.
 
 Shapes: T tokens from several sequences, concatenated. G groups, each holding one sequence's tokens with the same
 advantage sign and zone.
@@ -38,13 +39,13 @@ _SIGNS = 4
 """Advantage classes: negative, zero, positive, and non-finite or missing."""
 
 Bounds = tuple[tuple[float, ...], tuple[float, ...]]
-"""(lower bounds, upper bounds) on token ratios, from all rules."""
+"""Lower bounds and upper bounds on token ratios, collected from all rules."""
 
 
 def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
     """Register `correction_zones_of(a, b, mask, advantage, advantages)`, which returns each sequence's groups as a
     list."""
-    with suppress(duckdb.InvalidInputException):  # not registered yet
+    with suppress(duckdb.InvalidInputException):  # raised if the function is not registered yet
         connection.remove_function(FUNCTION)
     connection.create_function(
         FUNCTION, partial(_of_lists, bounds), ["FLOAT[]", "FLOAT[]", "BOOLEAN[]", "DOUBLE", "FLOAT[]"],
@@ -117,7 +118,8 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # max_k2 and min_ratio cover the whole sequence, so its groups all repeat them. ratio is any one ratio of the zone.
+    # max_k2 and min_ratio cover the whole sequence, so they are the same in all of its groups. `ratio` is the ratio of
+    # an arbitrary token in the group.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

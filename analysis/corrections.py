@@ -58,10 +58,10 @@ def corrections(
     - mass_cut_*: rho summed over the tokens or sequences that are cut, divided by its sum over all tokens or sequences.
       This is how much of pass a's probability is lost, and so the bias that masking causes (richardli.xyz/rl-collapse:
       the bias of Seq-MIS is -E_a[f 1(rho > C)]).
-    - bias_*: mean |rho - w|, the largest possible error in a function's mean if its values lie in [-1, 1], because
-      E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an upper
-      bound on a single weighted sample's variance. Both exist per token and per sequence, and are NULL at a level whose
-      ratio does not set the weight.
+    - bias_*: mean |rho - w|, the largest possible error in a function's mean if the function's values lie in [-1, 1],
+      because E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an
+      upper bound on a single weighted sample's variance. `bias_*` and `variance_*` exist per token and per sequence,
+      and are NULL at a level whose ratio does not set the weight.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 

@@ -29,7 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and holds the trainer's tensor, so earlier versions need no comparison."""
+"""SQL condition: the engine received and holds the trainer's current tensor, so earlier ones need no comparison."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -39,7 +39,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Counts tensors that always arrived in the engine unchanged."""
+"""Counts, by policy version and writer, the tensors that always arrived in the engine unchanged."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -57,8 +57,8 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Selects the steps sampled by a process that recorded no digests. A NULL dtype means that all processes share the
-engine."""
+"""Selects the steps sampled by a process that recorded no digests. If dtype is NULL, all processes share
+the engine, so its digests count for each of them."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -276,15 +276,15 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
     """Compare the engine's tensors with the trainer's, as they were when the engine last started sampling.
 
     `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
-    with the same bits. `num_differ` counts versions where the two sides differed. by="module" groups layers. Each group
-    shows the tensor that differed most often.
+    at which the trainer's tensor has the engine's bits. `num_differ` counts the versions at which the two differed.
+    by="module" groups layers. Each group shows the tensor that differed most often.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
     versions = list(engine_versions(open_database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
-            f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, without "
+            f"{trace} has no digests of the engine's weights; record TRL or verl with vLLM, without "
             f"{option('engine_weights', 'none')}"
         )
     faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}

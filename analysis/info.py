@@ -48,7 +48,7 @@ class WriterInfo:
 class PassInfo:
     name: str
     num_rows: int
-    """Score rows with logprobs."""
+    """Number of score rows with logprobs."""
     num_sequences: int
     engine: str | None
     num_contracts: int
@@ -72,7 +72,7 @@ class TraceInfo(Result):
     source: str
     command: tuple[str, ...]
     exit_code: int | None
-    """None if the command is still running or there was no command."""
+    """Exit code of `command`. None if the command is still running, or if the trace was recorded without one."""
     state: str
     capture: str
     capture_fraction: float
@@ -96,17 +96,17 @@ class TraceInfo(Result):
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
-    """Bytes per folder; `dense` holds the captured distributions."""
+    """Size in bytes of each folder in the trace. `dense` contains the captured distributions."""
     num_captured: int
     num_located: int = 0
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     judged: tuple[str, ...] = field(default=())
-    """One sentence per process that cannot be seen from this machine, saying why it counts as live or ended."""
+    """One sentence per writer process that cannot be seen from this machine, saying why it counts as live or ended."""
     missing: tuple[str, ...] = field(default=())
     """One sentence per kind of missing data."""
     damaged: tuple[str, ...] = field(default=())
-    """One sentence per unreadable or missing file; no result includes these files."""
+    """One sentence per unreadable or missing file. No result includes data from these files."""
     ignored: tuple[str, ...] = field(default=())
     """One sentence per file that does not belong to the trace."""
 
@@ -204,7 +204,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum sequences per query. A larger step gets its own query."""
+"""Maximum number of sequences per query. A step with more sequences gets its own query."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:

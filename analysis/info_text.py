@@ -65,7 +65,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 
 _WORTH_TELLING = 0.05
-"""Writers are always listed if training waited this long for the disk (seconds)."""
+"""A writer is always listed if training waited at least this long for its disk writes (seconds)."""
 
 
 def _is_notable(writer: WriterInfo) -> bool:
@@ -96,7 +96,7 @@ def _passes(info: TraceInfo) -> Rows:
 
 def _writers(info: TraceInfo) -> Rows:
     columns = ("writer", "state", "rank", "sequences", "tokens", "waited_s")
-    # Leave out replay writers that finished; they have no sequences.
+    # Leave out finished writers without sequences, such as replays, unless training waited for them.
     shown = [w for w in info.writers if w.num_sequences or _is_notable(w)] or info.writers
     return Rows(columns, [(w.writer, w.state, w.rank, w.num_sequences, w.num_tokens, w.waited_s) for w in shown])
 

@@ -37,15 +37,15 @@ def locate(
     recorded), b is `against` (default: the recorded model in float64). `engine=vllm` or `engine=exact` selects another
     engine.
 
-    Each operator is compared with a float64 model on the same inputs, which excludes earlier errors. The executions
-    diverge at the first operator whose error exceeds what rounding can cause. `carried` is the share of the mismatch
-    due to an operator's own error.
+    Each operator is compared with a float64 model on the same inputs, so earlier operators' errors do not count. The
+    executions diverge at the first operator whose error exceeds what rounding can cause. `carried` is the share of the
+    mismatch caused by an operator's own error.
 
     `steps` is a single step. `sequences` is a number N (the N sequences with the largest mismatch between trainer and
     engine, if both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators`
     (comma-separated parts of names, such as `q_proj,rotary`) limit what is checked and patched. `patch="kinds"`
     computes one kind of operator at a time with the other execution's code, on the same inputs, and measures how much
-    of the mismatch that removes; `"none"` skips this. `model_factory` (for a) and `against_factory` (for b) name
+    of the mismatch this removes; `"none"` skips this. `model_factory` (for a) and `against_factory` (for b) name
     functions, as module:function, that build the model with your own code. Such a model also runs once in float64,
     where rounding cannot hide a bug.
 

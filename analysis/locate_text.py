@@ -8,12 +8,12 @@ _MOST_ROWS = 12
 _LEAST = 5e-4
 """Rows below this share of the mismatch are not shown."""
 _REMOVES = 0.5
-"""Share of the mismatch that a patch must remove to be reported as the answer."""
+"""Minimum share of the mismatch that a patch must remove to be reported as the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
 }  # fmt: skip
-"""Replay options that compute an operator more precisely, by operator kind."""
+"""For each kind of operator, the replay option that computes it more precisely."""
 
 
 def location_text(found: Location, width: int | None = None) -> str:
@@ -97,7 +97,7 @@ def _answer(found: Location) -> str:
 def next_command(found: Location) -> str:
     if found.first is not None and found.first.why == "weights":
         return "tim-trace weights RUN --engine"
-    # vLLM does not run in float64, so its rounding can hide a bug in its code.
+    # vLLM cannot run in float64, and the rounding in bf16 or fp16 can hide a bug in its code.
     hides = any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
     if found.first is None and hides:
         return f"tim-trace locate RUN --steps {found.step} --arm dtype=fp32 --against engine=vllm,dtype=fp32"

@@ -32,22 +32,22 @@ class OperatorShare:
     layer: int | None
     num_operators: int
     carried: float
-    """Share of mean d^2 from the operators' own errors, to first order. Negative if they reduce the mismatch."""
+    """Share of mean d^2 caused by these operators' own errors, to first order. Negative if they reduce the mismatch."""
     carried_low: float | None
     carried_high: float | None
     ratio: float
-    """Largest operator error relative to its rounding bound."""
+    """The largest ratio of an operator's error to its rounding bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """How much mean d^2 shrinks if one side's operators run the other side's code."""
+    """How much mean d^2 shrinks if operators of one execution use the other execution's code."""
 
     patch: str
     taker: str
     num_operators: int
     removed: float
-    """Share of mean d^2 that the patch removes. Negative if the mismatch grows."""
+    """Share of mean d^2 that the patch removes. Negative if the patch increases the mismatch."""
     removed_low: float | None
     removed_high: float | None
 
@@ -60,21 +60,21 @@ class Location(Findings, Result):
 
     num_sequences: int
     num_groups: int
-    """Prompt groups: the units resampled for intervals."""
+    """Number of prompt groups. Intervals are computed by resampling groups."""
     no_interval: str | None
     """Why the shares have no interval, or None if they have one."""
     gap_rms: float
-    """Rms d = logprob(b) - logprob(a) (nats)."""
+    """Root mean square of d = logprob(b) - logprob(a) (nats)."""
     explained: float | None
-    """Share of mean d^2 explained by all operators' own errors, to first order (1 if there are no interactions). None
-    if there is no mismatch."""
+    """Share of mean d^2 that the own errors of all operators explain to first order. It is 1 if the errors do not
+    interact, and None if there is no mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]
     kept: str | None = None
-    """The result's path in the trace, or None if not stored."""
+    """The result's path in the trace, or None if the result was not stored."""
     not_kept: str | None = None
-    """Why the result could not be stored, or None if it was stored or `keep` is off."""
+    """Why the result could not be stored. None if it was stored, or if `keep` is off."""
 
 
 def location(found: Located, *, kept: str | None = None, not_kept: str | None = None) -> Location:

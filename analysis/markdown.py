@@ -17,13 +17,13 @@ def escaped(text: str) -> str:
     line = re.sub(
         r"[\\`*\[\]<|~$&]|\b_+\B|\B_+\b", lambda found: "\\" + "\\".join(found[0]), " ".join(printable(text).split())
     )
-    return re.sub(r"[@#](?=\w)", "\\g<0>\u2060", line)  # a word joiner, which is invisible
+    return re.sub(r"[@#](?=\w)", "\\g<0>\u2060", line)  # an invisible word joiner prevents a link
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, aligned so that it is readable as plain text too. Cells must be escaped."""
+    """Return a Markdown table, aligned so that it is also readable as plain text. The cells must already be escaped."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    widths[-1] = 3  # the last column needs no alignment
+    widths[-1] = 3  # the last column needs no padding
     lines = [head, ["-" * width for width in widths], *rows]
     return [f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines]
 

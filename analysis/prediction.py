@@ -1,10 +1,13 @@
 """Predict the mismatch that a remedy would leave at steps that are not replayed.
 
-A remedy replaces the trainer's arm, the engine's or both. The replayed steps give the ratio of each statistic with and
-without it. The prediction is this ratio times the recorded statistic at the other steps. From 8 replayed steps, the
-interval is a bootstrap over steps. With fewer, it is a bootstrap over groups, widened by the scatter between steps: every
-step rounds new weights, with and without the remedy, so the ratio's logarithm is assumed to vary between steps with twice
-the variance of the recorded statistic's logarithm between neighbouring steps.
+A remedy replaces the arm of the trainer, of the engine, or of both. The replayed steps give the ratio of each statistic
+with the remedy to the same statistic without it. The prediction is this ratio times the recorded statistic at the other
+steps.
+
+With 8 or more replayed steps, the interval comes from a bootstrap over steps. With fewer, it comes from a bootstrap
+over groups, and is widened by the scatter between steps. The weights of every step are rounded anew, both with and
+without the remedy. The logarithm of the ratio is therefore assumed to have twice the variance between steps that the
+logarithm of the recorded statistic has between neighbouring steps.
 
 Shapes: N sequences, G groups, S steps.
 """
@@ -39,23 +42,23 @@ from .views import open_database
 
 CONFIDENCE, _NORMAL = 0.9, 1.645
 MOST_WIDTH = 0.4
-"""A prediction is reported only if its interval is at most this wide, relative to the predicted value."""
+"""A prediction is considered reliable only if its interval is at most this wide, relative to the predicted value."""
 SAME = 1.25
-"""An engine's replay represents the recorded engine if their mean |d| agree within this factor."""
+"""A replayed engine is accepted in place of the recorded engine if their mean |d| agree within this factor."""
 ESS, BIAS = "ess_token", "relative_abs_bias"
 SIZES: Mapping[str, Callable[[Totals], Array]] = {
     **{name: FROM_SUMS[name] for name in ("mean_abs_d", "k3", "share_outside")},
     ESS: lambda t: (t["v"] - t["u"] ** 2 / t["num_tokens"]) / (t["num_tokens"] + 2 * t["u"] + t["v"]),
     BIAS: FIGURES[BIAS].value,
 }
-"""Statistics that are 0 without a mismatch. For ESS, 1 - ESS = n var(w) / sum w^2 with w = exp(d), from u = sum (w - 1) and
-v = sum (w - 1)^2, which do not cancel."""
+"""Statistics that are 0 without a mismatch. For ESS, 1 - ESS = n var(w) / sum w^2 with w = exp(d) is computed from
+u = sum (w - 1) and v = sum (w - 1)^2, to avoid cancellation."""
 UNFELT = {
     "mean_abs_d": (0.0165, "IsoExec, vllm.ai 2026-08-21"),
     "k3": (1e-5, "Miles and SGLang, All-in-One"),
 }
-"""Mismatch in published pairs of runs where removing it did not raise the reward. IsoExec: 50 steps of a 35B-A3B
-mixture. Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
+"""Mismatch in published pairs of runs in which removing the mismatch did not raise the reward. IsoExec: 50 steps of a
+35B-A3B mixture of experts. Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +67,22 @@ class Prediction:
 
     remedy: str
     metric: str
-    """mean_abs_d and k3 (nats), share_outside (of ratios outside 0.8 to 1.25), ess_token, or relative_abs_bias: sum |b| /
-    sum |f(rho*)| of the objective at the first update of a step."""
+    """mean_abs_d or k3 (nats), share_outside (share of ratios outside 0.8 to 1.25), ess_token, or relative_abs_bias,
+    which is the objective's sum |b| / sum |f(rho*)| at the first update of a step."""
     recorded: float | None
     value: float | None
     low: float | None
     high: float | None
     code: str | None
-    """Reason not to rely on the value, or None."""
+    """Code of the reason why the prediction is missing or unreliable, or None."""
     detail: str
-    """Number or error to show with `code`."""
+    """Number or error message that belongs to `code`, or an empty string."""
     below: str | None
-    """Published pair where removing a larger mismatch did not raise the reward, or None."""
+    """Published pair of runs in which removing a larger mismatch did not raise the reward, or None."""
 
 
 Sums = dict[str, np.ndarray]
-"""[G] totals per group by column, with the group's hash as `unit`, and its `step`."""
+"""Arrays [G] by column name, with the totals of each group. `unit` is the hash of the group, and `step` is its step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +90,10 @@ class Remedy:
     text: str
     arms: list[Arm]
     pairs: list[Pair]
-    """Passes of trainer and engine: as recorded, repeated on the sides that change, and changed."""
+    """The three pairs of trainer and engine passes to compare: as recorded, replayed unchanged, and replayed with the
+    remedy. A side that the remedy leaves alone keeps its recorded pass."""
     problem: str | None
-    """Reason for no prediction, as in `Prediction.code`, or None."""
+    """Code of the reason why no prediction is possible, as in `Prediction.code`, or None."""
 
 
 def listed(steps: Sequence[int]) -> str:
@@ -97,12 +101,15 @@ def listed(steps: Sequence[int]) -> str:
 
 
 def parse_remedies(run: RecordedRun, steps: Sequence[int], predict: Sequence[str], engine: str | None) -> list[Remedy]:
-    """Parse remedies: the changes of both sides (`dtype=fp16`), of one (`train:lm-head=fp32`), or of each, divided by a
-    slash. A remedy for the engine changes the arm that repeats it. Raises InvalidOption."""
+    """Parse remedies. A remedy changes both sides (`dtype=fp16`), one side (`train:lm-head=fp32`), or each side on its
+    own (with a slash between the two).
+
+    A remedy for the engine is applied to the arm that replays the engine unchanged. Raises InvalidOption.
+    """
     if engine is not None and not predict:
-        raise InvalidOption(f"has no effect without {option('predict')}", option="engine")
+        raise InvalidOption(f"this option has no effect without {option('predict')}", option="engine")
     if predict and not set(run.steps(TRAIN)) & set(run.steps(ROLLOUT)) - set(steps):
-        why = f"predicts steps that are not replayed; choose fewer with {option('steps')}"
+        why = f"a prediction needs recorded steps that are not replayed; choose fewer with {option('steps')}"
         raise InvalidOption(why, option="predict")
     base, no_engine = _engine(run, steps, engine) if predict else (Arm(), None)
     found = []
@@ -143,7 +150,7 @@ def _engine(run: RecordedRun, steps: Sequence[int], text: str | None) -> tuple[A
 def predictions(
     run: RecordedRun, steps: Sequence[int], remedies: Sequence[Remedy], progress: Progress, cluster: Mapping[str, Any]
 ) -> Iterator[Prediction]:
-    """Yield each statistic in SIZES under each remedy at the run's other steps, predicted from replays of `steps`."""
+    """Replay `steps` with each remedy, and yield a prediction of each statistic in SIZES at the other steps."""
     everything = open_database([run.store.url])
     sides = choose_sides(everything, choose_loss(everything, None)[0])
     assert sides is not None
@@ -201,7 +208,10 @@ def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
 
 
 def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
-    """Return a statistic per place (default: [1], over all groups), or NaN without tokens or advantages."""
+    """Return a statistic over the groups at each place in `place_G`, or over all groups ([1]) if `place_G` is None.
+
+    The statistic is NaN if there are no tokens, or if it needs advantages and none were recorded.
+    """
     place_G = np.zeros(len(sums["unit"]), int) if place_G is None else place_G
     if metric == BIAS and "w_size_positive" not in sums:
         return np.full(1, nan)
@@ -211,9 +221,9 @@ def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array
 
 
 Bounds = tuple[float, float, float]
-"""Value, low, high."""
+"""A value, and the low and high end of its interval."""
 Code = tuple[str, str]
-"""Code and detail, as in `Prediction`."""
+"""The fields `code` and `detail` of a `Prediction`."""
 
 
 def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]) -> tuple[Bounds | None, Code | None]:
@@ -243,7 +253,10 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
 
 
 def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool) -> Bounds | None:
-    """Return the log ratio of two statistics with its interval over steps or groups, or None."""
+    """Return the log ratio of `metric` between `above` and `below`, with its interval over steps or groups.
+
+    Return None if the interval cannot be computed.
+    """
     names = above.keys() - {"unit", "step"}
     columns = {f"{side} {name}": sums[name] for side, sums in (("above", above), ("below", below)) for name in names}
     if all(np.array_equal(above[name], below[name]) for name in names):

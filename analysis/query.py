@@ -28,7 +28,7 @@ _READING = {
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
-"""Errors caused by the query rather than by the files."""
+"""DuckDB errors that are caused by the query rather than by the files."""
 _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
@@ -40,8 +40,8 @@ def sql(
 
     The docstring of `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only from the
     traces. `timeout` is in seconds. `memory` is a size such as 500MB; on Linux, the whole process cannot allocate more
-    than that while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if it exceeds a
-    limit. Returns at most `max_rows` rows, and warns if there are more.
+    memory than this while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if it
+    exceeds a limit. Returns at most `max_rows` rows, and warns if there are more.
     """
     return Session(traces, unsafe=unsafe, timeout=timeout, memory=memory, max_rows=max_rows).ask(query)
 

@@ -114,7 +114,8 @@ PREDICTION_NOTES = {
     "same_execution": "cannot tell: both sides would be the same replay; change one side only",
     "not_replayed": "cannot tell: {detail}",
 }  # fmt: skip
-"""Notes on predictions. `{detail}` is a field's value: `below` for unfelt, else `detail`."""
+"""Notes on predictions, by code. `{detail}` stands for `Prediction.below` in `unfelt`, and for `Prediction.detail`
+in the other notes."""
 
 
 def _prediction_parts(predictions: Sequence[Prediction], width: int | None) -> Iterator[str]:

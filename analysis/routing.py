@@ -1,4 +1,4 @@
-"""Agreement between two passes' router choices, for the macros in sql/routing.sql.
+"""Measure how well the router choices of two passes agree, for the macros in sql/routing.sql.
 
 Shapes: N tokens in a sequence, L layers with a router, S experts selected per token.
 """
@@ -21,10 +21,11 @@ from .trace.ragged import struct_fields
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")
-"""SQL functions that return a sequence's agreement by layer and by token."""
+"""Names of two SQL functions. The first returns a sequence's agreement by layer, the second by token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""Argument types: run, group and first row in pass a, group and first row in pass b, token count."""
+"""Types of both functions' arguments: the run, the Zarr group and first row in pass a, the Zarr group and first row in
+pass b, and the number of tokens."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -33,16 +34,16 @@ _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
 
 
 class Agreement(NamedTuple):
-    """Where two routings agree, by token and layer."""
+    """Where two passes' router choices agree, by token and layer."""
 
     known_NL: np.ndarray
-    """bool: both passes routed the token in this layer."""
+    """True if both passes routed the token in this layer."""
     same_experts_NL: np.ndarray
-    """bool: both passes chose the same set of experts."""
+    """True if both passes chose the same set of experts."""
     same_order_NL: np.ndarray
-    """bool: both passes chose the same experts in the same slots."""
+    """True if both passes chose the same experts in the same slots."""
     overlap_NL: np.ndarray
-    """Experts in common, divided by S (the larger S if the passes differ)."""
+    """Number of experts in common, divided by S. If S differs between the passes, the larger S is used."""
     num_weights_NL: np.ndarray
     """Number of common experts that have weights in both passes."""
     abs_dweight_NL: np.ndarray
@@ -50,7 +51,7 @@ class Agreement(NamedTuple):
 
 
 def compare(a: Routing, b: Routing) -> Agreement:
-    """Compare two routings of the same tokens and layers. Raises InvalidQuery if their layer counts differ."""
+    """Compare two passes' router choices for the same tokens. Raises InvalidQuery if their layer counts differ."""
     ids_a, ids_b = np.asarray(a.expert_ids, np.int64), np.asarray(b.expert_ids, np.int64)
     if ids_a.shape[1] != ids_b.shape[1]:
         raise InvalidQuery(f"routing: one pass has {ids_a.shape[1]} layers with a router, the other {ids_b.shape[1]}")
@@ -134,6 +135,6 @@ def _read(
         rows = [row for row, name in enumerate(runs) if name == run]
         places = [(groups[row], starts[row], counts[row]) for row in rows]
         if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
-            raise InvalidQuery(f"routing: run {run!r} has no such rows; use columns of the view `scores`")
+            raise InvalidQuery(f"routing: run {run!r} has no such rows; use values from `scores`")
         found |= zip(rows, read_routing(stores[run], places), strict=True)
     return [found[row] for row in range(len(runs))]

@@ -70,19 +70,22 @@ def table(values: Sequence[Any]) -> Rows:
 
 
 _LINE = 120
-"""Maximum length of a line of JSON that holds a whole container."""
+"""Maximum length (characters) of a JSON object or array on a single line. Longer ones get one line per item."""
 JSON_VERSION = 1
 """Version of all `--json` output. It increases if a key is removed or renamed, or changes its meaning."""
 
 Entry = Callable[[Any], Any] | property | None
 Form = Mapping[type, Mapping[str, Entry]]
-"""Dataclass -> additional JSON keys, each with the property or function that computes the value. None leaves a
-field out. The JSON Schemas are derived from the fields' types and the return annotations."""
+"""Dataclass -> additional JSON keys, each with the property or function that computes the key's value, or with None to
+leave a field out. The JSON Schemas are derived from the types of the fields and from these functions' return types."""
 
 
 def form_of(kind: type[Result]) -> Form:
-    """Return the form in which a command prints a result whose `_text` is MODULE:NAME_text: NAME_FORM, or its fields and
-    its NAME_sentence."""
+    """Return the form in which a command prints a result as JSON.
+
+    If the result's `_text` is MODULE:NAME_text, this is NAME_FORM from MODULE. If MODULE has no NAME_FORM, the form
+    adds a key `sentence`, which NAME_sentence from MODULE computes.
+    """
     module, _, function = kind._text.partition(":")
     name, renderers = function.removesuffix("_text"), vars(import_module(module))
     form: Form = renderers.get(f"{name.upper()}_FORM", {kind: {"sentence": renderers.get(f"{name}_sentence")}})
@@ -90,8 +93,8 @@ def form_of(kind: type[Result]) -> Form:
 
 
 def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
-    """Return a dataclass's JSON keys, with how to compute each. The keys that its form adds, such as the verdict, come
-    first."""
+    """Return a dataclass's JSON keys, each with the function that computes its value. In a result, the keys that the
+    form adds, such as the verdict, come first."""
     own, added = {field.name: attrgetter(field.name) for field in fields(kind)}, form.get(kind, {})
     chosen: dict[str, Any] = {**added, **own, **added} if issubclass(kind, Result) else {**own, **added}
     return {name: getattr(entry, "fget", entry) for name, entry in chosen.items() if entry is not None}
@@ -116,7 +119,7 @@ _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _indented(value: Any, indent: str = "") -> str:
-    """Serialize a JSON value, with one line per container that fits."""
+    """Serialize a JSON value. An object or array that fits on a line is not split."""
     line = _encoded(value)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
         return line
@@ -136,7 +139,8 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with one line per row and numbers to six digits. A few wide rows are rendered as lists instead.
+    """Render a table with one line per row and numbers to six digits. A few rows that are too wide for this are
+    rendered as lists instead.
 
     If the table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in `main`
     are kept first, in that order, then the others from left to right.
@@ -314,7 +318,8 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
 
 
 def wrapped_lines(text: str, width: int | None) -> str:
-    """Wrap every line except commands and queries, which are copied. Continuation lines are two columns deeper."""
+    """Wrap every line except commands and queries, which must stay whole to be copied. Continuation lines are indented
+    by two more columns."""
     if width is None:
         return text
     lines = []
@@ -327,7 +332,7 @@ def wrapped_lines(text: str, width: int | None) -> str:
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Return a number with its noun.
+    """Return a number followed by its noun, in the singular or the plural.
 
     >>> counted(1, "row"), counted(2000, "class", "classes")
     ('1 row', '2,000 classes')
@@ -406,7 +411,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     "onsets": ("series", "step", "95%", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
-"""Columns to keep if a table is too wide, most important first. Tables not listed keep their first columns."""
+"""Table -> columns to keep if the table is too wide, most important first. Other tables keep their first columns."""
 
 NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
 """Columns to drop first if every row has the same value."""

@@ -9,7 +9,7 @@ Measured = float | int | str
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
     code: str
-    """Stable code, which the package's text module maps to a sentence."""
+    """Stable identifier of a sentence in the analysis's text module."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 

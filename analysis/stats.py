@@ -23,9 +23,9 @@ BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "l
 LIKE = ("run", "step")
 """Values of `by` that work with `like`."""
 _FEW = 8
-"""Up to this many traces are processed together, however large they are."""
+"""If at most this many traces lack sums, they are processed together, however large they are."""
 _TOGETHER = 64
-"""Maximum traces to open at once when computing missing sums."""
+"""Maximum number of traces to open at once to compute missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
 
 
@@ -43,8 +43,8 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores each sequence's sums (`sums/`, `index/`) in a local, finished, writable trace, so later calls need not read
-    tokens.
+    If a trace is local, finished and writable, each sequence's sums are stored in it (`sums/`, `index/`), so that later
+    calls need not read the tokens.
 
     For `pair` a:b, d = logprob(a) - logprob(b) (nats), over tokens that count toward the loss and are finite in both
     passes. NaN and infinities are counted separately. The columns match the SQL macros `pair_runs`, `pair_steps` and
@@ -61,8 +61,8 @@ def stats(
 
     `like` (`verl`, `trl`, `slime`, `nemo-rl`, `prime-rl` or `openrlhf`) returns that framework's metrics under its own
     names and definitions: one row per step, or one row that treats the run as a single batch. `options` are the
-    framework's options, which are the fields of its dataclass in `analysis.frameworks`. Pass a is taken as the trainer,
-    b as the engine.
+    framework's options, which are the fields of its dataclass in `analysis.frameworks`. Pass a is assumed to be
+    the trainer, and pass b the engine.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -72,9 +72,9 @@ def stats(
     database = open_database(traces, steps, ray)
     if like is not None:
         if exact:
-            raise InvalidOption("has no effect on a framework's metrics, which include no quantiles", option="exact")
+            raise InvalidOption("a framework's metrics include no quantiles; drop the option", option="exact")
         if database.ray is not None:
-            raise InvalidOption("has no effect on a framework's metrics, which a single process computes", option="ray")
+            raise InvalidOption("a framework's metrics are computed in a single process; drop the option", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
@@ -149,7 +149,8 @@ def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Return notes on the metrics that `like` selects: where they are defined, and caveats. Empty without `like`."""
+    """Return notes on the metrics that `like` selects: where they are defined, and caveats. Without `like`, there
+    are none."""
     if like is None:
         return []
     options = {name: value for name, value in options.items() if name not in ("by", "exact")}

@@ -73,7 +73,7 @@ class Triangulation(Result):
     """Why the shares have no interval, or None if they have one."""
     num_tokens: int
     gap_rms: float
-    """Rms d = logprob(train) - logprob(rollout) (nats)."""
+    """Root mean square of d = logprob(train) - logprob(rollout) (nats)."""
     resolution: float
     """Mean rounding error (nats) from storing the reference as float32. Smaller errors cannot be measured."""
     sides: tuple[SideErrors, ...]
@@ -88,7 +88,7 @@ class Triangulation(Result):
     """One row per arm: the mismatch if the arm's replay replaces the trainer, and the share of mean d^2 that this
     removes."""
     predictions: tuple[Prediction, ...] = ()
-    """Mismatch that would remain under each remedy in `predict` at the steps that are not replayed, one per metric."""
+    """One entry per remedy in `predict` and per metric: the mismatch that would remain at the steps not replayed."""
 
 
 def triangulate(
@@ -110,10 +110,11 @@ def triangulate(
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
-    reference. Replays each remedy in `predict`, and predicts what it would leave of the mismatch at the run's other steps,
-    with a 90% interval. A remedy is an arm for both sides (`dtype=fp16`), for one (`rollout:engine=exact`) or for each
-    (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm that repeats the recorded engine, by default
-    `engine=vllm,mode=decode` if vLLM was recorded. Remedies are applied to it.
+    reference. Also replays each remedy in `predict`, and predicts how much of the mismatch would remain with it at the
+    run's other steps, with a 90% interval. A remedy is one arm for both sides (`dtype=fp16`), an arm for one side
+    (`rollout:engine=exact`), or an arm for each side (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm
+    that repeats the recorded engine, by default `engine=vllm,mode=decode` if vLLM was recorded. Remedies are applied to
+    this arm.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers.
     `weights_from` is the folder of the run's checkpoints, for a trace without weights. `allow_kernel` lists
@@ -128,11 +129,11 @@ def triangulate(
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
-        raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps; choose steps that have them")
+        raise NothingToCompare(f"{trace} has no rollout logprobs for these steps; choose steps that have them")
     remedies = parse_remedies(run, chosen, predict, engine)
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
-        places(open_database([run.store.url]))  # raise before replaying if errors cannot be measured
+        places(open_database([run.store.url]))  # raise an error now if actors cannot open the trace
     with connected(ray):
         cluster = {"ray": ray, "gpus_per_arm": gpus_per_arm}
         replayed = replay_missing(run, arms, chosen, progress, cluster)
@@ -260,7 +261,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each column's share in sum d^2 with an interval, or NaN if that sum is 0."""
+    """Return each column's share of the sum of d^2, with its interval. The share is NaN if the sum of d^2 is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
@@ -274,22 +275,22 @@ def _share(name: str, totals: Totals) -> Array:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`.
+"""Columns of `ErrorSums.groups`.
 
-The first two are the sum of d^2, and its reduction if a replay replaces the trainer (the sum of d^2 - e_r^2). TRAIN and
-ROLLOUT are the sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r.
+GAP is the sum of d^2. REMOVED is the reduction of this sum if the replay replaces the trainer: the sum of d^2 - e_r^2.
+The other two columns are TRAIN, the sum of e_t^2 - e_t e_r, and ROLLOUT, the sum of e_r^2 - e_t e_r.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
     groups: dict[str, np.ndarray]
-    """[G] sums per group, by column (see GAP); groups are in order of first appearance."""
+    """Column (see GAP) -> its sum over each group, [G]. Groups are in order of first appearance."""
     totals: dict[str, float]
-    """Sums by name.
+    """Sums over all tokens, by name.
 
-    num_sequences, num_tokens, square_d, spacing (distance between float32 values at the replay's logprob, in nats), and
-    for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`.
+    The names are num_sequences, num_tokens, square_d, spacing (distance between float32 values at the replay's logprob,
+    in nats), and for e, |e| and e^2 `train error`, `train abs_error` and `train square`, and the same for rollout.
     """
 
     @classmethod

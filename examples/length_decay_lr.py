@@ -1,9 +1,10 @@
-"""The length-decay schedule of arXiv 2602.01826 as a torch scheduler; copy the file next to your training script.
+"""The length-decay schedule of arXiv 2602.01826 as a torch scheduler. Copy this file next to your training script.
 
     scheduler = LengthDecayLR(optimizer)
     scheduler.step(mean_response_length)  # after optimizer.step()
 
-Once response lengths surge, it halves the learning rate every 1.8 * (surge step) steps, down to a tenth.
+Once response lengths surge, the scheduler halves the learning rate every 1.8 * (surge step) steps, down to a tenth of
+what it would have been.
 """
 
 from collections import deque
@@ -13,11 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class LengthDecayLR(LRScheduler):
-    """Scale the current learning rates, so that the schedule composes with others and with parameter groups.
+    """Scales the current learning rates, so that it can be combined with other schedulers and with parameter groups.
 
     With L_t the mean response length of step t and base_t the median of L over [t - window - gap, t - gap), responses surge
-    at the first t at which L / base is at least `kappa` in `above` of the last `of` steps. From there on, every
-    round(`stretch` * surge step) steps, the rate is multiplied by `factor`, down to `floor` of what it would have been.
+    at the first t at which L / base is at least `kappa` in `above` of the last `of` steps. From then on, every
+    round(`stretch` * surge step) steps, the rate is multiplied by `factor`, down to `floor` times the rate that would
+    apply without this schedule.
 
     If a trainer calls `step()` itself, pass the length to `observe` first.
     """
@@ -55,7 +57,7 @@ class LengthDecayLR(LRScheduler):
         self._length = float(mean_response_length)
 
     def step(self, mean_response_length=None):
-        """Finish an update. If no length was passed here or to `observe`, the update had no responses."""
+        """Finish an update. If no length was passed here or to `observe`, it counts as an update without responses."""
         self.num_steps += 1
         self._detect(self._length if mean_response_length is None else float(mean_response_length))
         before = self.scale
@@ -79,12 +81,12 @@ class LengthDecayLR(LRScheduler):
         return [group["lr"] * self._ratio for group in self.optimizer.param_groups]
 
     def state_dict(self):
-        """Return the state as plain values, which torch.load can read with weights_only, without the learning rates."""
+        """Return the state, without learning rates, as plain values that torch.load can read with weights_only=True."""
         state = {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
         return state | {"_lengths": list(self._lengths), "_over": list(self._over)}
 
     def load_state_dict(self, state_dict):
-        """Continue from another scheduler's state, with its settings."""
+        """Continue from the state and settings that a scheduler's `state_dict` returned."""
         vars(self).update(state_dict)
         self._lengths = deque(self._lengths, maxlen=self.window + self.gap)
         self._over = deque(self._over, maxlen=self.of)

@@ -22,7 +22,7 @@ class Clash:
     values: tuple[str, ...] = ()
     """This option's values that conflict with the other option. Empty means all values."""
     others: tuple[str, ...] = ()
-    """The other option's conflicting values, without any `:N`. Empty means all values."""
+    """Values of the other option that conflict with this option, without a suffix `:N`. Empty means all values."""
     engine: str | None = None
 
     def meets(self, value: Any, other: Any) -> bool:
@@ -34,17 +34,17 @@ class Clash:
 class ArmOption:
     help: str
     users: tuple[str, ...] = (HF, EXACT)
-    """Engines that support the option, plus any of GRADIENT, LOCATE, FACTORY."""
+    """Engines that support the option, and any of GRADIENT, LOCATE and FACTORY that do."""
     values: tuple[str, ...] = ()
-    """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is at least 1."""
+    """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is an integer of at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that an engine or command does not support, by engine or command."""
+    """Unsupported values, by engine or command."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
     """Minimum for an integer option."""
     most: float | None = None
-    """Maximum for a float option, which must be above 0. None for an integer option."""
+    """Maximum for a float option, whose value must also be above 0. None for an integer option."""
     label: str | None = None
     """Prefix for generated arm names. None means the option's name followed by a hyphen."""
 

@@ -32,7 +32,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Settings to change in a replay. Any option left at its default keeps the recorded setting."""
+    """Settings to change in a replay. An option at its default keeps the recorded setting."""
 
     engine: str = arm_option(
         "Replay engine: the rebuilt transformers model, vLLM with the same weights, or batch-invariant layers.",
@@ -198,12 +198,12 @@ class Arm:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in the batches they were recorded in."""
+        """True if rows run in the same batches in which they were recorded."""
         return self.engine == HF and not self.has_batch_shape
 
     @property
     def cached_tokens(self) -> int | None:
-        """Response tokens per forward pass through the KV cache, or None for a single pass without it."""
+        """Response tokens per forward pass through the KV cache, or None for a single pass without the cache."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
@@ -248,7 +248,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Inverse of `parse_arm`. Returns None if any of the changes is unknown to this release.
+    """Return the text that `parse_arm` parses into these changes, or None if this release does not know one of them.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'

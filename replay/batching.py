@@ -1,4 +1,8 @@
-"""Shapes: B rows in a forward pass, W padded row length, K trailing columns, N scored tokens."""
+"""Arrange recorded rows in forward passes.
+
+Shapes: B rows in a forward pass, W columns (the padded row length, or all tokens if rows are packed), K trailing
+columns that cover every response, N response tokens of all rows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Default token limits for packed forward passes. A longer row runs alone."""
+"""Default token limits for packed forward passes, by device. A row that exceeds the limit runs alone."""
 UNLABELLED = -100
 
 
@@ -24,9 +28,9 @@ UNLABELLED = -100
 class _PlacedRows:
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
-    """int64 token ids, [1, W] for packed rows."""
+    """int64 token ids. The shape is [1, W] if rows are packed."""
     places_B: tuple[np.ndarray, ...]
-    """Where each row's prompt and response tokens are in the flattened forward pass."""
+    """For each row, the indices of its prompt and response tokens in the flattened `ids_BW`."""
 
     @property
     def width(self) -> int:
@@ -34,7 +38,7 @@ class _PlacedRows:
 
     @property
     def before_N(self) -> np.ndarray:
-        """Indices of the hidden states that predict the response tokens."""
+        """Indices (in the flattened `ids_BW`) of the tokens whose hidden states predict the response tokens."""
         pairs = zip(self.rows, self.places_B, strict=True)
         return np.concatenate([places[len(row.prompt_ids) - 1 : -1] for row, places in pairs])
 
@@ -57,9 +61,9 @@ class _PlacedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch(_PlacedRows):
     mask_BW: np.ndarray
-    """int64 attention mask: 1 for visible tokens."""
+    """int64 attention mask: 1 for tokens that attention may use, else 0."""
     first_B: np.ndarray
-    """int64 column where each row's response starts."""
+    """For each row, the column where the response starts (int64)."""
 
     @property
     def num_kept(self) -> int:
@@ -81,11 +85,11 @@ class PackedBatch(_PlacedRows):
 
     positions_W: np.ndarray
     spans: tuple[Span, ...]
-    """Token ranges that attend to themselves and to a prefix: rows, tree branches, or trailing padding."""
+    """Token ranges: rows, tree branches or trailing padding. Each range attends to itself and to its prefix."""
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64 next token at each position, or UNLABELLED if it is not scored."""
+        """Id of the next token at each position (int64), or UNLABELLED if the next token is not scored."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
@@ -101,7 +105,10 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the column boundaries for forward passes through a KV cache: first the prompt, then chunks."""
+    """Return the column boundaries of the parts that run one by one through a KV cache.
+
+    The first part is the prompt. Each later part has `cached_tokens` columns, except that the last may be shorter.
+    """
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
     prompt = batch.width - batch.num_kept
@@ -117,9 +124,9 @@ class Scored:
     batches: list[ForwardBatch] = field(default_factory=list)
     """Forward passes in the order they ran. Empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)
-    """Chosen experts for each row. Empty if routers were not recorded or observed."""
+    """Experts chosen for each row. Empty if no routers were observed."""
     kept: np.ndarray | None = None
-    """Index of each row among all rows in `batches`. None if every row was kept."""
+    """For each row in `rows`, its index among all rows in `batches`. None if no row was left out."""
 
     def only(self, names: Container[str]) -> Scored:
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
@@ -146,14 +153,15 @@ def forwards(
     rows: Sequence[RecordedRow], pad_id: int, *, batch_size: int | None = None, batch_tokens: int | None = None,
     padding: str = LEFT, device: str = "cpu",
 ) -> list[ForwardBatch]:  # fmt: skip
-    """Group rows into forward passes: as recorded, or `batch_size` at a time in the recorded order and width.
+    """Group rows into the recorded forward passes, or into groups of `batch_size` rows in the recorded order.
 
-    `batch_tokens` limits the tokens per forward pass, and groups rows by length. `right` padding starts each row at
-    column 0. `packed` puts rows end to end, up to `batch_tokens`, `batch_size` or the device's PACKED_TOKENS.
+    Both keep the recorded padding. `batch_tokens` instead sorts rows by length, and limits the tokens (including
+    padding) per forward pass. With `right` padding, each row starts at column 0. With `packed`, rows are placed end to
+    end, and a forward pass holds up to `batch_size` rows or up to `batch_tokens` tokens (default: PACKED_TOKENS).
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
-        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # so that passes take similar times
+        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # groups rows of similar length
         if batch_size is not None:
             packs = grouped(longest_first, lambda group: len(group) <= batch_size)
         else:
@@ -202,7 +210,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield rows in order, in groups that fit. A row that is too large gets its own group."""
+    """Split rows, in order, into groups for which `fits` is true. A row that does not fit alone gets its own group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):
@@ -244,6 +252,6 @@ def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None
             wrong = ids[(ids < 0) | (ids >= vocab_size)]
             if len(wrong):
                 raise CannotReplay(
-                    f"sequence {row.seq_id!r}: token {wrong[0]} in its {name} is outside the model's vocabulary "
+                    f"sequence {row.seq_id!r}: token {wrong[0]} in the {name} is outside the model's vocabulary "
                     f"({vocab_size:,} tokens); check that this is the model that was trained"
                 )

@@ -75,7 +75,7 @@ def replay(
     the recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers. `weights_from` is
-    the run's checkpoint folder, if the trace has no weights.
+    the run's checkpoint folder, needed if the trace has no weights.
 
     A trace cannot make a replay run code: the model must be one of transformers' own classes, and the scoring function
     must be TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) runs only if
@@ -107,7 +107,7 @@ def replay(
     if dry_run:
         _measure(run, wanted, plan, drawn)
         return results
-    with connected(ray):  # fails before any pass is removed if the cluster does not answer
+    with connected(ray):  # first, so that no pass is removed if the cluster does not answer
         for entry in wanted:
             if entry.is_replaced:
                 entry.target.remove()
@@ -132,7 +132,7 @@ def _pending_arms(
     run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
 ) -> list[_PendingArm]:  # fmt: skip
-    """All checks happen here, before any existing pass is removed."""
+    """Check the request, before any existing pass is removed, and return the arms to replay."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     digests = {row.contract for row in first}
@@ -142,7 +142,7 @@ def _pending_arms(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Importing TRL would take most of the dry run, and our scoring code is as fast.
+    if dry_run:  # tim-trace's own code is as fast as TRL's, and importing TRL is slow
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -174,7 +174,8 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm is the baseline for the others, so it covers all steps. With a sample, every arm does.
+        # The identity arm is the baseline for the others, so it covers all steps, even if it has scored some already.
+        # With a sample, every arm covers all steps.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
@@ -236,7 +237,7 @@ def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
 def replay_missing(
     run: RecordedRun, arms: Sequence[Arm], steps: Sequence[int], progress: Progress, cluster: Mapping[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay steps with those arms that have not scored them all, or return None if every arm has."""
+    """Replay `steps` with each arm that has not scored all of them. Return None if every arm has."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
@@ -258,7 +259,10 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Scores units in this process or in a Ray actor. An actor opens the trace when its first unit arrives."""
+    """Scores units (a step under some arms) in this process or in a Ray actor.
+
+    An actor opens the trace when its first unit arrives.
+    """
 
     def __init__(
         self, run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, advance: Advance | None
@@ -273,7 +277,10 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the token count (0 unless in an actor)."""
+        """Score a unit and write its scores. Return the results and the number of scored tokens.
+
+        In this process, tokens are reported as progress while they are scored, and the returned number is 0.
+        """
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)
@@ -296,8 +303,9 @@ class _UnitScorer:
             entry = _PendingArm(*arms[name], [step], scored_before)
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
-            except RuntimeError as error:  # from torch, or CannotReplay, which is a RuntimeError
-                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even if the recording cannot
+            except RuntimeError as error:  # raised by torch, or CannotReplay (a RuntimeError)
+                # If only the recording cannot be replayed, the other arms still run.
+                if name != AS_RECORDED or len(self._arms) == 1:
                     raise
                 results.append(
                     ReplayedStep(

@@ -1,4 +1,4 @@
-"""Score an arm on a rebuilt transformers model, with the trainer's own scoring code or tim-trace's."""
+"""Score an arm with a rebuilt transformers model, using the trainer's own scoring code or tim-trace's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LoadKey = tuple[Any, ...]
 
 class HfScorer:
     keeps_recorded_rows = True
-    """True if the identity arm must fail if memory runs out, rather than run fewer rows per forward pass."""
+    """True if the identity arm must fail when memory runs out, instead of running fewer rows per forward pass."""
     pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -106,7 +106,8 @@ class HfScorer:
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
-        with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU starts CUDA
+        # The variable must be set before CUDA starts, which happens when the model moves to the GPU.
+        with cublas_workspace(self.contract["torch"], self.arm):
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
                 dtype=self.numerics.dtype, attention=self.numerics.attention, experts=self._experts,
@@ -144,7 +145,8 @@ class HfScorer:
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         self._model = model
-        # A compiled backbone keeps the hooks from its first forward pass, and the exact engine has its own routers.
+        # Do not hook a compiled backbone, which keeps the hooks of its first forward pass, or the exact engine, which
+        # has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
@@ -192,8 +194,10 @@ class HfScorer:
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights. If memory runs out, later forward passes have half as many rows, unless
-        the arm sets the batch shape. Raises CannotReplay."""
+        """Score rows with the loaded weights. If memory runs out, try again with half as many rows per forward pass.
+
+        Raises CannotReplay if memory runs out in the identity arm, or in an arm that sets the batch shape.
+        """
         return self._within_memory(rows, partial(self._score, rows, advance))
 
     def _within_memory(self, rows: Sequence[RecordedRow], work: Callable[[], _Found]) -> _Found:
@@ -245,7 +249,7 @@ class HfScorer:
             rows, pad_id, batch_size=self.arm.batch_size or self.rows_left, batch_tokens=self.arm.batch_tokens,
             padding=self._padding, device=self.device,
         )  # fmt: skip
-        for batch in made if self._attended else ():  # padded batches only
+        for batch in made if self._attended else ():  # only right-padded batches have attended tokens
             batch.mask_BW[:, : self._attended], batch.mask_BW[:, self._attended :] = 1, 0  # type: ignore[union-attr]
         return made
 
@@ -255,8 +259,8 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding side. Defaults to left with a KV cache, to right with a token limit (saves columns), and
-        otherwise to the recorded side."""
+        """The arm's padding side. If it is not set: left with a KV cache, right with a token limit (which needs fewer
+        columns), and otherwise the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 

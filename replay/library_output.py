@@ -17,7 +17,7 @@ _MOST_LINES = 40
 def library_output_held_back() -> Iterator[TextIO]:
     """Hold back stdout and stderr, including output from C code. Yield a stream to the real stderr.
 
-    If a library raises, its output is printed, since it often explains the error.
+    If the block raises an exception, the output is printed, since it often explains the error.
     """
     with tempfile.TemporaryFile() as kept:
         try:
@@ -36,7 +36,7 @@ def _redirected(kept: BinaryIO) -> Iterator[TextIO]:
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr
-    with suppress(OSError, ValueError):  # an in-memory stream has no descriptor
+    with suppress(OSError, ValueError):  # an in-memory stream has no file descriptor
         if stream.fileno() == _STDERR:
             stream = os.fdopen(os.dup(_STDERR), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)
     for number in saved:

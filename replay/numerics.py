@@ -45,7 +45,7 @@ class Numerics:
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype to which FSDP rounded the model's logprobs, or None if it did not (models that return logits)."""
+        """torch dtype to which FSDP rounded the logprobs, or None if it did not or the model returned logits."""
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:
@@ -96,7 +96,7 @@ class Numerics:
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
-        # Checked last, because it imports TRL.
+        # `trl.scores` comes last, because it imports TRL.
         return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
 
     @property

@@ -1,4 +1,7 @@
-"""Shapes: B rows in a forward pass, W tokens in it."""
+"""Pack rows with common prefixes into one forward pass, as TRL does.
+
+Shapes: B rows and W tokens in a forward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ _Pair = tuple[int, int | None]
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
-    """Pack rows like TRL 1.16's trl.experimental.async_grpo.packing.TreeRow. Rows share token t if their tokens 0 to t
-    + 1 are the same. The tree is laid out depth first."""
+    """Pack rows like TRL 1.16's trl.experimental.async_grpo.packing.TreeRow.
+
+    Rows share token t if their tokens 0 to t + 1 are the same. The tree is laid out depth first.
+    """
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}
     children: list[dict[_Pair, int]] = []

@@ -52,7 +52,7 @@ class RecordedRow:
     iteration: int = 0
     """Number of times this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Source of `policy_version` if the scores did not include it, else empty."""
+    """Which version `policy_version` is assumed to be, in words. Empty if the scores included the version."""
     composition_known: bool = True
     """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
@@ -116,7 +116,8 @@ class RecordedRun:
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        for state in sorted(states, key=lambda state: "class" not in state.model):  # engines do not record the class
+        # Trainers come first, because engines do not record the model's class.
+        for state in sorted(states, key=lambda state: "class" not in state.model):
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(
@@ -125,11 +126,11 @@ class RecordedRun:
                 return state.model, state.tokenizer
         if self.manifest.is_import and not self.snapshot.files[SEQUENCES]:
             raise CannotReplay(
-                f"{self.store.url}: has logged scalars but no tokens to score; record the run with tim-trace record"
+                f"{self.store.url} has logged scalars but no tokens to score; record the run with tim-trace record"
             )
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: was imported from a dump and has no model; attach the weights used to score it: "
+                f"{self.store.url} was imported from a dump and has no model; attach the weights used to score it: "
                 f"tim-trace weights {shlex.quote(self.store.url)} --attach VERSION DIR"
             )
         raise CannotReplay(
@@ -265,7 +266,7 @@ class RecordedRun:
             is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
                 f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
-                "not recorded, so its forward pass cannot be rebuilt"
+                "not recorded, so the forward pass cannot be rebuilt"
                 + ("; attach the weights: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]
@@ -293,7 +294,7 @@ class RecordedRun:
         except (pa.ArrowException, OSError) as error:
             where = ", ".join(self.store.shown(name) for name in paths[:1])
             raise self._files.error or DamagedTrace(
-                f"{where}: cannot be read ({first_line(error)}). Restore it from a backup"
+                f"{where} cannot be read ({first_line(error)}). Restore the file from a backup"
             ) from error
         if not self.newest:
             return rows

@@ -14,17 +14,17 @@ from .sample import Sample
 class ArmPlan:
     arm: str
     num_steps: int = 0
-    """Steps with unscored sequences."""
+    """Number of steps with unscored sequences."""
     num_sequences: int = 0
-    """Unscored sequences."""
+    """Number of unscored sequences."""
     num_tokens: int = 0
-    """Tokens to run through the model. Includes scored rows that share a forward pass with unscored rows."""
+    """Number of tokens to run through the model, including scored rows that share a forward pass with unscored rows."""
     num_versions: int = 0
     """Number of times weights are loaded: once per change in policy version."""
     tokens_per_s: float | None = None
-    """Speed measured on the first rows, or None until measured."""
+    """Speed (tokens per second) measured on the first rows, or None if it has not been measured."""
     load_s: float | None = None
-    """Time to load one policy version's weights (seconds), or None until measured."""
+    """Time to load one policy version's weights (seconds), or None if it has not been measured."""
 
     @property
     def seconds(self) -> float | None:

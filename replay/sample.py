@@ -18,7 +18,7 @@ SEED = 20_260_000
 """Fixed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1. Its multiples modulo 1 are evenly spread over any set of steps."""
+"""Golden ratio minus 1. For consecutive steps, its multiples modulo 1 are spread evenly over [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Extent:
     version: int
     """Policy version, or -1 if not recorded."""
     forward: tuple[str, int | None]
-    """(writer, forward_id), or None if no id was recorded."""
+    """(writer, forward_id) of the forward pass. The id is None if it was not recorded."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
@@ -64,7 +64,7 @@ class Sample:
     share: float
     seed: int
     steps: dict[int, dict[str, str]]
-    """For each step, the group of each drawn sequence. Steps without a drawn group are absent."""
+    """Group of each drawn sequence, by step and sequence id. Steps without drawn groups are absent."""
     num_groups: int
     num_sequences: int
     num_steps: int
@@ -75,7 +75,7 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """How the sample was drawn, for the pass's contract. Omits the share so that the sample can be extended."""
+        """How the sample was drawn, for the pass's contract. The share is omitted so that the sample can grow."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
@@ -122,7 +122,10 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return each group's position in [0, 1), evenly spaced in random order. A share takes all positions below it."""
+    """Return a position in [0, 1) for each group. Positions are evenly spaced, and groups are in random order.
+
+    A sample takes all groups whose position is below its share.
+    """
     order = sorted(groups, key=lambda group: (_hash(f"{seed}/{step}/{group}"), group))
     offset = (_hash(str(seed)) / 2**64 + step * _GOLDEN) % 1.0
     return {group: (rank + offset) / len(order) for rank, group in enumerate(order)}

@@ -18,7 +18,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
 """Value that torch requires for deterministic cuBLAS. It has no effect on CPU."""
 _cuda_began: list[str | None] = []
-"""CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process. Empty before that."""
+"""Value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process. The list is empty until then."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
@@ -121,6 +121,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # torch builds without CUDA lack some of these libraries. The arm's contract records the one in use.
+        # torch builds without CUDA lack some of these libraries. The arm's contract records the library in use.
         with suppress(RuntimeError):
             change(value)

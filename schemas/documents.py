@@ -42,7 +42,7 @@ def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}). Restore it from a backup") from error
+        raise DamagedTrace(f"{where} is not {what} ({_first_line(error)}). Restore it from a backup") from error
     return dict(values)
 
 
@@ -50,7 +50,7 @@ def _check(document: Any, content: bytes) -> None:
     if not isinstance(document, dict):
         raise TypeError(f"its type is {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # nothing can be invalid, and a full traversal would take longer than parsing
+        return  # too few brackets to be nested too deeply, and no escapes: skip the slow traversal
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
@@ -79,7 +79,7 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
     if checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
         raise DamagedTrace(
-            f"{where}: {lacks}, so {what} was changed or damaged after writing. Restore it from a backup"
+            f"{where}: {lacks}, so this file ({what}) was changed or damaged after writing. Restore it from a backup"
         )
     return values
 
@@ -96,7 +96,7 @@ def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: s
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not {what} ({_first_line(error)}). Restore it from a backup") from error
+        raise DamagedTrace(f"{where} is not {what} ({_first_line(error)}). Restore it from a backup") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -146,7 +146,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     version = found.get("format_version")
     if found.get("format") != FORMAT or type(version) is not int or version < FORMAT_VERSION:
         raise DamagedTrace(
-            f"{where}: not {_WHAT}. Pass the folder written by `tim-trace record -o` or `tim-trace import`"
+            f"{where} is not {_WHAT}. Pass the folder written by `tim-trace record -o` or `tim-trace import`"
         )
     if version > FORMAT_VERSION:
         raise NewerTrace(
@@ -171,7 +171,7 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """The file's own name without `.json`. The names of the writer's files begin with it."""
+    """Name of this document without `.json`. The names of all the writer's files begin with this name."""
     run_id: str = ""
     """As in trace.json."""
     state: str = OPEN
@@ -180,7 +180,7 @@ class WriterState:
     """Why recording stopped early."""
     host: str = ""
     boot_id: str | None = None
-    """Id of the machine's current boot, to recognize processes that ended with a reboot."""
+    """Id of the boot during which the writer started. If the machine has another boot id now, the process has ended."""
     pid_namespace: str | None = None
     pid: int = 0
     process_start: int | None = None
@@ -188,20 +188,20 @@ class WriterState:
     rank: int | None = None
     opened_at: str = ""
     closed_at: str | None = None
-    """None if the writer is open or was killed."""
+    """None if the writer is still open or its process was killed."""
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
     """Key shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its
     attempts' keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
-    """Finished files by path in the trace."""
+    """Finished files, keyed by path in the trace."""
     replaced: tuple[str, ...] = ()
     """Source files that this writer has merged into its own but not deleted yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
     """Journals with rows that are not in Parquet files yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Bytes in the incomplete last record of each journal that was sealed after its process died."""
+    """For each journal that was sealed after its process died, the size of the incomplete last record (bytes)."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """Imported files, keyed by path in the imported folder. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
@@ -213,9 +213,9 @@ class WriterState:
     exit_code: int | None = None
     """Exit code of the recorded command. Set only for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
-    """Version of each recorded framework."""
+    """Version of each recorded framework, by name."""
     not_recorded: tuple[str, ...] = ()
-    """What could not be recorded and why, one sentence each."""
+    """One sentence for each thing that could not be recorded, with the reason."""
     num_sequences: int = 0
     num_tokens: int = 0
     num_eval_sequences: int = 0
@@ -300,7 +300,7 @@ def plain(value: Any) -> Any:
 
 
 _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
-"""Fields that do not affect a pass's numbers."""
+"""Contract fields that do not affect the numbers in a pass."""
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -88,7 +88,7 @@ class NewerTrace(TimTraceError, ValueError):
 
 
 class DamagedTrace(TimTraceError, ValueError):
-    """A trace file cannot be read."""
+    """A trace file is damaged or cannot be read."""
 
 
 class StorageError(TimTraceError, OSError):
@@ -104,7 +104,7 @@ class InvalidRecord(TimTraceError, ValueError):
 
 
 class ImportFailed(TimTraceError, ValueError):
-    """The file to import does not match the format."""
+    """The file to import does not have the expected format."""
 
 
 class InvalidQuery(TimTraceError, ValueError):
@@ -147,19 +147,19 @@ EXTRAS = {
     "mcp": "mcp", "peft": "lora", "ray": "ray", "s3fs": "s3", "tensorboard": "tensorboard", "torch": "replay",
     "transformers": "replay", "wandb": "wandb",
 }  # fmt: skip
-"""Optional library -> the extra of tim-trace that installs it."""
+"""The extra of tim-trace that installs each optional library."""
 
 
 @contextmanager
 def telling_missing() -> Iterator[None]:
-    """Raise NotInstalled, with the command that installs it, if a library of tim-trace is missing."""
+    """Raise NotInstalled, with the command that installs it, if a library that tim-trace needs is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         if name in EXTRAS:
             raise NotInstalled(f"{name} is not installed; pip install 'tim-trace[{EXTRAS[name]}]'") from error
-        from importlib import metadata  # a top-level import would cost every process milliseconds
+        from importlib import metadata  # at the top, this import would cost every process milliseconds
 
         required = [each for each in metadata.requires("tim-trace") or () if "extra ==" not in each]
         if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):

@@ -21,13 +21,13 @@ from ..trace.tokens import PassRows, token_query, tokens_by_step, tokens_of_rows
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
-"""(steps, values), sorted by step."""
+"""A metric as (steps, values), sorted by step."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics that `read_series` does not return. They are computed from tokens."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
 NOT_FINITE = "num_not_finite"
-"""Loss tokens per step with a NaN or infinite logprob in either pass."""
+"""Metric: number of loss tokens in a step whose logprob is NaN or infinite in either pass."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
@@ -42,7 +42,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Compute the result of `read_token_figures` from each sequence's step and NEEDED_SUMS."""
+    """Compute the result of `read_token_figures` from each sequence's step and its NEEDED_SUMS."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -62,7 +62,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Share of repeated responses whose reward differs from last time (see `repeats`)."""
+"""Metric: share of repeated responses whose reward differs from that of the last occurrence (see `repeats`)."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 
@@ -100,9 +100,10 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     if any(name not in series for name in names):
         return None
     if any(series[name].source.startswith(ESTIMATED) for name in names):
-        return None  # published levels apply to the exact metric
+        return None  # published levels apply to the exact metric, not to estimates
     columns = [series[name].values for name in names]
-    if "k3" in names:  # the series omits an infinite k3: exp(d) overflows above 709 nats
+    # If exp(d) overflows (d above 709 nats), k3 is infinite and missing from the series, so it is put back here.
+    if "k3" in names:
         place, k3 = names.index("k3"), series["k3"]
         columns[place] = np.where(np.isin(k3.steps, k3.not_finite), np.inf, k3.values)
     known = np.logical_and.reduce([~np.isnan(values) for values in columns])
@@ -127,7 +128,7 @@ UNEQUAL = 0.05
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
-"""Consecutive steps above the level before a mismatch or gradient norm alert fires."""
+"""A mismatch or gradient norm alert fires after this many consecutive steps above the level."""
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
@@ -139,12 +140,15 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return [n] bool: the learning rate exceeds RATE times the largest earlier five-step median."""
+    """Return [n] bool: True where the learning rate exceeds RATE times the largest earlier five-step median."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return [n] bool: the last TIMES gradient norms exceed NORM times the 20-step median ending 5 steps earlier."""
+    """Return [n] bool: True where each of the last TIMES gradient norms exceeds NORM times an earlier median.
+
+    The median covers 20 steps and ends 5 steps before the gradient norm's step.
+    """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
@@ -157,12 +161,15 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return the median over the `window` values ending `gap` steps before each step, [n]. NaN if there are too few."""
+    """Return [n] medians, each over the `window` values that end `gap` steps earlier.
+
+    A median is NaN if there are too few earlier values.
+    """
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a window without a value is NaN
+            warnings.simplefilter("ignore", RuntimeWarning)  # the median of a window without values is NaN
             found[window + gap :] = np.nanmedian(np.where(np.isfinite(past), past, np.nan), axis=1)
     return found
 

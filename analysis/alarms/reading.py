@@ -1,4 +1,4 @@
-"""Published levels apply to individual logged values, so a single step beyond the level triggers an alert."""
+"""Evaluate alert rules. Published levels apply to individual logged values, so a single step can trigger an alert."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Alarm:
     """A per-step metric (see alarms.figures)."""
     definition: str
     level: float | None
-    """In the metric's unit, or None if `rule` states the condition as text."""
+    """Level in the metric's unit, or None if `rule` states the condition as text."""
     rule: str = ""
     above: bool = True
     """False if the alert fires below the level."""
@@ -148,7 +148,7 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
     (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
                             f"> {NORM:g} for {TIMES} steps", "updates are abnormally large")),
 )  # fmt: skip
-"""tim-trace's own rules on series, each with the function that returns the steps where it fires."""
+"""tim-trace's own rules on series. The function before a rule returns, for each step, whether the rule fires."""
 CONTRADICT = _own_alarm(
     "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
     f"> {UNEQUAL:g}", "the reward depends on more than the response",

@@ -12,9 +12,9 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Window size (steps)."""
+"""Number of steps, up to the current one, over which the share is computed."""
 FEWEST = 20
-"""Minimum repeated responses per window. With fewer, the share is 0."""
+"""Minimum number of repeated responses in a window. If there are fewer, the share is 0."""
 
 
 class Repeats:
@@ -44,9 +44,9 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return, for each step, the share of repeated responses whose reward changed, over the last WINDOW steps.
+    """Return, for each step, the share of repeated responses in the last WINDOW steps whose reward changed.
 
-    Rows are in recording order. `place` [N] is the step index, and `whole` [N] a hash over prompt and response.
+    Rows are in recording order. `place` [N] is the step index, and `whole` [N] is a hash over prompt and response.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

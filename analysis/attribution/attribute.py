@@ -36,15 +36,15 @@ from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
-"""The run cannot recover if any of these stays NaN or infinite."""
+"""A run cannot recover if any of these series stays NaN or infinite."""
 _MOST_STEPS = 12
 _FEWEST_LAST = 8
 """Minimum number of steps for comparing the end of a run with its baseline."""
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Prefixes of configuration differences, which are considered even if the data differ at an earlier step."""
+"""Feature prefixes of differences in configuration. They are considered even if the data differ at an earlier step."""
 FELL_TOO = 0.6
-"""The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's."""
+"""The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's relative drop."""
 
 
 def attribute(
@@ -58,7 +58,7 @@ def attribute(
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to settle it. One run alone gives only an observation,
+    evidence for and against it, and the cheapest replay or rerun to settle it. A single run gives only an observation,
     because the first change need not be the cause. `control` is a baseline run with the same seeds and one change,
     ideally an exact engine. With a baseline, the result counts as an intervention. If only the baseline improves, the
     drop is reported as `flat`. A mismatch that begins after the drop is never its cause.
@@ -118,7 +118,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     if parted is None:
         decide = shown
     elif configured and parted.code in (UPDATE, SAMPLING):
-        decide = configured  # a setting acts through the update or the sampling
+        decide = configured  # a different setting changes the update or the sampling first
     else:
         decide = [*shown[:1], *configured]
     if facts.fall is None and (effect := _effect(facts.outcome, control.outcome)) is not None:
@@ -140,7 +140,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
-    """Return the mean difference, with its 95% interval, between the outcomes at the end of two runs without a drop."""
+    """Return the mean difference between the outcomes at the end of two runs, with its 95% interval."""
     if run is None or baseline is None or run.name != baseline.name:
         return None
     steps, of_run, of_baseline = np.intersect1d(run.steps, baseline.steps, return_indices=True)
@@ -160,7 +160,7 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """Judge each step as if a drop began there. Return the likeliest cause, and the facts for its step."""
+    """Judge each of `steps` as if a drop began there. Return the likeliest cause, and the facts judged for its step."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
@@ -204,7 +204,7 @@ _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "di
 
 
 def facts_table(database: Database) -> pa.Table:
-    """Return the SQL view `facts`, strongest first within each run."""
+    """Return the rows of the SQL view `facts`, with the strongest facts first within each run."""
     rows = []
     for source in database.sources:
         result = explain(database.reopened(source), ("train", "rollout"))

@@ -43,7 +43,7 @@ _BY_EVIDENCE = {
     "engine_stands_still": "engine", "earlier_weights_of_step": "engine", "earlier_weights_at_distance": "engine",
     "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""Evidence code -> component to fix. This evidence is conclusive because it compares identical prefixes or rows."""
+"""Evidence code -> component to fix. Such evidence is conclusive because it compares identical prefixes or rows."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -90,7 +90,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupposedCause:
-    """Likely cause if the run got worse although its rewards did not drop, which only an evaluation can confirm."""
+    """Likely cause of a decline that the rewards do not show. Only an evaluation can confirm that the run got worse."""
 
     suspects: tuple[Suspect, ...]
     """Most probable first. `unknown` is left out if rewards for identical responses change at `step`."""
@@ -134,7 +134,8 @@ class Attribution(Result):
     """Series used to detect a drop: a logged evaluation, else the reward. Empty if neither was recorded."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes during or shortly before the onset, largest first, with consequences at the end. Empty without a drop."""
+    """Changes during or shortly before the onset, largest first, then consequences of other changes. Empty without a
+    drop."""
     suspects: tuple[Suspect, ...]
     """Most probable first. Empty without a drop."""
     facts: tuple[Fact, ...] = ()
@@ -164,7 +165,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code for the suspect that is more likely than all others together, or None if there is none."""
+        """Code of the suspect that is more likely than all others together, or None if no known suspect is."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
@@ -172,6 +173,6 @@ class Attribution(Result):
 
     @property
     def first_suspect(self) -> Suspect | None:
-        """The most probable suspect except `unknown`, or None if it is below MIN_PROBABILITY_OF_SUSPECT."""
+        """Most probable suspect except `unknown`, or None if its probability is below MIN_PROBABILITY_OF_SUSPECT."""
         named = next((suspect for suspect in self.suspects if suspect.code != "unknown"), None)
         return named if named is not None and named.probability >= MIN_PROBABILITY_OF_SUSPECT else None

@@ -7,7 +7,7 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum characters in the facts table. Keeps the whole brief at about 4,000 tokens."""
+"""Maximum length of the facts table in characters. It keeps the whole brief at about 4,000 tokens."""
 _WEAK, _OPEN, _ALIKE = 0.05, 0.05, 3.0
 
 QUESTIONS: dict[str, tuple[str, str]] = {

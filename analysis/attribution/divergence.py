@@ -34,7 +34,7 @@ class Divergence:
     """First step where the runs differ. If their weights differ, the step whose update made them differ."""
     num_before: int
     is_sudden: bool = True
-    """True if the weights were bitwise identical until then, False if rounding had made them drift apart."""
+    """True if the weights were bitwise identical before `step`, False if rounding had already made them drift apart."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
@@ -43,7 +43,7 @@ class _Step:
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Share of prompts that occur in both runs. It can be below 1 if the trainer selects prompts by reward."""
+    """Share of the step's prompts that both runs have. It can be below 1 if the trainer selects prompts by reward."""
 
     @property
     def equal_N(self) -> np.ndarray:
@@ -64,7 +64,8 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # Different prompts also change the environment and the batch, so only different weights take precedence.
+        # Different prompts explain differences in sampling, tools and advantages. If the runs share few prompts, they
+        # explain every difference except one in the weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -109,7 +110,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         return UPDATE, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
-        # The engine's precision may be too low to show the effect of a single update.
+        # The engine may look unchanged because its precision is too low to show the effect of a single update.
         is_update = is_behind or trained < t.MATERIAL_MISMATCH
         return (UPDATE if is_update else SCORING), values | {"apart": trained}
     if engine_parts:

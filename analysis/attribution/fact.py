@@ -11,14 +11,14 @@ from ..statement import Measured, Statement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact(Statement):
-    """`code` is a key in text.EVIDENCE or text.DIFFERENCES."""
+    """An observation about a run or its baseline. `code` is a key in text.EVIDENCE or text.DIFFERENCES."""
 
     level: float
-    """Strength from -1 to 1."""
+    """Signed strength, from -1 to 1."""
     group: str = ""
     """Distinguishes facts with the same code, e.g. by the suspect that a changed setting points to."""
     kind: str = ""
-    """Name of the model feature if several codes share it. Usually empty."""
+    """Name of the model feature if several codes share the feature. Usually empty."""
 
     @property
     def feature(self) -> str:

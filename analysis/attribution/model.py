@@ -1,4 +1,7 @@
-"""model.json contains two logistic regressions, with and without a baseline (benchmarks/collapse/left_out.py)."""
+"""Judge suspects with the logistic regressions in model.json, one for runs with a baseline and one for runs without.
+
+benchmarks/collapse/left_out.py fits them.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""For comparing rewards with lengths: steps before a drop, steps after a drop, minimum steps on each side."""
+"""When comparing rewards with lengths: number of steps before and after the drop, and minimum number on each side."""
 _ENOUGH = 20
 
 
@@ -70,13 +70,13 @@ class Facts:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        # The comparison with a baseline may have moved the drop, which changes the order.
+        # The comparison with a baseline may have moved the drop, so the order of drop and change is judged again.
         ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Inputs that underwent an abrupt, permanent change long before the drop. Their effect can take many updates."""
+        """Abrupt, permanent changes of inputs long before the drop. Their effect can take many updates to appear."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
@@ -101,7 +101,7 @@ class Facts:
     def settings_of(self, suspect: str) -> list[RecordedChange]:
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A logged number that rarely changes may be a measurement, such as the best reward so far.
+            # A logged number that rarely changes may be a measurement, not a setting, e.g. the best reward so far.
             found = [
                 change for change in found if change.series in (*self.settings, *SAMPLING) or is_setting(change.series)
             ]
@@ -144,8 +144,8 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop. If there are enough steps, only the first half is used, because the cause may set
-        in before the drop."""
+        """Sequences before the drop. If there are enough steps, only the first half is used, because the cause may
+        begin before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -195,8 +195,8 @@ class Facts:
 
     @cached_property
     def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of within-step reward variance explained by length, before and after the onset. None if it does
-        not rise clearly."""
+        """Share of within-step reward variance explained by length, before and after the onset. None if the
+        share does not rise clearly."""
         if self.fall is None:
             return None
         steps, share = relations.explained_by_length_by_step(self.rollouts)
@@ -259,7 +259,7 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """Step before or at the drop from which advantages no longer follow rewards within groups."""
+        """First step, at or before the drop, from which advantages no longer follow rewards within groups."""
         if self.fall is None:
             return None
         steps, follows = relations.relation_by_step(self.rollouts, "reward", "advantage")
@@ -295,7 +295,10 @@ class Facts:
         return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Locate the drop in the difference from a baseline with the same seeds, where shared noise cancels."""
+        """Locate the drop in the difference between the run and a baseline.
+
+        If both have the same seeds, their shared noise cancels.
+        """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
         fall = self.fall
@@ -323,7 +326,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read a trace's facts, running `check` unless `is_control` is set or `checked` given. Raises DamagedTrace."""
+    """Read a trace's facts. Runs `check` unless `is_control` is set or `checked` is given. Raises DamagedTrace."""
     name = database.given[0]
     notes: list[Statement] = []
     known, later = (database, None) if is_control else timeline.known_run(database, pair)

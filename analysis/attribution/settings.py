@@ -42,7 +42,7 @@ _MEASURED = (
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, or `unknown`. The last part of the name takes precedence."""
+    """Return the suspect that a setting belongs to, or `unknown`. The part after the last `/` or `.` counts first."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):

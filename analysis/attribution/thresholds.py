@@ -9,7 +9,7 @@ OF_NO_SCATTER = 10.0
 BEGUN = 0.1
 """The mismatch is judged to have begun once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
-"""The engine counts as too far behind if its lag grows by this factor. Slow sequences cause less growth."""
+"""The engine counts as too far behind if its lag grows by this factor. Slow sequences make it grow less."""
 LEARNED = 0.1
 """Fraction of the run, from its start, used to determine what is normal, such as the usual lag."""
 WAS_THERE = 0.5
@@ -21,25 +21,27 @@ ADVANTAGE_AGREES = 0.7
 CHANGED = 0.05
 """The verifier counts as changed only if more than this fraction of rewards changes."""
 FEW_CHANGED = 10
-"""How many rewards must change before the verifier counts as changed."""
+"""Minimum number of rewards that must change for the verifier to count as changed."""
 ABRUPT = 10.0
-"""A mismatch counts as jumping if it grows by this factor in one step. Training alone causes slower growth."""
+"""A mismatch is judged to jump if it grows by this factor in one step. Training alone causes slower growth."""
 MISMATCH_DIFFERS = 3.0
-"""Minimum ratio for two runs' mismatches to count as different. With the same engine, it reaches 1.5 by chance."""
+"""Minimum ratio at which two runs' mismatches count as different. With the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
 """Below this mean |d| (nats), a mismatch is harmless. Healthy bf16 engines show 0.002 to 0.01."""
 MIXED = 0.5
-"""Minimum share of changed rewards to report them as shuffled, relative to the share that a within-group shuffle changes."""
+"""Rewards are reported as shuffled if the share that changes is at least this fraction of the share that a shuffle
+within groups would change."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4
-"""Minimum number of sequences with shared prompts. Prompts differ if trainers drop groups with equal rewards."""
+"""Minimum number of sequences with shared prompts for comparing two runs. Prompts can differ because trainers drop
+groups with equal rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit is the explanation if at least this fraction of the differing responses just end early."""
+"""A length limit is the explanation if at least this fraction of the differing responses only end earlier."""
 LENGTH_SHARE = 0.5
-"""Rewards count as newly dependent on length only if at least this fraction of them change."""
+"""Rewards count as newly dependent on length only if at least this fraction of rewards changes."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
 """Rewards count as newly dependent on length if the share of their variance that length explains rises from below
 the first value to at least the second."""
 WEIGHTS_DIFFER = 1e-5
-"""Weights count as different if a response's mean logprob differs by this much (nats). fp32 kernels cause 1e-7."""
+"""Weights count as different if a response's mean logprob differs by this much (nats). fp32 kernels differ by 1e-7."""

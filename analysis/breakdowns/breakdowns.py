@@ -25,8 +25,8 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Lower end of the last bin, which covers all higher entropies. 16 nats correspond to nine million equally likely
-tokens."""
+"""Number of entropy bins. The last one also covers all higher entropies: 16 nats correspond to nine million equally
+likely tokens."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -138,19 +138,19 @@ class Breakdowns:
     """A run's mismatch in bins, over all tokens or a sample. d = logprob(a) - logprob(b) (nats)."""
 
     num_tokens: int
-    """Tokens read that are in the loss and finite in both passes."""
+    """Number of tokens read that are in the loss and have a finite logprob in both passes."""
     num_recorded_tokens: int
-    """Response tokens in the whole run."""
+    """Number of response tokens in the whole run."""
     how: str
-    """Describes in a sentence which tokens were read."""
+    """Sentence that says which tokens were read."""
     d_edges: Array
     """[Y + 1] bin edges (nats), symmetric about 0. The first and last bins include values beyond them."""
     density: np.ndarray
-    """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
+    """[Y, X] int64 token counts by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]
-    """Profiles by `position`, `length` and, if recorded, `entropy`; tokens with a non-finite entropy are excluded."""
+    """Profiles by `position`, `length` and, if recorded, `entropy`, which excludes tokens with a non-finite entropy."""
     envelope: float | None
-    """Constant c (nats), such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
+    """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
     to c / 2 would cause such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
     """SQL queries that return the same numbers for the whole run. Keys: `density`, `position`, `length`, `entropy`."""
@@ -160,10 +160,10 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the first open run's mismatch, or return None if no token in the loss is finite in both passes.
+    """Break down the first open run's mismatch. None if no token in the loss has a finite logprob in both passes.
 
     Only the first use of each sequence (iteration 0) is read, at up to `max_steps` steps: the `notable` ones, and
-    others evenly spaced. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash over step
+    evenly spaced others. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash over step
     and seq_id, so row order does not matter.
     """
     run = database.sources[0].run

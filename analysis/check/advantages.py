@@ -29,7 +29,7 @@ _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline",
 }  # fmt: skip
-"""Rule -> code, for rules under which a group's advantages still sum to about 0."""
+"""Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
 _ERRORS = 4.0
 """Random variation stays within this many standard errors even in a thousand steps."""
 TINY = 1e-6
@@ -37,7 +37,7 @@ TINY = 1e-6
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
-"""Code, affected rows ([N] bool), and numbers."""
+"""Finding code, affected rows ([N] bool), and numbers for the finding."""
 
 
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
@@ -60,7 +60,8 @@ FROM (
 )
 ORDER BY step, place
 """
-"""One row per sequence. Hashes are 0 if missing or not inspected. `largest` and `is_per_token` only cover loss tokens."""
+"""One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest` and `is_per_token` only
+cover loss tokens."""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 
 
@@ -86,10 +87,11 @@ class DataRows:
         self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, least: int = 1, notice: bool = False,
         notice_if_whole: bool = False, **numbers: Any,
     ) -> Iterator[DataFinding]:  # fmt: skip
-        """Yield a finding if at least `least` of the tested rows or steps are affected ([N] bool).
+        """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        `steps` holds the step of each element (default: the run's rows). Arrays in `numbers` are reduced to their
-        median over the affected rows. With `notice_if_whole`, the finding is a fault only if it begins during the run.
+        `steps` holds the step of each element of `affected`, by default that of each row in the run. Arrays in
+        `numbers` are reduced to their median over the affected rows. If `notice_if_whole` is set, the finding is a
+        fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -141,19 +143,19 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-    """Split values at ascending step indices, [N] each."""
+    """Split `values` [N] by step. `at` [N] holds their step indices in ascending order."""
     return np.split(values, np.flatnonzero(np.diff(at)) + 1)
 
 
 def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Number the pairs of label and step in order of first occurrence, [N]."""
+    """Return [N] numbers of the (label, step) pairs, counted in order of first occurrence."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max(initial=0)) + 1) + at
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
 def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
-    """Return possible misplacements of rewards. Each is [N]: the row whose reward a row gets, or -1."""
+    """Return possible misplacements of rewards by name. Each lists, per row, the row whose reward it gets, or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -192,17 +194,17 @@ class _Rows:
         return np.where(spread > TINY * self.of_step(np.maximum, np.abs(self.r)), spread, np.nan)
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Return the minimum or maximum over each row's step, [N]."""
+        """Return [N] minima or maxima of `values` over each row's step."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Return each step's sum, [S]."""
+        """Return the sum of `values` over each step, [S]."""
         return np.bincount(self.at, values, int(self.at[-1]) + 1)
 
     def fit(self, x: np.ndarray) -> np.ndarray:
         """Return the correlation of advantages and `x` at each step, [S], over rows where `x` [N] is finite.
 
-        0 if there are fewer than 8 such rows, or if one side is constant up to rounding.
+        0 if there are fewer than 8 such rows, or if advantages or `x` are constant up to rounding.
         """
         known = np.isfinite(x)
         x, y, at = x[known], self.a[known], self.at[known]
@@ -217,15 +219,15 @@ class _Rules(NamedTuple):
     """The rule that turns rewards into advantages at each step, [S] each."""
 
     name: np.ndarray
-    """`own` for the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits. `none` if rewards
-    are equal within every group."""
+    """`own` if the baseline is the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits.
+    `none` if rewards are equal within every group."""
     correlation: np.ndarray
     """Mean correlation between rewards and advantages within groups, with `freedom` degrees of freedom."""
     freedom: np.ndarray
     between: np.ndarray
     """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation of the recorded advantages with the best rule's. `own` is that with the group-mean rule's."""
+    """Correlation of the recorded advantages with those of the best rule. `own` uses those of the group-mean rule."""
     own: np.ndarray
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
@@ -250,16 +252,16 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
         divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
         own = np.maximum(rows.fit(rows.x), scales[1])
-        # With the group's own baseline, group means scatter only by rounding. With any other, they scatter by at least
-        # about 1 / sqrt(n) of the advantages.
+        # If the group's mean is the baseline, the groups' mean advantages differ only by rounding. With any other
+        # baseline, they scatter by at least about 1 / sqrt(n) of the advantages' size.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
         if (has_both & ~(has_own & (own > 0.99))).any():
             fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
-        best = np.argmax(np.round([*fits.values()], 3), 0)  # of ties, the first
+        best = np.argmax(np.round([*fits.values()], 3), 0)  # the first rule wins a tie
         fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
-        # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
-        # leaves.
+        # The correct rule leaves less than 1% of the variance unexplained (because of eps and rounding), and far less
+        # than the group-mean rule.
         is_clear = (fit > 0.995) & (own < 0.99) & (1 - fit < (1 - own) / 4)
         has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
@@ -269,7 +271,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield every other rule's name and its advantages [N], up to a factor and a constant."""
+    """Yield each other rule's name and the advantages [N] that it gives, up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -313,12 +315,12 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
 
 
 def _factor(rows: _Rows) -> np.ndarray:
-    """Return the advantages' factor at each step, [S], or NaN if it is usual or no normalisation fits."""
+    """Return the advantages' factor at each step, [S], or NaN if the factor is usual or no normalisation fits."""
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
     size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
-    # Leave-one-out multiplies by n / (n - 1). The batch may be normalised over tokens instead of rows. eps is up to
-    # 1e-4.
+    # Factors other than 1 can be usual: leave-one-out baselines multiply by n / (n - 1), a batch may be normalised over
+    # tokens instead of rows, and eps is up to 1e-4.
     usual = (
         (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
         (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 1e-4) * np.sqrt(1 - 1 / few), 1.0),
@@ -333,7 +335,7 @@ def _factor(rows: _Rows) -> np.ndarray:
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
-    """Name the constant that most of the steps in `off` ([S] bool) subtract from rewards."""
+    """Name the constant that is subtracted from rewards at most of the steps in `off` ([S] bool)."""
     num = rows.sums(rows.at >= 0)
     r, a = (
         rows.sums(values) / num / np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30)
@@ -345,7 +347,7 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows that follow a second rule: another factor, the other normalisation, or 0.
+    """Find rows that follow a second rule: another factor, the other normalisation, or an advantage of 0.
 
     Two rules must together explain nearly all rows, and each must explain some that the other does not.
     """
@@ -362,7 +364,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         rest = ratio[asked & ~usual[-1] & ~zero]
         factor = float(np.median(rest)) if len(rest) else 1.0
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
-        # Groups of several sizes differ by n / (n - 1).
+        # Factors near 1 do not count, because groups of different sizes can differ by n / (n - 1).
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
         pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
     fewer = int(usual[1].sum() < usual[0].sum())
@@ -372,7 +374,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         return None
     for one, two, text in pairs:
         only = two & ~one
-        # A second rule that whole steps follow is reported with its first step.
+        # If the second rule covers whole steps, another finding reports it, with its first step.
         within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
@@ -381,7 +383,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
 
 
 def _mode(values: np.ndarray) -> float:
-    """Return the value that most of `values` are close to, or NaN for none."""
+    """Return the value that most of `values` are close to, or NaN if there are no values."""
     values = np.sort(values)
     if not len(values):
         return np.nan
@@ -397,20 +399,23 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     not sum to 0 because rows were removed.
     """
     if np.isin(rules.name, [*_OF_OWN]).any():
-        return None  # advantages that depend on more than the rewards
+        return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]  # of two rows, either may be off
+    # The lower median of the advantages for equal rewards counts as correct. Of two rows, either may be wrong.
+    usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
     if 3 <= off.sum() < 0.34 * asked.sum():
         return "advantages_unequal", off, {}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    # A group's usual mean is not 0 if advantages are whitened over tokens.
+    # If advantages are whitened over tokens, the usual mean of a group is not 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
     loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
-    if off[~is_equal].any():  # advantages depend on more than the reward, which also spreads them in these groups
+    # If advantages depend on more than the reward, they also vary in groups with equal rewards, so only groups with
+    # nearly constant advantages count.
+    if off[~is_equal].any():
         loose &= scale < 1e-3 * np.abs(a)
     has_own = (rules.name == "own") | (rules.name == "none") | (rules.own > 0.99)
     if loose.sum() > 0.5 * is_equal.sum() >= 3 and has_own.all():
@@ -437,7 +442,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     data = _Rows(r, a, group if is_grouped else at, at, length)
     rules = _rules_of(data, explain=explain)
     if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
-        is_grouped = explain = False  # rows with one prompt need not be a group
+        is_grouped = explain = False  # rows with the same prompt need not be a group
         rules = _rules_of(data := _Rows(r, a, at, at, length), explain=False)
     is_judged = rules.name != "none"
     num_judged, judged = int(is_judged.sum()), is_judged[at]
@@ -467,7 +472,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     others = Counter(name for name in rules.name if name not in ("own", "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
-        name = ""  # with a few small steps, some rule fits by chance
+        name = ""  # if there are only a few small steps, some rule fits by chance
     if explain and not name:
         rest = _mixed(data) or _unequal(data, rules)
         if rest:
@@ -485,7 +490,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif name == _BATCH:
-        # Where groups have one mean, both rules fit.
+        # If all groups of a step have the same mean, both rules fit.
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")

@@ -54,20 +54,20 @@ class CheckResult(Result):
     """The compared passes as a:b. d is logprob(a) - logprob(b)."""
     steps: str = ALL_STEPS
     num_tokens: int
-    """Tokens in the loss that have a finite logprob in both passes."""
+    """Number of tokens in the loss that have a finite logprob in both passes."""
     num_sampled_tokens: int
-    """Tokens inspected individually. The others are only included in statistics."""
+    """Number of tokens inspected individually. All other tokens are only included in statistics."""
     rms_d: float
-    """RMS d (nats)."""
+    """Root mean square of d (nats)."""
     findings: tuple[Finding, ...]
     """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
-    """Inspected tokens explained by each finding, by rounding, and by nothing. A token that several findings explain
-    counts for the first."""
+    """Number of inspected tokens that each finding explains, that rounding explains, and that nothing explains. A token
+    that several findings explain counts for the first of them."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
-    """Keys in text.NOTES, for remarks and for tests that the trace does not support."""
+    """Keys in text.NOTES: remarks, and checks that the trace does not support."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Training attempts. Empty if there was only one."""
 
@@ -90,11 +90,11 @@ def check(
 
     Each fault comes with evidence, its effect in nats, the share of affected tokens, and a command that confirms it.
     The check uses sums over the whole run and inspects tokens in a sample of steps. `steps` (3:80, -10:, 2:200:2)
-    restricts it to part of the run. With `ray`, a Ray cluster's address (`auto`, `host:port`, or `local` to start one),
-    actors compute the sums.
+    restricts the check to part of the run. If `ray` is a Ray cluster's address (`auto`, `host:port`, or `local` to
+    start one), Ray actors compute the sums.
 
-    A trace with several engines' passes and neither `train` nor `rollout` is checked over all passes: returns a
-    PassComparison, as `compare` does.
+    If a trace has passes of several engines but neither `train` nor `rollout`, all passes are compared, and the result
+    is a PassComparison, as from `compare`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace if
     part of the trace is missing or unreadable and `partial` is not set.

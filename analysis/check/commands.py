@@ -53,14 +53,14 @@ def stats(data: PairData, by: str) -> Advice:
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
-    """Replay one step and compare the result with pass b."""
+    """Return the command that replays one step and compares the result with pass b."""
     step = int(data.sample.steps[0]) if step is None else step
     options = f"{options} --name {name}".strip()
     return _replay(data, step, options, "stats", f" --pair replay/{name}:{data.sample.b.name}")
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """Replay one step with vLLM, which scores without a grammar, and check `other` against the result."""
+    """Return the command that checks `other` against a replay of one step with vLLM, which scores without a grammar."""
     return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 
@@ -90,7 +90,7 @@ def by_column(data: PairData, column: str) -> Advice:
         side = data.sample.a if column.endswith("_a") else data.sample.b
         passed = f" WHERE \"pass\" = '{side.name}'"
     if name not in _COLUMNS and name not in TABLES[table].schema.names:
-        return stats(data, "sequence")  # such as a row's place in its group
+        return stats(data, "sequence")  # not in any table, such as a row's place in its group
     asked = _COLUMNS.get(name, name)
     asked = asked if " " in asked else f"{table}.{asked}"
     return sql(

@@ -30,7 +30,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that make it redundant. It is left out if any of them is present."""
+"""Finding -> findings that make it redundant. The finding is left out if any of them is present."""
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
@@ -69,7 +69,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return the rows after the last step that `differs`, [N] bool."""
+    """Return [N] bool: True for rows after the last step that has a row in `differs` ([N] bool)."""
     return np.asarray(at > at[differs].max(initial=-1))
 
 
@@ -83,7 +83,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     value = float(rewards[known][-1])
     later = known & _after_last(known & (rewards != value), at)
     earlier = rewards[known & ~later]
-    # Equal responses have equal rewards; only different ones are evidence.
+    # Equal responses have equal rewards anyway, so only different responses are evidence.
     num_later = len(np.unique(response[later & (response > 0)]))
     usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
     if num_later * np.log(usual) < CHANCE and not (len(earlier) and value == rewards[known].max()):
@@ -96,7 +96,8 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     if not within.any():
         return
     kind = np.unique(response[asked], return_inverse=True)[1]
-    more = np.bincount(np.unique(np.stack([cell, kind])[:, within], axis=1)[0]) - 1  # further responses of each group
+    # Number of different responses per group, beyond the first.
+    more = np.bincount(np.unique(np.stack([cell, kind])[:, within], axis=1)[0]) - 1
     share = np.unique(reward[within], return_counts=True)[1].max() / within.sum()
     if (num := int((more > 0).sum())) >= 8 and np.maximum(more, 0).sum() * np.log(share) < CHANCE:
         yield from run.find(
@@ -114,7 +115,8 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     firsts = np.unique(cell, return_index=True)[1]
     prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated, num_prompts = count_of(group), count_of(prompt) > 1, prompt.max() + 1
-    # The turns of a conversation have different prompts. Wrong group ids join prompts that also occur elsewhere.
+    # A group with several prompts can be correct, because the turns of a conversation have different prompts. It is
+    # wrong if each of its prompts is repeated in the group, or each also occurs in another group.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated
@@ -125,12 +127,12 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     elif alone.sum() >= 3 and in_group.max() > 1:
         yield from find("rows_alone", alone)
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and num_prompts > 3 * len(np.unique(at)):
-        # If a few prompts were drawn twice by chance, others would be drawn once.
+        # If prompts had been drawn twice by chance, some would have been drawn only once.
         yield from find("prompts_split", at >= 0, num_groups=int(groups[0]), notice=True)
 
 
 def _repeats(run: DataRows) -> Iterator[DataFinding]:
-    """Find batches that repeat, and equal responses with unequal rewards."""
+    """Find repeated batches, and identical responses with different rewards."""
     if not np.isfinite(run.rows["reward"]).any():
         return
     inspected = run.rows["response"] > 0
@@ -149,7 +151,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     within = at[one] == at[two]
     for asked in (within, np.ones(len(within), bool)):
         differs = asked & (np.abs(reward[one] - reward[two]) > least)
-        if (num := int(differs.sum())) < 20:  # so few pairs may become equal by chance
+        if (num := int(differs.sum())) < 20:  # by chance, a shift may make so few pairs equal
             continue
         moves = {name: np.append(reward, np.nan)[rows] for name, rows in shifted(at).items()}
         left = {name: (asked & ~(np.abs(each[one] - each[two]) <= least)).sum() for name, each in moves.items()}
@@ -214,15 +216,16 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return where logged values contradict the rows' means, [S] bool, and whether most do, as if other rows were
-    averaged."""
+    """Return [S] bool, True at steps where the logged value contradicts the mean over the rows, and whether most logged
+    values do, as if they had been averaged over other rows."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
     is_sample = most and not (at_end and off.argmax() >= 2)
-    # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
+    # If logged means are exact only at scattered steps, they were computed over other rows and match there by chance.
+    # Deviations within sampling error are then no contradiction.
     if most or not at_end:
         off &= distance > np.maximum(errors, errors.mean())[ends]
     return np.isin(np.arange(len(value)), ends[off]), is_sample
@@ -255,7 +258,7 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
-    """Find importance ratios that are all 1 although the weights were updated in between or the dtypes differ."""
+    """Find importance ratios that are all 1 although the weights were updated between passes or dtypes differ."""
     execute, sample = run.database.connection.execute, run.sample
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     reuses = run.setting(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", r"^(?![01](\.0)?$)")
@@ -268,7 +271,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
             if 2 * len(np.unique(of_step[differs])) >= len(np.unique(of_step)):
                 continue
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[3]] or rows  # a reused batch has seen updates in between
+        rows = [row for row in rows if row[3]] or rows  # weights are updated between uses of a batch
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
             continue
@@ -367,7 +370,7 @@ def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return the tokens at the row's end that only repeat the previous token, [N] bool."""
+    """Return [N] bool: True for tokens at the end of a row that only repeat the previous token."""
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     last_other = sample.starts[:-1] - 1
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -375,14 +378,14 @@ def _repeats_end(sample: Sample) -> np.ndarray:
 
 
 def _rows(sample: Sample, tokens: np.ndarray) -> np.ndarray:
-    """Return the rows that contain any of `tokens` ([N] bool), [S] bool."""
+    """Return [S] bool: True for rows that contain a token in `tokens` ([N] bool)."""
     return np.bincount(sample.seq[tokens], minlength=sample.num_sequences) > 0
 
 
 def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find padding and tool tokens in the loss."""
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
-    if certain.any() and other.logprobs[certain].mean() > -0.1:  # probabilities rounded to 1
+    if certain.any() and other.logprobs[certain].mean() > -0.1:  # these probabilities were only rounded to 1
         certain[:] = False
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
     with np.errstate(invalid="ignore"):
@@ -431,7 +434,7 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
 
 
 def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    """Find policy versions from the future, rows without tokens in the loss, and sampled tokens left out of it."""
+    """Find policy versions from the future, rows without loss tokens, and sampled tokens left out of the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
@@ -472,7 +475,8 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     has_end = np.isin(last, ends[np.argsort(-counts)][:3])
-    if short.sum() >= 8 and has_end[short].mean() >= 0.9:  # a stop string may end with any token
+    # With stop strings, responses may end with any token, which says nothing about their finish reason.
+    if short.sum() >= 8 and has_end[short].mean() >= 0.9:
         wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * np.isin(said, ("stop", "length")).sum())))
         numbers = {"num_stop": int((wrong & ~cut).sum()), "num_length": int((wrong & cut).sum()), "length": longest}
@@ -493,7 +497,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
         num, everywhere = int(counts.max()), sample.tokens == ids[counts.argmax()]
         affected = _rows(sample, there & everywhere)
         final = np.unique(last[affected], return_counts=True)[1]
-        # A token that merely precedes the end token is always followed by that id; what follows the end varies.
+        # A token that merely precedes the end token is always followed by it, but various tokens follow an end token.
         is_end = num >= max(12, 0.2 * (lengths > 0).sum()) and num > 0.9 * everywhere.sum()
         if is_end and final.max() < 0.5 * final.sum():
             numbers = {"of": int((lengths > 0).sum()), "token": int(ids[counts.argmax()]), "distance": distance}

@@ -1,6 +1,6 @@
 """Explain a mismatch.
 
-Recorded facts are tested first. Then the explanation that best fits the remaining tokens is accepted, repeatedly.
+Recorded facts are tested first. Then, in each round, the explanation that best fits the remaining tokens is accepted.
 Finally, the remaining mismatch is located and classified. Each token is explained by rounding, by a cause, or not at
 all.
 """
@@ -21,22 +21,22 @@ from .where import MAX_COVERED, Where, places
 
 MIN_GAIN_NATS = 12.0
 """Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
-100,000 reaches it."""
+100,000 reaches this value."""
 MAX_LEFT = 0.5
-"""Maximum unexplained share of the mismatch for an explanation confined to one place."""
+"""Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""Below this unexplained share, an explanation competes only with explanations that predict values."""
+"""An explanation that leaves a smaller share unexplained competes only with explanations that predict values."""
 _MAX_ROUNDS, _MAX_PARTS, _MAX_PLACES = 5, 3, 16
 
 _FIXED = (
     values.find_other_quantity, sampling.find_temperature, sampling.find_one_sided, sampling.find_penalty,
 )  # fmt: skip
-"""Explanations that make one side a fixed function of the other side's distribution."""
+"""Detectors whose explanations make one side a fixed function of the other side's distribution."""
 _VALUES = (
     not_computed.find_constants, not_computed.find_merged, values.find_clamped, values.find_unit, *_FIXED[:1],
     not_computed.find_constant_rows, misplaced.find_placement, *_FIXED[1:], values.find_low_precision, values.find_unrelated,
 )  # fmt: skip
-"""Explanations that predict each token's d or its sign."""
+"""Detectors whose explanations predict each token's d or its sign."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -54,7 +54,7 @@ def explain(data: PairData) -> list[Finding]:
 
 
 _PLAIN = (kinds.TOO_FEW.code, not_computed.EQUAL.code, kinds.ROUNDING.code)
-"""Verdicts without a fault. They are dropped if another part of the run has a fault."""
+"""Codes of verdicts without a fault. These verdicts are dropped if another part of the run has a fault."""
 
 
 def _by_precision(data: PairData) -> list[PairData]:
@@ -107,7 +107,7 @@ def _explained(data: PairData) -> list[Finding]:
     for _ in range(_MAX_ROUNDS):
         if data.num_kept < FEW or data.rms() == 0.0:
             break
-        # Recorded declarations come first.
+        # Differences that the recording declares are tested first.
         given = [*weights.find_declared(data), *weights.find_adapter(data)] if not found else []
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
@@ -130,7 +130,10 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """If the first finding covers only some tokens, add the place that contains nearly all tokens beyond rounding."""
+    """If `best` covers only some tokens, add the place that contains them to the first finding.
+
+    Of these tokens, the place must contain nearly all that rounding cannot explain.
+    """
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -164,7 +167,8 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
     """Add findings with a new code or cause.
 
-    Those visible only after correcting for `behind` say so, without a command, which would read the uncorrected trace.
+    A finding that is visible only after correcting for the fault `behind` says so. It has no command, because a command
+    would read the uncorrected trace.
     """
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
@@ -208,7 +212,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
         if inside.num_kept < FEW:
             continue
-        # Rounding, as elsewhere in the run, stays unexplained.
+        # No explanation predicts rounding, so as much of it as elsewhere in the run may stay unexplained.
         noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
         by_position = "position" in str(place.finding.numbers.get("feature")) and (
             place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
@@ -364,7 +368,7 @@ def _likely(data: PairData) -> list[Finding]:
 
 
 def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:
-    """Mark a declared difference as expected unless the mismatch is larger than it explains."""
+    """Mark a declared difference as expected unless the mismatch is larger than that difference explains."""
     allowed = allowed_noise(data)
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))

@@ -23,11 +23,11 @@ from .sample import PassSample
 from .where import later_turn, where_text
 
 CLEAR = 6.0
-"""Standard errors at which a statistic cannot be chance, even though many are tried."""
+"""A statistic this many standard errors from its expected value cannot be chance, even though many are tried."""
 FEW = 30
-"""Minimum tokens for a statistic. With fewer, a single one can cause a third of the sum of squares."""
+"""Minimum number of tokens for a statistic. With fewer, a single token can cause a third of the sum of squares."""
 _LAGS = (1, 2, 4)
-"""Autocorrelation lags in tokens. Short, so that few pairs straddle a change within a sequence."""
+"""Autocorrelation lags in tokens. They are short so that few pairs of tokens span a change within a sequence."""
 
 
 @once
@@ -97,13 +97,13 @@ def _rows(data: PairData) -> dict[str, float]:
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
-    """Return the mean of `values` [K] in each of at least `num` groups, NaN in those without a value."""
+    """Return the mean of `values` [K] in each group, for at least `num` groups. NaN for groups without values."""
     count = np.bincount(group, minlength=num)
     return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
 
 
 def clipped(values: np.ndarray) -> np.ndarray:
-    """Limit `values` to their first and last percentile."""
+    """Clip `values` to their 1st and 99th percentiles."""
     return np.asarray(np.clip(values, *np.quantile(values, [0.01, 0.99])))
 
 
@@ -117,10 +117,10 @@ def _certainty(score: float) -> float:
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return by how much the mismatch drops from the first to the last third of a response, in standard errors.
+    """Return how much the mismatch drops from the first to the last third of a response, in standard errors.
 
-    A different or cached prompt has an effect that fades along the response, and different weights do not. `inside` is
-    [K] bool.
+    A different or cached prompt has an effect that fades along the response, and different weights do not. Only the
+    tokens in `inside` ([K] bool) are compared.
     """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
@@ -137,7 +137,7 @@ def error_structure(data: PairData) -> tuple[float, float, float]:
 
     Returns its mean autocorrelation over _LAGS (high if neighbouring tokens have similar mismatches), the same after
     subtracting each sequence's mean (0 if whole sequences are affected), and the z-score of the variance between
-    sequences (near 0 if it is no larger than expected by chance). (0, 1, 0) if there are too few tokens.
+    sequences (near 0 if it is no larger than expected by chance). Returns (0, 1, 0) for too few tokens.
     """
     level = data.level_beyond_tokens.copy()
     known = np.isfinite(level)
@@ -228,7 +228,7 @@ def along_movement(data: PairData) -> float:
 class RepeatedTokens:
     num: int
     a: float
-    """Rms difference between pass a's values for the same token, as a logit error (nats)."""
+    """Rms difference between pass a's values for the same repeated token, as a logit error (nats)."""
     b: float
     d: float
     """Rms d at the repeated tokens, as a logit error (nats)."""
@@ -239,7 +239,7 @@ class RepeatedTokens:
 
 
 MIN_REPEATS = 20
-"""Minimum repeated tokens for judging whether a side is deterministic."""
+"""Minimum number of repeated tokens for judging whether a side is deterministic."""
 
 
 @once
@@ -261,7 +261,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 
 
 def not_repeatable(data: PairData) -> str | None:
-    """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None."""
+    """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None if there is none."""
     found = repeats(data)
     for side, own, other in (("a", found.a, found.b), ("b", found.b, found.a)):
         if found.is_known and own > max(allowed_noise(data) / 2, 3 * other, found.d / 3):
@@ -287,7 +287,7 @@ class MismatchGrowth:
 
 @once
 def growth(data: PairData) -> MismatchGrowth:
-    """Compare the first step's mismatch with the later ones."""
+    """Compare the mismatch at the first step with that at later steps."""
     noise, steps = logit_error(data), data.sample.steps[data.seq]
     known = np.unique(steps)
     level = np.array([np.median(noise[steps == step]) for step in known])
@@ -312,9 +312,9 @@ class Onset:
 
 @once
 def onset(data: PairData) -> Onset | None:
-    """Return the column where the mismatch starts to exceed rounding, or None.
+    """Return the column where the mismatch starts to exceed rounding, or None if there is no such column.
 
-    Columns count response tokens, prompt and response tokens, or those and the padding to their left.
+    A column is an index over response tokens, prompt and response tokens, or these and the padding on their left.
     """
     log, noise, num = levels(data), logit_error(data), data.num_kept
     total = data.position + data.sample.prompt_lengths[data.seq]
@@ -334,7 +334,7 @@ def onset(data: PairData) -> Onset | None:
         return float(np.median(inside)) if len(inside) >= 8 else float("nan")
 
     begin, end, again = between(1, 1.2), between(1.8, 2), between(2, 2.2)
-    # The more tokens a window leaves out, the larger the mismatch.
+    # With a window, the mismatch grows along the row, because more and more tokens are left out.
     is_event = of_position > (1.05 if end > 1.2 * begin else 0.9) * share
     if is_event:
         share, at, column = found[0]
@@ -372,9 +372,9 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def sampled(data: PairData, side: str) -> tuple[float, float]:
-    """Return the mean of a side's logprob + entropy (nats), and the same in standard errors over sequences.
+    """Return the mean of a side's logprob + entropy, first in nats and then in standard errors over sequences.
 
-    Near 0 if the tokens were sampled from that side's distribution. (NaN, 0) if no entropies were recorded.
+    Near 0 if the tokens were sampled from that side's distribution. Returns (NaN, 0) if no entropies were recorded.
     """
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
@@ -413,7 +413,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic",
     ),
 }  # fmt: skip
-"""Feature -> phrases for a value v above and below the mean over the fitted runs."""
+"""Feature -> two phrases, for values `v` above and below the mean over the fitted runs."""
 
 
 # --- The fitted model and its evidence
@@ -437,7 +437,7 @@ class Model:
     scale: np.ndarray
     """[F] standard deviations over the fitted runs."""
     coefficients: np.ndarray
-    """[C, F], for standardised features."""
+    """[C, F] coefficients of C kinds for F standardised features."""
     intercept: np.ndarray
 
     def distances(self, measured: dict[str, float]) -> np.ndarray:
@@ -464,8 +464,10 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate `kind` from other kinds: name, value, and True if above the
-    mean."""
+    """Return the features in REASONS that best separate `kind` from other kinds.
+
+    Each comes with its name, its value, and True if the value is above the mean.
+    """
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])
@@ -534,7 +536,7 @@ def pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One pass, and the other one. d is `sign` * (`values` - `others`)."""
+    """One of the two passes (`own`), compared with the other. d is `sign` * (`values` - `others`)."""
 
     key: str
     """`a` or `b`."""
@@ -545,9 +547,9 @@ class Side:
     others: np.ndarray
     sign: float
     sampled_mean: float
-    """Mean of logprob + entropy (nats). Near 0 if the tokens were sampled from this pass. NaN without entropies."""
+    """Mean of logprob + entropy (nats). Near 0 if this pass sampled the tokens. NaN if no entropies were recorded."""
     sampled_score: float
-    """The same in standard errors. 0 without entropies."""
+    """`sampled_mean` in standard errors. 0 if no entropies were recorded."""
 
     @property
     def names(self) -> dict[str, Number]:
@@ -564,7 +566,7 @@ def sides(data: PairData) -> tuple[Side, Side]:
 
 
 def counts(data: PairData, tokens: np.ndarray | None = None) -> dict[str, Number]:
-    """Count the kept tokens and sequences, and those in `tokens` ([K] bool, default all)."""
+    """Count all kept tokens and sequences, and those in `tokens` ([K] bool, by default all)."""
     of_sequences = len(np.unique(data.seq))
     inside = data.num_kept if tokens is None else int(tokens.sum())
     rows = of_sequences if tokens is None else len(np.unique(data.seq[tokens]))

@@ -20,8 +20,9 @@ Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
 """What to fix.
 
 `recording`: the passes do not contain the same quantity for the same tokens. `engine`, `trainer`: that side used the
-wrong weights, cache, experts, context or precision. `computation`: one side did, but the trace does not show which.
-`versions`: nothing to fix. Engine and trainer have different policy versions, as in asynchronous training.
+wrong weights, cache, experts, context or precision. `computation`: either the engine or the trainer did so, but the
+trace does not show which. `versions`: nothing needs fixing, because engine and trainer use different policy versions,
+as is normal in asynchronous training.
 """
 SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
 
@@ -47,9 +48,9 @@ class Finding:
     tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
     """[N] bool: the affected tokens."""
     cause: str = ""
-    """Title to report: the cause's if known, else the fault's."""
+    """Title to report: the title of the cause if it is known, otherwise the title of the fault."""
     side: Broken | None = None
-    """What to fix, or None for a fault-free verdict."""
+    """What to fix, or None if the finding reports no fault."""
 
     @property
     def title(self) -> str:
@@ -81,7 +82,7 @@ class Fault:
     title: str
     broken: Broken | None
     evidence: Mapping[str, str]
-    """Signal -> sentence template, filled with the finding's numbers."""
+    """Signal -> sentence template, to be filled with the finding's numbers."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
     """Signal -> function that derives more template values from the numbers."""
     causes: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +93,7 @@ class Fault:
         is_expected: bool = False, next: Advice = NOTHING, broken: Broken | None = None, effect: float | None = None,
         share: float | None = None, numbers: Mapping[str, Number],
     ) -> Finding:  # fmt: skip
-        """Build a finding about the kept tokens in `affected` ([K] bool), by default all."""
+        """Build a finding about the kept tokens marked in `affected` ([K] bool), or by default about all of them."""
         if signal not in self.evidence:
             raise KeyError(signal)
         if share is None:
@@ -117,7 +118,8 @@ class Fault:
 # --- Explanations of a mismatch and their fit
 
 DEGREES = 3.0
-"""Degrees of freedom in the Student t distribution that models rounding errors. Healthy runs have no heavier tails."""
+"""Degrees of freedom in the Student t distribution that models rounding errors. In healthy runs, rounding
+errors have no heavier tails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Fit:
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit residuals, [K] nats, as a mixture: rounding errors (Student t) and unexplained errors (Laplace).
+    """Fit a mixture of rounding errors (Student t) and unexplained errors (Laplace) to residuals ([K] nats).
 
     Rounding errors have scale sigma * `scale`, with sigma at most `most` nats. `values` is the error from rounding the
     recorded logprobs and is added in quadrature.
@@ -156,7 +158,7 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
 
 @once
 def scored(data: PairData) -> np.ndarray:
-    """Return the tokens for comparing explanations, [K] bool: whole rows, spread evenly, about 20,000 tokens at most."""
+    """Return the tokens used to compare explanations ([K] bool): evenly spaced whole rows of about 20,000 tokens."""
     return np.isin(data.seq, np.unique(data.seq)[:: max(-(-data.num_kept // 20_000), 1)])
 
 
@@ -171,12 +173,12 @@ def unexplained(data: PairData) -> Fit:
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the log likelihood gained by explaining d up to `residual` [K], minus `cost` (nats)."""
+    """Return the log likelihood (nats) gained by explaining all of d except `residual` ([K] nats), minus `cost`."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of variance in `levels` explained by `inside` ([K] bool)."""
+    """Return the share of the variance in `levels` that is explained by splitting tokens at `inside` ([K] bool)."""
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -186,17 +188,17 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error (nats) that may come from a different expert choice."""
+    """Return the largest logit error (nats) that a different choice of experts can cause."""
     return max(3.0, spread(data))
 
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return the tokens ([K] bool) with a larger d than rounding can explain, at a false discovery rate of 0.1%.
+    """Return the tokens ([K] bool) whose d is too large to be a rounding error, at a false discovery rate of 0.1%.
 
     Logit rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured in
-    the run, and clamped to between 1/6 and MAX_EXCESS times what the dtypes allow: bit-identical tokens can bring the
-    measured noise close to 0.
+    the run, and clamped to between 1/6 and MAX_EXCESS times what the dtypes allow, because bit-identical tokens can
+    bring the measured noise close to 0.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
@@ -204,49 +206,51 @@ def nobodys(data: PairData) -> np.ndarray:
     # With too few uncertain tokens, this run's rounding level cannot be measured.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # Noise is different at nearly certain tokens, so they are compared with what the dtypes allow.
+    # Nearly certain tokens have a different noise level. At least a quarter of what the dtypes allow is assumed there.
     error = np.where(uncertain, sigma, max(sigma, allowed / 4)) * data.scale
     size = np.abs(data.d) / np.hypot(error, 2 * value_rounding(data))
     t = size / np.sqrt(6 + size**2)
     near = np.maximum(1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2), 0.0)
     chance = np.where(size > 50, 270 / np.maximum(size, 1) ** 6, near)
-    order = np.sort(chance)  # Benjamini and Hochberg, 1995
+    order = np.sort(chance)  # false discovery rate after Benjamini and Hochberg, 1995
     passed = order[order <= 1e-3 * np.arange(1, len(order) + 1) / len(order)]
     off = chance <= passed.max(initial=-1.0)
-    # If chance flips one router in a mixture of experts, the logprob changes by less than `max_flip`.
+    # A few such tokens can be due to chance router flips in a mixture of experts, which change a logprob by less than
+    # `max_flip`.
     return np.asarray(off if off.sum() >= 5 else off & (np.abs(data.d) > max_flip(data)))
 
 
 CLAIM_NATS = 8.0
-"""Evidence required before any cause is reported (nats). False reports occur in at most one run in 3,000."""
+"""Evidence required before any cause is reported (nats). This yields a false report in at most 1 of 3,000 runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
     finding: Finding
     tokens: np.ndarray
-    """[N] bool: tokens explained if it is accepted."""
+    """[N] bool: tokens that the hypothesis explains."""
     gain: float
-    """Log likelihood gained over having no explanation, minus the cost (nats)."""
+    """Log likelihood gained compared with having no explanation, minus the cost of the parameters (nats)."""
     left: float | None = None
-    """Mismatch at `tokens` that the prediction leaves unexplained (share). None if it does not predict sizes."""
+    """Share of rms d at `tokens` that the prediction leaves unexplained. None if no sizes are predicted."""
     rank: int = 0
-    """Complexity: lower with fewer parameters. Of all explanations with at least half the best gain, the lowest wins."""
+    """Complexity: fewer parameters mean a lower rank. Of all hypotheses with at least half the best gain, the one with
+    the lowest rank wins."""
     right: np.ndarray | None = None
     """[N] d after correcting the fault, for example by moving values or converting units. None if it cannot be
     corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding about the place itself, if the explanation only holds at that place."""
+    """Finding that reports `place` itself, if the explanation holds only there."""
 
 
 def predicting(
     data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
 ) -> Hypothesis:  # fmt: skip
-    """Return an explanation that predicts d at `tokens` ([K] bool, default all) up to a residual ([K] nats).
+    """Return a hypothesis that predicts d at `tokens` ([K] bool; by default all) up to a residual ([K] nats).
 
-    `cost` is the cost of its parameters (nats). If `is_right`, the residual is the d that remains once the fault is
-    corrected, and is checked for further faults.
+    `cost` is the cost of the hypothesis's parameters (nats). If `is_right`, the residual is the d that remains once the
+    fault is corrected, and is checked for further faults.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
@@ -262,10 +266,10 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that predicts the sign of d ([K] -1, 0 or 1) but not its size.
+    """Return a hypothesis that predicts the sign of d ([K] -1, 0 or 1) but not its size.
 
-    Rounding errors have either sign with equal probability. If a share p of n signs is correct, the gain is therefore n
-    (log 2 - H(p)) nats.
+    Rounding errors have either sign with equal probability. If a share p of n predicted signs is correct, the gain is
+    therefore n (log 2 - H(p)) nats, where H is the binary entropy.
     """
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
@@ -278,7 +282,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts where d is large. Its size there is fitted."""
+    """Return a hypothesis that predicts where d is large. The size of d there is fitted, not predicted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS
@@ -350,7 +354,7 @@ class DataFinding:
     code: str
     """A key of KINDS."""
     share: float
-    """Share of the tested rows, pairs or steps that is affected."""
+    """Affected share of the tested rows, pairs or steps."""
     since: int | None
     """First affected step, or None if that is the run's first step."""
     is_notice: bool

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 FEW_TOKENS = 500
 """With fewer tokens, only gross faults can be detected."""
 MIN_REST = 0.02
-"""Minimum 1 - p for an informative token. Below it, logit changes barely affect the logprob."""
+"""A token is informative only if its 1 - p exceeds this. Otherwise, logit changes barely affect the logprob."""
 
 
 def _kept(read: Callable[[Sample], np.ndarray]) -> cached_property[np.ndarray]:
@@ -69,7 +69,8 @@ class PairData:
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
 
-        Where other tokens in a row have a similarly large d, the row is probably misplaced, and only `tokens` are kept.
+        If other tokens in a row have a similarly large d, the whole row is probably misplaced, and only its `tokens`
+        are kept.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -89,12 +90,12 @@ class PairData:
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] optimizer updates that pass b lags behind pass a according to policy versions. 0 if unknown."""
+        """[S] number of optimizer updates by which pass b lags behind pass a, by policy version. 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of each token's distribution (nats), from pass a or else pass b. None if neither has entropies."""
+        """[K] entropy of each token's distribution (nats), from pass a or, failing that, pass b, or None."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -102,7 +103,8 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p for the larger p: logprob change per logit change (arXiv 2512.23087)."""
+        """[K] 1 - p, where p is the larger of both passes' probabilities. This is the logprob change per unit of logit
+        change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
@@ -110,7 +112,7 @@ class PairData:
         """[K] ratio of d to the logit change that would explain it.
 
         For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
-        the ratio lies between both sides' 1 - p, each at least 0.001.
+        the ratio lies between the two passes' values of 1 - p, which are raised to at least 0.001.
         """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
@@ -120,15 +122,16 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale (nats): the logit change that would explain d. NaN where 1 - p is too small."""
+        """[K] |d| / scale (nats): the logit change that would explain d. NaN at tokens that are not informative (see
+        MIN_REST)."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] log of `noise` minus the token id's mean, which leaves only the effect of a token's location.
+        """[K] log of `noise`, minus its mean over all tokens with the same id. What remains is the effect of location.
 
-        `noise` is raised to at least 2% of its median, so that tokens with d near 0 do not dominate, and the mean is
-        shrunk towards the overall mean as by ten more tokens.
+        `noise` is raised to at least 2% of its median, so that tokens with d near 0 do not dominate. Each mean is
+        shrunk towards the overall mean, as if ten more tokens with that mean had been seen.
         """
         there = np.isfinite(self.noise)
         known = self.noise[there]
@@ -194,15 +197,15 @@ UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "fl
 use float32, their mismatch exceeds float32 rounding, because kernels round matmul inputs (0.0019 nats rms at 8
 billion parameters)."""
 NOISE_FACTOR = 20.0
-"""Usual maximum rms logit error, in units of the roundoff times `spread` (large logits have large errors). If `spread`
-is replaced by the log-odds' standard deviation, the error is 0.3 to 10 units on an H100 (models with up to 130
-million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp
-policies."""
+"""Usual maximum of the rms logit error, in units of the roundoff times `spread`, because large logits have large
+errors. Measured errors, in units of the roundoff times the log-odds' standard deviation: 0.3 to 10 on an H100 (models
+with up to 130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16
+for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> significant bits. float8 is e4m3."""
 MAX_EXCESS = 2.5
-"""Maximum rms logit error that can still be rounding, relative to `allowed_noise`. Below it, the classifier decides. In
-576 held-out healthy runs with tiny, often very sharp models, 99% stay below it and the largest reaches 3.5."""
+"""Maximum rms logit error that can still be rounding, as a multiple of `allowed_noise`. Below it, the classifier
+decides. Of 576 held-out healthy runs with tiny, often very sharp models, 99% stay below. The largest reaches 3.5."""
 FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 
@@ -217,7 +220,7 @@ class Precision:
     has_tf32: bool = False
     """True if the contract allows TensorFloat-32 in float32 matmuls."""
     is_stored: bool = False
-    """True if the imported file rounded the logprobs, so that they do not reveal the engine's precision."""
+    """True if the logprobs were rounded in the imported file, so that they do not reveal the engine's precision."""
 
     @property
     def rounded(self) -> str | None:
@@ -255,7 +258,7 @@ def coarsest(data: PairData) -> dict[str, str | None]:
 
 
 def dtype_of(contract: Contract) -> str | None:
-    """Return the pass's compute dtype in torch's notation, or None if the contract names none."""
+    """Return the pass's compute dtype in torch's notation, or None if the contract does not state one."""
     autocast = (str(each).removeprefix("torch.") for each in named(contract, "autocast_dtype", "autocast").values())
     dtypes = declared(contract, "model", "dtypes")
     found = (
@@ -268,8 +271,8 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return what logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, `decimals`, `steps of` or
-    `probabilities in steps of`. None if too few are informative.
+    """Return what logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, or a grid such as `3 decimals`,
+    `steps of 0.01` or `probabilities in steps of 1/255`. None if too few values are informative.
 
     If at least 95% of values fit both a dtype and a grid, the dtype wins unless the grid has less than half as many
     points.
@@ -282,7 +285,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     bits = telling.view(np.uint32)
     lowest = (bits & (~bits + np.uint32(1))).astype(float)
     significant = np.quantile(24 - np.minimum(np.log2(lowest), 23), 0.95, method="higher")
-    # Values near 0 are distinct as floats, but all become 0 on a grid.
+    # Values near 0 are distinct as floats but all become 0 on a grid, so sizes below 0.001 count as 0.001.
     low, high = np.quantile(np.maximum(size, 1e-3), [0.05, 0.95])
     possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
     for name, step in _steps(values[counts > 1].astype(float)):
@@ -290,7 +293,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             possible[name] = 2 * (high - low) / step
     probability = np.exp(-telling.astype(float))
-    for parts in (100, 127, 128, 255, 256, 1_000):  # equal steps from 0 to 1
+    for parts in (100, 127, 128, 255, 256, 1_000):  # number of equal steps from 0 to 1
         scaled = probability * parts
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + 1e-5) >= 0.95:
             possible[f"probabilities in steps of 1/{parts}"] = float(parts)
@@ -317,21 +320,21 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the sampled tokens' log-odds spread (nats, at least 1): standard deviation and, if positive,
-    mean, added in quadrature."""
+    """Return the spread of the sampled tokens' log-odds (nats, at least 1): the standard deviation and, if positive,
+    the mean, added in quadrature. The smaller of both passes' values is used."""
     compared = data.sample.compared
     odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
     return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
 
 
 def log_odds(logprobs: np.ndarray) -> np.ndarray:
-    """Return log(p / (1 - p)) [K], at most about 14 for certain tokens."""
+    """Return log(p / (1 - p)) [K], which is capped at about 14 for nearly certain tokens."""
     return np.asarray(logprobs - np.log(np.maximum(-np.expm1(np.minimum(logprobs, 0.0)), 1e-6)))
 
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return the error in d from rounding the recorded logprobs: half a unit in the last place, [K] nats."""
+    """Return [K] values in nats: the largest error in d from rounding the recorded logprobs of both passes."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.rounded is not None:
@@ -340,7 +343,7 @@ def value_rounding(data: PairData) -> np.ndarray:
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
-    """Return half the distance between neighbouring values [K] at a precision from `value_precision`."""
+    """Return, for each of `values`, half the distance to the next number at a precision from `value_precision` [K]."""
     if precision in HALF_ULP:
         # Values below the smallest normal number are evenly spaced.
         least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)
@@ -349,14 +352,14 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
-        # All smaller probabilities may have been stored as the smallest one.
+        # Any smaller probability may have been stored as the smallest one, so its error can be large.
         return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), 8.0))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return the logit error that would explain d ([K] nats), plus the rounding error of the recorded logprobs."""
+    """Return [K] values in nats: the logit error that would explain d, plus the recorded logprobs' rounding error."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
@@ -367,8 +370,8 @@ def levels(data: PairData) -> np.ndarray:
 
 
 def level(data: PairData) -> float:
-    """Return sqrt(sum d^2 / sum (1 - p)^2) in nats: the rms logit change that explains d, clipped at the 99th
-    percentile."""
+    """Return sqrt(sum d^2 / sum (1 - p)^2) in nats: the rms logit change that explains d. Each token's change is
+    clipped at the 99th percentile."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     if not len(noise):
@@ -378,7 +381,8 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the logits' dtype, judging by logprob differences within one context. None if there are too few.
+    """Return the logits' dtype, judging by logprob differences within one context. None if there are too few
+    differences.
 
     In one context, two logprobs differ by as much as their logits. bfloat16 logits above 1 are multiples of 2^-7, and
     so are their differences, whatever the softmax dtype. A temperature divides this spacing.

@@ -25,18 +25,18 @@ from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
-"""Maximum steps to read tokens from: enough to tell a constant mismatch from a trend, and few enough to read within
-seconds."""
+"""Maximum number of steps from which tokens are read: enough to tell a constant mismatch from a trend, and few enough
+to be read within seconds."""
 MAX_READ_TOKENS = 2_000_000
-"""Approximate limit on tokens read from disk. At least two whole, neighbouring steps are read."""
+"""Approximate limit on tokens read from disk. Two whole neighbouring steps are read even if they have more tokens."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum tokens to inspect one by one. Enough for 100 faulty tokens if a fault affects 0.1%."""
+"""Maximum number of tokens to inspect one by one. If a fault affects 0.1% of all tokens, about 100 are inspected."""
 UNSAMPLED_NATS = -3.0
-"""A token counts as unlikely if its logprob + entropy is below this (nats), as for 5% of sampled tokens in a model with
-flat-tailed distributions."""
+"""A token counts as unlikely if its logprob + entropy is below this (nats). That is the case for 5% of the sampled
+tokens in a model with flat-tailed distributions."""
 MIN_UNSAMPLED_RUN = 4
-"""At least this many consecutive unlikely tokens count as not sampled. Fewer than 2% of healthy runs' sequences contain
-such a streak."""
+"""At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of the sequences
+contain such a streak."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
@@ -44,7 +44,7 @@ NEEDED_SUMS = (*COUNTS, "sum_d2")
 class PairSums:
     steps: np.ndarray
     columns: dict[str, np.ndarray]
-    """Sum name -> [R] values. 0 for sequences without a finite logprob in both passes."""
+    """Sum name -> [R] values, one per sequence. 0 for sequences without a finite logprob in both passes."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +114,7 @@ class PassSample:
     logprobs: np.ndarray
     """[N] float64 (nats). NaN where missing."""
     is_null: np.ndarray
-    """[N] bool: no logprob was recorded."""
+    """[N] bool: True where no logprob was recorded."""
     entropy: np.ndarray | None
     """[N] float64 (nats), NaN where missing. None if no sequence has entropies."""
     versions: np.ma.MaskedArray
@@ -124,9 +124,9 @@ class PassSample:
     writers: list[str]
     """[S] name of the recording process."""
     forward_row: np.ndarray
-    """[S] index in the forward pass. NaN where unknown."""
+    """[S] row index in the batch of the forward pass. NaN where unknown."""
     pad_left: np.ndarray
-    """[S] padding tokens before the prompt in the forward pass. NaN where unknown."""
+    """[S] number of padding tokens before the prompt in the forward pass. NaN where unknown."""
 
 
 @dataclass(kw_only=True)
@@ -179,7 +179,7 @@ class Sample:
 
     @cached_property
     def bigrams(self) -> np.ndarray:
-        """[N] int64 that identifies each pair of token id and preceding id."""
+        """[N] int64 key for each token's id together with the preceding token's id."""
         return np.asarray((self.previous + 1) * (int(self.tokens.max(initial=0)) + 1) + self.tokens)
 
     @cached_property
@@ -274,7 +274,7 @@ def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
     columns = ["s.step", "s.seq_id", "s.num_response_tokens"]
     rows = database.connection.sql(token_query(passes, columns, steps=steps, of_sequences=True, order=_ORDER))
     names = _within(rows.to_arrow_table())["seq_id"].to_pylist()
-    # With more names, reading whole steps is faster.
+    # With more than 1,000 names, reading whole steps is faster.
     return f"seq_id IN ({', '.join(map(quoted, names))})" if len(names) <= 1000 else ""
 
 

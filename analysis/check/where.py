@@ -1,7 +1,8 @@
 """Find the shortest description of which tokens a mismatch affects.
 
-A description splits tokens by one feature, such as a sequence setting, a position or a token id. Evidence for it is the
-log likelihood gained by fitting a separate mismatch level to each part (nats), minus the description's cost.
+A description splits tokens by one feature, such as a sequence setting, a position or a token id. The evidence for
+a description is the log likelihood gained by fitting a separate mismatch level to each part, minus the description's
+cost (nats).
 
 Shapes: K kept tokens in S sequences.
 """
@@ -22,15 +23,16 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio of mean mismatch inside a description to outside. Healthy runs vary by less than a factor of 2."""
+"""Minimum ratio of the mean mismatch inside a description to that outside. In healthy runs, it stays below 2."""
 PLACE_NATS = 20.0
-"""Minimum evidence for a description (nats). Because many descriptions are tried, one can reach 10 by chance."""
+"""Minimum evidence for a description (nats). With so many descriptions tried, one can reach 10 by chance."""
 MAX_COVERED = 0.95
 """Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
 MIN_UNITS = 4
-"""Minimum sequences or tokens on either side of a split, and maximum tokens between a triggering id and the onset."""
+"""Minimum number of sequences or tokens on either side of a split. Also the maximum number of tokens between a
+triggering id and the onset of the mismatch."""
 PERIODS = (2, 4, 8, 16, 32, 64)
-"""Batch sizes in rows, and periods in tokens."""
+"""Batch sizes (rows) and periods (tokens) to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +40,19 @@ class Where:
     feature: str
     """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How `values` select tokens: `from` a minimum, `before` a bound, `one_of` a set, or `is` for a boolean feature."""
+    """How `values` select tokens: `from` (at least the threshold), `before` (below the threshold), `one_of` (in the
+    set) or `is` (a boolean feature is true)."""
     values: tuple[Any, ...]
     """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
     """[K] bool: tokens that fit the description."""
     gain: float
     ratio: float
-    """Mean mismatch inside divided by the mean mismatch outside."""
+    """Mean mismatch inside the description divided by the mean mismatch outside."""
     mean_ratio: float
-    """`ratio` from arithmetic means, which bit-identical tokens hardly affect."""
+    """Like `ratio`, but computed from arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
-    """Median logit error outside (nats)."""
+    """Median logit error outside the description (nats)."""
 
     @property
     def values_text(self) -> str:
@@ -104,7 +107,7 @@ FEATURES = {
     "shorter_prompt_of_step": "rows whose prompt is shorter than the longest in the step",
     "shorter_total_of_step": "rows that are shorter than the longest in the step",
 }
-"""Feature -> phrase. A feature's name may end in a number, which is `{last}`, or in a pass."""
+"""Feature -> phrase. A feature's name may end in a number, which replaces `{last}`, or in the letter of a pass."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
@@ -150,9 +153,10 @@ def _rows(data: PairData) -> list[tuple[int, int]]:
 def _trigger_ids(data: PairData) -> list[int]:
     """Return a minimal set of token ids that seem to trigger the mismatch, possibly empty.
 
-    An id qualifies if it occurs just before the onset in several rows, and well before it in only a few.
+    An id qualifies if it occurs just before the onset of the mismatch in several rows, and much less often at tokens
+    without mismatch.
     """
-    noise, least = logit_error(data), 6  # rows in which the mismatch begins partway
+    noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway
     off = noise > 50 * np.quantile(noise, 0.1)
     if not least < off.sum() < MAX_COVERED * data.num_kept:
         return []
@@ -180,7 +184,7 @@ def _trigger_ids(data: PairData) -> list[int]:
 
 
 def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None) -> Where | None:
-    """Describe the tokens, or all tokens in the `rows`, whose `values` coincide with a high `level`."""
+    """Describe the tokens whose `values` coincide with a high `level`. If `rows` are given, describe rows instead."""
     noise = logit_error(data)
     best = _split(name, values, level)
     if best is None:
@@ -189,7 +193,7 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
     if kind == "one_of" and known.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
         limit = int(chosen.min())
         is_range = len(chosen) > 0.8 * (chosen.max() - limit + 1)
-        if name.startswith("token"):  # some ids above the limit may agree by chance, and a few below it may not
+        if name.startswith("token"):  # by chance, a few ids may be on the wrong side of the limit
             limit = int(np.quantile(chosen, 0.01, method="lower"))
             is_range = np.mean((values[there] >= known[limit]) == marked[there]) > 0.97
         if is_range:
@@ -212,7 +216,8 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
 
 
 _Split = tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Gain, kind, distinct values, indices of those inside, and two masks over units: those inside, those with a value."""
+"""Gain, kind, distinct values, indices of the distinct values inside, mask of the units inside, and mask of the units
+with a value."""
 
 
 def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
@@ -241,7 +246,7 @@ def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_UNITS] = -np.inf
-        if name.startswith("token"):  # tokens with the same id have similar levels, so the ids' means must split, too
+        if name.startswith("token"):  # levels depend on the id, so a split must also separate the ids' means
             means = sums / counts
             of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
             worth[(of_ids < PLACE_NATS) | (np.minimum(size, len(known) - size) < MIN_UNITS)] = -np.inf
@@ -250,7 +255,7 @@ def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
         options.append((float(worth[at]), "from" if up else "before", size[at:] if up else np.arange(at + 1)))
     if known.dtype != bool and len(known) <= num / 2:
         order = np.argsort(-(sums / counts), kind="stable")
-        # Cost of naming m among n values: the log number of ways to choose them.
+        # The cost of naming m of n values is the log of the number of ways to choose them.
         cost = size * (np.log(len(known) / size) + 1) + np.log(len(known))
         worth = gains(np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]) - cost
         at = int(np.argmax(worth))
@@ -327,7 +332,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance between successive affected tokens in a row if it is nearly constant."""
+    """Return the distance (tokens) between successive affected tokens in a row, or None if it varies too much."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if len(off) >= data.num_kept / 2:
@@ -341,7 +346,7 @@ def _period(data: PairData) -> int | None:
 
 
 def later_turn(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True from the second turn on, i.e. after a masked token that follows an unmasked one."""
+    """Return [N] bool: True from the second turn on, which begins at the first masked token after an unmasked one."""
     out = np.zeros(len(sample.tokens), bool)
     for first, last in zip(sample.starts[:-1], sample.starts[1:], strict=True):
         counted = np.cumsum(sample.mask[first:last]) > 0
@@ -361,7 +366,7 @@ def recorded_order(sample: Sample) -> np.ndarray:
 
 @once
 def occurrences(data: PairData) -> dict[str, np.ndarray]:
-    """Return how often each token [K] occurs earlier in its `response` and in its `row` (prompt and response)."""
+    """Return how often each token's id [K] occurs earlier in the `response` and in the `row` (prompt and response)."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
     given = [np.asarray(each or (), np.int64) for each in sample.prompts]
@@ -373,7 +378,7 @@ def occurrences(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _seen_before(sample: Sample) -> np.ndarray:
-    """Return 1 where the prompt also occurred at an earlier step, 0 elsewhere, NaN if unknown [S]."""
+    """Return [S]: 1 if the sequence's prompt also occurred at an earlier step, 0 if not, NaN if unknown."""
     first: dict[tuple[int, ...], int] = {}
     out = np.full(sample.num_sequences, np.nan)
     for row, (prompt, step) in enumerate(zip(sample.prompts, sample.steps.tolist(), strict=True)):
@@ -383,13 +388,13 @@ def _seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Return batch size in rows -> each sequence's batch [S]. The key `step` means whole steps."""
+    """Map each batch size (rows) to every sequence's batch number [S]. Under the key `step`, a batch is a step."""
     sizes = PERIODS[:-1]
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Return the largest of the values [S] in each sequence's batch, [S]."""
+    """Return, for each sequence, the largest of `values` [S] in its batch, [S]."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max(initial=0)) + 1, values.dtype)
     np.maximum.at(out, place, values)
@@ -407,7 +412,7 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
 
 
 def rank_of(label: np.ndarray) -> np.ndarray:
-    """Return how many earlier elements have the same label, [N]."""
+    """Return, for each element, how many earlier elements have the same label, [N]."""
     order = np.argsort(label, kind="stable")
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
@@ -418,7 +423,7 @@ def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] |
     """Return the rows (as text, and as [S] bool) where `values` [S] differ most from all others, or None if chance can
     explain the difference.
 
-    Tries only features known before sampling. NaN means no value.
+    Only features known before sampling are tried. NaN in `values` means that a row has no value.
     """
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)

@@ -50,9 +50,9 @@ def compare(
 ) -> Comparison | PassComparison:
     """List the differences between two runs, or between all passes of one run.
 
-    Without `b`, groups the passes of run `a` by equal bits and returns a PassComparison: each class's distance from the
-    reference (`against`, or the largest class), tokens at which one class is far from the others, and passes whose
-    stated settings contradict their bits. Replays are not compared.
+    Without `b`, groups the passes of run `a` into classes with equal bits and returns a PassComparison: each class's
+    distance from the reference (`against`, or the largest class), tokens at which one class is far from the others, and
+    passes whose stated settings contradict their bits. Replays are not compared.
 
     With `b`, returns a Comparison: the differences, earliest first, with the step at which each begins. Compares
     settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
@@ -62,11 +62,11 @@ def compare(
     - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
-    - every series in `dynamics`, starting at the first segment between change points with a mean difference above 4.5
-      standard errors
+    - every series that `dynamics` reports, from the first segment between change points whose mean difference exceeds
+      4.5 standard errors
 
-    Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the passes
-    in the mismatch. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
+    Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the two
+    passes whose mismatch is compared. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
 
     Raises NothingToCompare if the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -87,7 +87,7 @@ def compare(
         of_series = [{int(step) for one in series.values() for step in one.steps} for series in (series_a, series_b)]
         if not shared and not of_series[0] & of_series[1]:
             raise NothingToCompare(
-                f"{of_a.given[0]} and {of_b.given[0]}: no step in common; compare runs that recorded the same steps"
+                f"{of_a.given[0]} and {of_b.given[0]} have no step in common; compare runs that recorded the same steps"
             )
         advance(1)
         found = [*setting_differences(of_a, of_b)]

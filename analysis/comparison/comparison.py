@@ -17,7 +17,7 @@ from ..trace.database import Database
 KINDS = (
     "steps", "setting", "sampling", "contract", "prompts", "responses", "logprobs", "rewards", "advantages", "lag", "series",
 )  # fmt: skip
-"""In causal order."""
+"""Kinds of difference, in causal order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,8 @@ class RunDifference:
     """Value in run A at `step` (for a series, the median from there to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """Mean difference in a series divided by its standard deviation per step, or None if the series has no noise."""
+    """Mean difference in a series divided by the difference's standard deviation per step. None for other kinds, and if
+    the difference has no noise."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 
@@ -47,7 +48,7 @@ class Comparison(Result):
     """The two passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
     num_steps: int
-    """Steps with sequences in both runs. If there are none, steps with series values in both."""
+    """Number of steps with sequences in both runs or, if there are none, with series values in both."""
     differences: tuple[RunDifference, ...]
     """Sorted by first step, then by kind, with the largest differences between series first."""
     same: tuple[str, ...]
@@ -78,7 +79,7 @@ WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
 """
 
 _Timeline = dict[str, dict[int, Any]]
-"""Values by name and step. Each applies until the next listed step."""
+"""Values by name and step. Each value applies until the next listed step."""
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:

@@ -30,11 +30,13 @@ SELECT "pass", number, start, logprobs FROM scores JOIN (
 WHERE iteration = 0 AND len(logprobs) = num AND NOT starts_with("pass", '{REPLAY_PREFIX}')
 """
 CELLS = 1 << 20
-"""Values in a block."""
+"""Maximum number of values in a block."""
 BYTES_PER_TOKEN = 33
-"""Memory for a comparison (bytes): the classes' median, and three copies of one class's differences, all float64."""
+"""Memory that a comparison needs per token (bytes). It holds the classes' median and three copies of one class's
+differences, all float64."""
 _MISSING = np.uint32(0x7FEDCBA9)
-"""Bits of a NaN. The file stores bits ^ _MISSING, so that its holes read as tokens without a value."""
+"""Bits of a NaN that stands for a missing value. The file stores bits ^ _MISSING, so that parts never written, which
+read as 0, are missing values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Block:
 
     @property
     def values_CB(self) -> np.ndarray:
-        """Return float64 logprobs. Missing and infinite ones are NaN."""
+        """float64 logprobs, with NaN for missing and infinite values."""
         values_CB = self.bits_CB.view(np.float32).astype(np.float64)
         values_CB[np.isinf(values_CB)] = np.nan
         return values_CB
@@ -101,7 +103,7 @@ class PassValues:
                 raise OSError(errno.ENOSPC, "no space left")
 
     def blocks(self, names: Sequence[str]) -> Iterator[Block]:
-        """Yield the values of these passes at all tokens, in order."""
+        """Yield the passes' values at all tokens, in blocks of consecutive tokens."""
         most = max(CELLS // len(names), 1)
         for start in range(0, self.num_tokens, most):
             yield self._read(names, start, min(most, self.num_tokens - start))
@@ -129,6 +131,6 @@ class PassValues:
         return self.rows[row][1], token - int(self.starts[row])
 
     def extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
-        """Move each sequence's end (an index within it) past the last of these tokens."""
+        """Raise each sequence's end, a token index within the sequence, so that it lies past all given tokens."""
         rows = np.searchsorted(self.starts, tokens, side="right") - 1
         np.maximum.at(ends_R, rows, tokens + 1 - self.starts[rows])

@@ -1,4 +1,4 @@
-"""Compare all passes over the same tokens: find those with equal bits, and those that contradict their stated settings.
+"""Compare all passes over the same tokens: find those with equal bits, and bits that contradict settings.
 
 Shapes: P passes, C classes of passes with equal bits, T tokens.
 """
@@ -23,16 +23,18 @@ from ..trace.database import Database
 from .pass_values import PassValues
 
 SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", "inert_setting"
-"""Codes: equal settings but different bits; equal bits although a setting differs that changes them elsewhere;
-different bits although only a setting differs that keeps them elsewhere."""
+"""Codes of contradictions. `same_settings`: passes state the same settings but have different bits. `other_setting`:
+passes have equal bits, but differ in a setting that changes the bits in other pairs of passes. `inert_setting`: passes
+have different bits, but differ only in a setting that does not change the bits in other pairs."""
 TAIL = 16
-"""A class that differs at more tokens than this is judged by its own tail, and any other by the other classes' tail."""
+"""A class that differs from the median at more tokens than this is judged by the tail of its own differences. Any other
+class is judged by the tail of the other classes' differences."""
 CHANCE = 1e-3
-"""A token is reported as odd if, over all tokens and classes, at most this many are expected to differ as much. On
+"""A token is reported as odd if, over all tokens and classes, fewer than this many are expected to differ as much. On
 simulated differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2%
 of the classes had a token reported."""
 MOST_ODD = 1000
-"""Maximum odd tokens per class."""
+"""Maximum number of odd tokens reported per class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +45,24 @@ class PassClass:
     num_tokens: int
     """Tokens with a logprob."""
     num_shared: int
-    """Tokens with a logprob in the reference class too. Values after the first divergent token are not comparable."""
+    """Tokens with a logprob in both this class and the reference class. Values after the first divergent token are not
+    comparable."""
     num_equal: int
     """Shared tokens with equal bits."""
     mean_abs_d: float | None
-    """Nats. None if no shared token is finite."""
+    """Mean |d| (nats). None if no shared token has finite logprobs in both classes."""
     max_abs_d: float | None
     max_at: tuple[str, int] | None
     """seq_id and token index of `max_abs_d`."""
     num_not_finite: int
-    """Shared tokens with NaN or infinity on either side, left out of d."""
+    """Shared tokens whose logprob is NaN or infinite in either class. They are left out of d."""
     diverges_at: tuple[str, int] | None
     """seq_id and index of the first token where the class generated a different token than the reference class."""
     num_diverged: int
     """Sequences that diverge from the reference class."""
     settings: Mapping[str, tuple[str | None, str | None]]
-    """Settings that differ from the reference class but not within either class: (own, reference)."""
+    """Setting -> (value in this class, value in the reference class), for settings that differ between the two classes
+    but not within either of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,22 +72,22 @@ class SettingContradiction:
     code: str
     passes: tuple[str, ...]
     others: tuple[str, ...]
-    """Passes that they contradict."""
+    """Passes that `passes` contradict."""
     setting: str = ""
-    """The setting in question. Settings that always change together count as one."""
+    """The setting in question. Empty if no setting differs. Settings that always change together count as one."""
     value: str | None = None
-    """The passes' value, or None if they do not state the setting."""
+    """Value of the setting in `passes`, or None if they do not state it."""
     other_value: str | None = None
     num_different: int = 0
-    """Other pairs of passes that differ in this setting only, by the same two values, and have different bits."""
+    """Number of other pairs of passes whose settings differ only by these two values, and whose bits differ."""
     num_same: int = 0
-    """As `num_different`, with equal bits at all shared tokens."""
+    """Like `num_different`, but counts pairs with equal bits at all shared tokens."""
     example: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddToken:
-    """A token at which one class is much farther from the others than at other tokens."""
+    """A token at which one class is much farther from the others than it is at other tokens."""
 
     passes: tuple[str, ...]
     seq_id: str
@@ -93,7 +97,7 @@ class OddToken:
     others: float
     """Median logprob of the other classes."""
     num_others: int
-    """Other classes with a logprob here. With 1, either may be the odd one."""
+    """Number of other classes with a logprob at this token. If there is only one, either class may be the odd one."""
     abs_d: float
     """|value - median over all classes| (nats)."""
     typical: float | None
@@ -116,7 +120,7 @@ class PassGroup:
     num_sequences: int
     num_tokens: int
     classes: tuple[PassClass, ...]
-    """The reference class first, then by number of passes."""
+    """The reference class first, then the other classes, those with the most passes first."""
     contradictions: tuple[SettingContradiction, ...]
     odd_tokens: tuple[OddToken, ...]
     """Largest ratio first."""
@@ -124,7 +128,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """A trace's passes grouped by equal bits, with odd tokens and contradictions to the passes' settings."""
+    """A trace's passes grouped by equal bits, with odd tokens and with bits that contradict the passes' settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -147,7 +151,7 @@ _Setting = str | None
 def compare_passes(database: Database, against: str | None = None) -> PassComparison:
     """Group a trace's passes by equal bits, and find those that contradict their settings or the other passes.
 
-    Replays are not compared. `against` names the reference pass. By default, it is one of the largest class.
+    Replays are not compared. `against` names the reference pass. By default, it is a pass from the largest class.
 
     Raises NothingToCompare if no two passes share a sequence, InvalidOption, and QueryFailed if there is too little memory
     or temporary disk space (4 bytes per token and pass).
@@ -169,8 +173,8 @@ def _compared(database: Database, values: PassValues, against: str | None) -> Pa
     groups = [_Group(values, names, settings, against) for names in connected if len(names) > 1]
     if not groups:
         raise NothingToCompare(
-            f"{database.given[0]}: no two passes share a sequence ({len(values.has)} with logprobs); import several engines' "
-            "values for the same prompts, or pass a second run"
+            f"{database.given[0]}: no two passes share a sequence (passes with logprobs: {len(values.has)}); import "
+            "several engines' values for the same prompts, or pass a second run"
         )
     keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
     found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]
@@ -179,7 +183,7 @@ def _compared(database: Database, values: PassValues, against: str | None) -> Pa
 
 
 def _connected(has: Mapping[str, np.ndarray]) -> list[list[str]]:
-    """Return the passes that share sequences, directly or through other passes. `has` is [R] by pass."""
+    """Group the passes that share sequences, directly or through other passes. `has` maps each pass to [R] bool."""
     groups: list[tuple[list[str], np.ndarray]] = []
     for name, has_R in has.items():
         joined = [group for group in groups if (group[1] & has_R).any()]
@@ -197,11 +201,11 @@ class _Relation:
     is_same: bool
     """True if the bits of all shared tokens are equal."""
     settings: Mapping[str, tuple[_Setting, _Setting]]
-    """Settings that differ."""
+    """Setting -> both passes' values, for settings that differ."""
 
 
 _Relations = Mapping[tuple[str, frozenset[_Setting]], Sequence[_Pair]]
-"""Pairs of passes that differ in one setting only, by the setting and its two values."""
+"""Pairs of passes that differ in only one setting, keyed by the setting and its two values."""
 
 
 def _by_setting(relations: Iterable[_Relation]) -> _Relations:
@@ -295,7 +299,7 @@ class _Group:
     def _divergences(self, own_R: np.ndarray, other_R: np.ndarray, shared_R: np.ndarray) -> list[int]:
         """Return, for each prompt that both classes continue with different tokens, the first divergent token.
 
-        Takes the ends [R] of each class's tokens, and of the tokens that both classes have.
+        The arguments are the ends [R] of the tokens that this class has, that the other class has, and that both have.
         """
         numbers: dict[tuple[int, str], int] = {}
         prompt_R = np.array([numbers.setdefault((row[0], row[2]), len(numbers)) for row in self.values.rows], np.int64)
@@ -309,8 +313,9 @@ class _Group:
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
         """Compare each pair of passes with other pairs that differ in the same single setting, by the same two values.
 
-        Whether a setting changes the bits depends on model and prompt, so only this group is evidence for it. All
-        groups are evidence that it keeps them, if more pairs keep the bits than differ, counting this pair.
+        Whether a setting changes the bits depends on model and prompt, so only pairs in this group are evidence that it
+        does. Pairs in all groups are evidence that it does not. A pair with different bits is a contradiction if the
+        pairs with equal bits outnumber those with different bits, including this pair.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
         class_of = {name: tuple(passes) for passes in self.classes for name in passes}
@@ -399,7 +404,7 @@ class _Group:
                 self.odd_tokens.append(odd)
 
     def _abs(self, number: int, median_T: np.ndarray) -> np.ndarray:
-        """Return [T] one class's |d| from the median, 0 where either is unknown or not finite."""
+        """Return [T]: a class's distance from the median at each token, 0 where either is missing or not finite."""
         abs_T = median_T.copy()
         for block in self.values.blocks([self.firsts[number]]):
             abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]
@@ -407,13 +412,13 @@ class _Group:
 
 
 def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Remove `own` values from the largest of all values. Both are sorted, largest first."""
+    """Remove the `own` values from `values`, the largest of all classes. Both are sorted, largest first."""
     places = np.searchsorted(-values, -own) + np.arange(len(own)) - np.searchsorted(-own, -own)
     return np.delete(values, places[places < len(values)])
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
-    """Return each pass's settings that other passes do not share. Settings that always change together count as one."""
+    """Return each pass's settings, except those that all share. Settings that always change together count as one."""
     joined: dict[tuple[int, ...], list[str]] = {}
     for key in sorted({key for name in names for key in settings.get(name, {})}):
         values = [settings.get(name, {}).get(key) for name in names]
@@ -427,12 +432,12 @@ def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) 
 
 
 def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int, num_others: int | None = None) -> list[float]:
-    """Return the expected number of tokens with a |d| at or beyond the given ones, for those that are beyond chance.
+    """Return, for each |d| that is beyond chance, the expected number of tokens with at least this |d|.
 
-    `own` holds a class's |d| above 0, largest first. The tail below each value is taken as a power law with Hill's
-    estimate of its exponent (Annals of Statistics 3, 1975) from its largest eighth. A class with few values is judged by
-    the tail of the `others`, the largest of `num_others` values. Rounding errors have a shorter tail, so the number is an
-    upper bound.
+    `own` holds a class's |d| above 0, largest first. The values below each |d| are assumed to have a power-law tail,
+    whose exponent is Hill's estimate (Annals of Statistics 3, 1975) from their largest eighth. A class with few values
+    is judged by the tail of `others`, which are the largest of `num_others` values. Rounding errors have a shorter
+    tail, so the expected number is an upper bound.
     """
     is_own = len(own) > TAIL
     most = min(max(len(own) // 4, 1), MOST_ODD, len(own))

@@ -22,7 +22,7 @@ CONTRADICTIONS: Mapping[str, str] = {
 }
 
 _SHOWN = 10
-"""Maximum sentences of a kind per group in text output. JSON has all of them."""
+"""Half the maximum number of sentences per group in text output. JSON output has all of them."""
 
 
 def sentence(found: PassComparison) -> str:

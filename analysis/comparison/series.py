@@ -1,4 +1,7 @@
-"""Shapes: n steps with a value in both runs, K sequence pairs, T tokens in these pairs."""
+"""Find the series, sequences and logprobs that differ between two runs.
+
+Shapes: n steps with a value in both runs, K sequence pairs, T tokens in these pairs.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
 FEWEST = 3
-"""Minimum steps for estimating the noise in a difference."""
+"""Minimum number of steps for estimating the noise in a difference."""
 BEYOND_SD = 4.5
-"""Minimum mean difference to report (standard errors). It keeps false positives below 0.5%, although every possible
-first step is tested."""
+"""Minimum mean difference to report (standard errors). At this threshold, false positives stay below 0.5%, although
+every possible first step is tested."""
 
 LAGS = ("policy_lag", "version_lag")
 """Series that count updates. They have no noise, so every difference is reported."""
@@ -32,7 +35,7 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ. Names of bitwise equal series go to `same`, of series within noise to `within`."""
+    """Yield the series that differ. Add bitwise equal ones to `same`, and those within the noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -91,7 +94,7 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean divided by the per-step standard deviation: infinity without noise, None if not significant.
+    """Return the mean divided by the standard deviation per step: infinity without noise, None if not significant.
 
     With few steps, significance is judged by Student's t-distribution. Its quantile is approximated from the normal z
     by sqrt(df (exp(z^2 / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).

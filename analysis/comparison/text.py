@@ -30,7 +30,7 @@ NOTES: Mapping[str, str] = {
 }
 
 _LONGEST = 13
-"""Maximum length of a text cell in a table with limited width."""
+"""Maximum length of a text cell (characters) in a table with limited width."""
 _NAME = 24
 
 

@@ -122,9 +122,9 @@ def diagnose(
 ) -> Diagnosis:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
-    Combines `attribute` (against the baseline `control` if given), `check`, declared and inferred precision on each
-    side, published values, alerts at every step, and the effect of recorded replays. `steps` (3:80, -10:, 2:200:2)
-    restricts the answers to part of the run. Other steps still serve as evidence.
+    Combines `attribute` (against the baseline `control` if given), `check`, the declared and inferred precision of
+    each side, published values, the alerts at every step, and the effect of recorded replays. `steps` (3:80, -10:,
+    2:200:2) restricts the answers to part of the run. Other steps still serve as evidence.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -273,12 +273,12 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
 
 
 _LOGGED = ("k1", "k2", "k3", "mean_abs_d", "prob_diff_mean", "chi2_token", "mean_exp_abs_d")
-"""Averages that frameworks log."""
+"""Averaged metrics that training frameworks log."""
 _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mean", "chi2_token", "ess_token")
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the metrics over all tokens. If the sums lack `mean_exp_abs_d`, it covers only the sampled tokens."""
+    """Return the metrics over all tokens. `mean_exp_abs_d` covers only sampled tokens if it has no sums."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

@@ -32,7 +32,7 @@ class Numerics:
     values: tuple[str | None, str | None]
     """Dtypes that the recorded logprobs were rounded to."""
     in_file: tuple[bool, bool] = (False, False)
-    """True if the imported file rounded them, not the engine or trainer."""
+    """True if the logprobs were rounded in the imported file, rather than by the engine or trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,8 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal` if nothing differs, `unpublished` if no value is published, else relative to the published range."""
+    """`equal` if the passes do not differ, `unpublished` if there is no published value to compare with, otherwise the
+    position relative to the published range."""
     own: float
     coarser: str | None
     is_inferred: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigure:
     metric: str
-    """The `stats` column with the same definition (d in nats)."""
+    """The `stats` column with the same definition as the published value (d in nats)."""
     low: float
     high: float
     dtypes: tuple[str, str]

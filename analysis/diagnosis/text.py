@@ -303,7 +303,7 @@ def _main_evidence(suspect: Suspect) -> tuple[Evidence, ...]:
 
 
 def _fired(found: AlarmReadings) -> dict[str, int | None]:
-    """First step at which each alert fires, by the alert's code."""
+    """Return the first step at which each alert fires, by the alert's code."""
     return {reading.alarm.code: reading.first_step for reading in found.raised}
 
 

@@ -116,7 +116,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that bounds the sum of h, given h and h(1, 0) (None if infinite)."""
+    """Return a function that takes h and h(1, 0) (None if infinite) and returns both bounds on the sum of h."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -132,7 +132,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest total mass that a side has outside the shared list."""
+    """Return the smallest and largest total mass that a side can have outside the tokens that both sides list."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))
@@ -169,7 +169,7 @@ def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside
 
 
 def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
-    """Maximize sum p max(ln(cap / q), 0) over p <= cap with sum p <= t."""
+    """Return the maximum of sum p max(ln(cap / q), 0) over all p with p <= cap and sum p <= t."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
         filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])

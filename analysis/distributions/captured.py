@@ -31,7 +31,7 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Maximum size for a chunk's float64 logits. Comparing takes about 15 times as much memory."""
+"""Maximum size of a chunk's float64 logits (bytes). A comparison needs about 15 times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
@@ -89,14 +89,14 @@ class DistributionPairs:
 
     @property
     def error(self) -> TimTraceError | None:
-        """The exception raised in the last call. DuckDB forwards only its message."""
+        """The last exception raised by a call, or None. It is kept because DuckDB forwards only its message."""
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return each row's measures.
 
         `columns` holds the run and the number of tokens, followed by the group, first row, contract, policy version and
-        attempt on each side.
+        attempt of each side.
         """
         with self._lock:
             try:
@@ -144,7 +144,7 @@ class DistributionPairs:
             opened = _Opened(open_dense(source.store, place.group), self._contract(place), heads, place)
             if not opened.group.arrays:
                 raise DamagedTrace(
-                    f"{source.store.shown(f'dense/{place.group}')}: has no arrays. Restore it from a backup"
+                    f"{source.store.shown(f'dense/{place.group}')} has no arrays. Restore it from a backup"
                 )
             self._open[place] = opened
             if len(self._open) > OPEN_GROUPS:
@@ -266,7 +266,7 @@ def numbers(tensor: Tensor) -> Array:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Round to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
+    """Round values to a dtype, with ties to even. The result is float64 if `dtype` is float64, else float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

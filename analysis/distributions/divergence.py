@@ -89,8 +89,11 @@ def even_entropy(r: Array) -> Array:
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
-    """Return every measure for rows with the full vocabulary on both sides. If one vocabulary is padded, divergences
-    are conditional on the common part, and separate columns hold each side's mass outside the common part."""
+    """Return every measure for rows with the full vocabulary on both sides.
+
+    If one vocabulary is padded, the divergences compare the distributions conditional on the common tokens, and
+    separate columns hold each side's mass outside them.
+    """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
     common = min(vocab_a, vocab_b)

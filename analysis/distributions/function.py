@@ -28,7 +28,7 @@ def _register(database: Database) -> None:
         group_b: Any, start_b: Any, contract_b: Any, version_b: Any, attempt_b: Any,
     ) -> Any:  # fmt: skip
         if not made:
-            from .captured import DistributionPairs  # imports NumPy and Zarr
+            from .captured import DistributionPairs  # imported here because it loads NumPy and Zarr
 
             made.append(DistributionPairs(database.sources))
         return made[0](
@@ -54,14 +54,14 @@ MACROS = MacroFile(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if both passes captured distributions for some sequence, without reading any."""
+    """Return True if both passes captured distributions for at least one sequence. Reads none of the distributions."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:
-    """Summarize a pair: exact columns if every token has exact measures, otherwise bounds."""
+    """Summarize a pair's divergences, as exact values if every token has them, otherwise as bounds."""
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}

@@ -1,4 +1,4 @@
-"""Probability intervals for distributions known in full, or by their top K and the tail's mass.
+"""Probability intervals for distributions that are known in full, or only by their top K tokens and the tail's mass.
 
 Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one side is full.
 """
@@ -23,7 +23,7 @@ class TopK:
 
     ids_CK: Array
     logprobs_CK: Array
-    """float64 logprobs, listed tokens (nats)."""
+    """float64 logprobs of the listed tokens (nats)."""
     tail_C: Array
     """float64 log of the unlisted tokens' total mass."""
     temperature: float = 1.0
@@ -168,10 +168,10 @@ def entropy_bounds(side: Full | TopK, other: Full | TopK) -> tuple[Array, Array]
     tail_lo, tail_hi = side.tail
     cap = np.minimum(high_CK.min(axis=1), tail_hi)
     least = np.minimum(_surprise(low_CK), _surprise(high_CK)).sum(axis=1)
-    # -p ln p has its maximum at 1 / e.
+    # -p ln p has its maximum at p = 1 / e.
     most = _surprise(np.clip(np.exp(-1.0), low_CK, high_CK)).sum(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        # t ln(n / t) has its maximum at n / e.
+        # t ln(n / t) has its maximum at t = n / e.
         mass = np.minimum(tail_hi, others / np.e)
         spread = np.where(mass > 0, mass * (np.log(others) - np.log(mass)), 0.0)
         packed = np.where(tail_lo > 0, -tail_lo * np.log(cap), 0.0)

@@ -59,7 +59,7 @@ def dynamics(
             f"{source.run}: {option('steps', steps)} matches no step with series values; choose different steps"
         )
     if not series:
-        raise NothingToCompare(f"{source.run}: has neither sequences nor metrics; record a run with tim-trace record")
+        raise NothingToCompare(f"{source.run} has neither sequences nor metrics; record a run with tim-trace record")
     axis = next(iter(series.values())).steps
     with database.telling(progress):
         known, later = known_run(database, names)
@@ -149,7 +149,7 @@ FEWEST_FOR_GROWTH = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
     part: str
-    """`run` or `last third`."""
+    """Fitted part of the run: `run` (all of it) or `last third`."""
     num_steps: int
     slope: float
     """Change in ln k3 per step."""
@@ -159,11 +159,14 @@ class Growth:
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Steps until k3 doubles (halves if negative), or None if the slope's interval contains 0."""
+    """Number of steps in which k3 doubles, or halves if negative. None if the slope's interval contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Fit k3's exponential growth (arXiv 2510.18855) over the run and its last third, starting after any jump."""
+    """Fit k3's exponential growth (arXiv 2510.18855) over the run and its last third.
+
+    If k3 jumps, only the last third is fitted, and only after the last jump.
+    """
     if k3 is None:
         return ()
     there = k3.known & (k3.values > 0)

@@ -66,8 +66,8 @@ def export_run(
     - `to="tensorboard"` or `"wandb"`: all `pair_steps` columns as `a-b/NAME`, and every logged number under its
       logged name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
-    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps. Only a few are in memory at a time.
-    Existing files are replaced only with `force`. wandb always adds a new run.
+    `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps. Only a few steps are in memory at a
+    time. Existing files are replaced only with `force`. wandb always adds a new run.
 
     Raises InvalidOption, FileThere, StorageError, NotInstalled (if the tool's library is missing), TraceNotFound,
     NewerTrace or DamagedTrace.
@@ -139,7 +139,7 @@ class StepFigures:
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield each step's values in order: pair columns as `a-b/NAME`, and logged numbers under their logged names."""
+    """Yield the values of one step after another: pair columns as `a-b/NAME`, and logged numbers under their names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
@@ -203,10 +203,10 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
 
 
 def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
-    """Write an offline run for `wandb sync`, and return the number of values. Raises ImportError without wandb."""
+    """Write an offline run for `wandb sync` and return the number of values. Raises ImportError if wandb is missing."""
     import wandb
 
-    folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb would also write to the temporary folder
+    folder.mkdir(parents=True, exist_ok=True)  # if the folder is missing, wandb writes to the temporary folder
     quiet = wandb.Settings(
         silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True,
         x_disable_machine_info=True,

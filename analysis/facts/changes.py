@@ -23,7 +23,7 @@ from .rollouts import Rollouts
 from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, is_named_outcome, refined
 
 MOST = 1000
-"""Before the search for changes, neighbouring steps of longer series are averaged down to this many values."""
+"""Maximum number of values that are searched for changes. In longer series, neighbouring steps are averaged first."""
 
 FEWEST = 12
 
@@ -40,7 +40,7 @@ class ChangePoint:
     after: float
     """Fitted value just before the next change or at the end."""
     size_in_sd: float
-    """after - before on the series' scale, relative to its scatter."""
+    """after - before on the series' scale (linear, log or logit), divided by the scatter on that scale."""
     p: float
     """Upper bound on the probability that a change this large occurs by chance anywhere in the series."""
     kind: str = SHIFT
@@ -87,7 +87,7 @@ def _change(
 ) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # the change may be anywhere between the two values
+        low=int(last[located.low - 1]) + 1,  # the change may have come at any step after the previous value
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),
@@ -96,7 +96,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """Clip to the recorded range, so that an all-zero segment stays exactly 0."""
+    """Clip a fitted value to the range of the recorded ones, so that an all-zero segment stays exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -211,7 +211,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the whole run and None. If its drop begins after the last selected step, return the run up to that step,
+    """Return the whole run and None or, if the run's drop begins after the last selected step, the run up to that step
     and the drop."""
     if not database.kept_steps:
         return database, None
@@ -243,7 +243,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation's scale may differ from the reward's, e.g. a fraction of correct answers.
+    # An evaluation may be on another scale, e.g. a share of correct answers, so the rewards' floor does not apply.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -256,7 +256,7 @@ def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
 
 
 _BASE, _FEWEST = 15, 4
-"""Maximum and minimum number of earlier steps to compare with."""
+"""Maximum and minimum number of earlier steps that a step is compared with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale -> minimum scatter to assume (natural log)."""

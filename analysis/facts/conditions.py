@@ -1,4 +1,4 @@
-"""Read each step's inputs: prompts, sampling limits, advantages, reference distance and settings."""
+"""Read each step's inputs: prompts, sampling limits, advantages, distance from the reference, and settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 
 _MOST_PROMPTS = 20_000
 _MOST_SWITCHES = 5
-"""A logged number that changes more often than this is treated as a measurement, not a setting."""
+"""A logged number that changes more than this many times is treated as a measurement, not a setting."""
 _HELD = 4
 """Minimum number of identical values between two changes in a setting."""
 
@@ -42,7 +42,7 @@ FROM (
 )
 GROUP BY ALL ORDER BY step, token
 """
-"""Token counts by position: 0 and up from the start, -1 and down from the end."""
+"""Token counts by position in the prompt: 1, 2, ... from the start, and -1, -2, ... from the end."""
 _MOST_PLACES = 12
 _NEW = """
 SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
@@ -74,7 +74,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Rounded, so constant values stay identical in any summation order."""
+"""The results are rounded, so that constant values stay identical in any order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -98,7 +98,7 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and the metrics that no other series uses. Hyperparameters apply until changed."""
+    """Read the open run's inputs, and the metrics that no other series uses. Hyperparameters hold until changed."""
     logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
     columns = {**_of_sequences(database), **averages, **_of_reference(database)}
@@ -108,7 +108,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
         if np.isfinite(values).any():
             found[name] = Series(name, steps, values, scale, kind, source)
     found |= {series.name: series for series in _of_metrics(database, logged)}
-    for name in SAMPLING_SETTINGS:  # if they change, they replace equally named hyperparameters
+    for name in SAMPLING_SETTINGS:  # settings that vary replace hyperparameters of the same name
         steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         known = np.isfinite(values)
         if known.any() and (name not in found or np.ptp(values[known])):
@@ -128,7 +128,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
-    if "share_new_prompts" in found:  # random draws from a finite set repeat more and more often
+    if "share_new_prompts" in found:  # random draws from a finite set repeat more and more
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
@@ -206,7 +206,7 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """True if a setting starts constant and then changes steadily, like a ramp or a controller."""
+    """Return True if a setting starts constant and then changes steadily, like a ramp or a controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 

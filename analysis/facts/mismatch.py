@@ -152,7 +152,7 @@ def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Each step's last sequence.
+        # Index of each step's last sequence.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -171,9 +171,10 @@ FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "l
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
     size: float
-    """Mismatch at the onset: median over the run's preceding tenth or, if larger, the largest three-step median."""
+    """Mean |d| at the onset of the drop: the median over the preceding tenth of the run or, if larger, the largest
+    median of three steps around the onset. Without a drop, the median over the run."""
     first: float
-    """Mismatch at the first step, before any update if recording began with the run."""
+    """Mean |d| at the first step, which precedes all updates if recording began with the run."""
     settled: float
     late: float
 
@@ -228,7 +229,7 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Two occurrences of a prefix are compared only if at most this many steps apart."""
+"""Two occurrences of a prefix are compared only if they are at most this many steps apart."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
@@ -237,7 +238,8 @@ _SAME_LOGPROB = 1e-5
 _NEAR = 1e-4
 """Tolerance when matching logprobs at a single step (nats), where chance matches are rare."""
 _NEARER = 10.0
-"""An engine that rounds matches if its logprob is this many times nearer than the trainer's current one."""
+"""An engine that rounds its logprobs matches an earlier trainer step if that step's logprob is this many times nearer
+than the trainer's current one."""
 _ASIDE = 3.0
 _MOST_HELD = 5_000_000
 _FEWEST_OF_VERSION = 20
@@ -259,7 +261,10 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of prefixes that repeat from step `first` on. Return None if too few repeat."""
+    """Return the shares of prefixes repeated from step `first` on whose logprob stays the same in engine and trainer.
+
+    Return None if too few repeat.
+    """
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -303,9 +308,9 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Match the engine's prefix logprobs from step `first` on against the trainer's at earlier steps."""
+    """Match the engine's logprobs of prefixes from step `first` on against the trainer's at earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
-    # Only where engine and trainer differ, because a single replica may lag.
+    # Only prefixes at which engine and trainer differ are matched, because a single one of several replicas may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts

@@ -76,7 +76,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 
 Given = frozenset[tuple[str, str]]
-"""Optional columns of `scores` that were recorded in a run, as (column, pass)."""
+"""The optional `scores` columns that a run recorded, each as a tuple (column, pass)."""
 
 
 def read_given(database: Database, run: str) -> Given:
@@ -92,7 +92,10 @@ def read_entropy(
     estimate: Series | None,
     given: Given | None = None,
 ) -> list[Series]:
-    """Read or estimate the token entropy by step. `given` must cover the whole run, even if steps are left out."""
+    """Read the token entropy by step, or estimate it from logprobs if it was not recorded.
+
+    If `database` omits steps of the run, pass the `given` that was read from the whole run.
+    """
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
         if ("entropy", name) in given:
@@ -109,10 +112,10 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Return policy_lag and version_lag (see read_series). For `given`, see read_entropy."""
+    """Return the series policy_lag and version_lag (see read_series). `given` is as in read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
-    # A sequence's policy version is also its engine scores' version, unless they have their own.
+    # Engine scores recorded without a policy version were computed with the sequence's policy version.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
@@ -123,7 +126,7 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
 
 
 def read_clipping(database: Database, run: str) -> list[Series]:
-    """Read the share of tokens clipped by the recorded loss (defined in analysis.objective)."""
+    """Read the share of tokens clipped by the recorded loss. analysis.objective defines when a token is clipped."""
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
         return []
@@ -163,8 +166,9 @@ def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = 
     over tokens in the loss mask with finite logprobs in both passes. `run` is required if several traces are open.
 
     - k3 = mean(exp(d) - 1 - d), ess = (sum w)^2 / (n sum w^2) with w = exp(d)
-    - policy_lag: updates from the sampling weights to the loss weights. version_lag: from pass b to pass a
-    - changed_weights: share of elements that differ bitwise from the last recorded version
+    - policy_lag: number of updates between the weights used for sampling and those used in the loss
+    - version_lag: number of updates between the weights of pass b and those of pass a
+    - changed_weights: share of weight elements that differ bitwise from the last recorded version
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -254,7 +258,9 @@ AVERAGES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("actor_grad_norm",), "loss": ("policy_loss",), "learning_rate": ("actor_lr", "lr-pg_0"),
     "reference_k3": ("actor/kl_loss", "kl", "kl_loss"),
 }  # fmt: skip
-"""Logged names, with or without `train/`, of averages that tokens would give. Read only if a run has no tokens.
+"""Logged names, with or without `train/`, of averages over tokens. They are read only if a run has no token data.
+
+The names come from these files.
 
 verl: trainer/ppo/rollout_corr_helper.py, utils/debug/metrics.py, trainer/ppo/metric_utils.py. TRL: trainer/grpo_trainer.py.
 slime: backends/megatron_utils/loss.py, observability/rollout_metrics.py, examples/train_infer_mismatch_helper/mis.py.
@@ -262,7 +268,7 @@ miles: backends/training_utils/loss_hub/losses.py. NeMo-RL: algorithms/loss/loss
 (pull request 3531). Tinker: tinker_cookbook/rl/metrics.py. OpenRLHF: models/loss.py,
 trainer/ppo_trainer.py. prime-rl: trainer/rl/loss.py. SkyRL: trainer.py."""
 _OF_ROLLOUT = AVERAGES["mean_d"]
-"""Frameworks log mean(rollout - train), the opposite sign of d."""
+"""Under these names, frameworks log mean(rollout - train), which has the opposite sign of mean d."""
 ESTIMATED = "estimated from "
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
@@ -287,7 +293,7 @@ ORDER BY name
 
 
 def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
-    """Read the series that the training loop logged. Pass `has_tokens` if the database may omit steps."""
+    """Read the series that the training loop logged. Set `has_tokens` if the database may omit steps of the run."""
     chosen = _chosen(database, run, bool(tokens_by_step(database, run)) if has_tokens is None else has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
@@ -301,7 +307,7 @@ def read_logged(database: Database, run: str, has_tokens: bool | None = None) ->
 
 
 def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
-    """Estimate mean |d| (nats) from another average of d, for runs that logged only that."""
+    """Estimate mean |d| (nats) from another average of d, for runs that did not log mean |d| itself."""
     estimates: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
         "mean_exp_abs_d": (lambda values: values - 1, "mean exp(|d|) - 1, an upper bound"),
         "prob_diff_mean": (lambda values: values, "a lower bound"),
@@ -316,7 +322,7 @@ def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
 
 
 def read_averages(database: Database, run: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read logged averages that are not series, such as `prob_diff_mean`: (steps, values) by name."""
+    """Return logged averages that are not in `series.KINDS`, such as `prob_diff_mean`, as (steps, values) by name."""
     others = (one for one in read_logged(database, run) if one.name not in KINDS and one.name != "reference_k3")
     return {one.name: (one.steps[one.known], one.values[one.known]) for one in others if one.known.any()}
 
@@ -390,7 +396,7 @@ def read_sampled(database: Database, run: str) -> list[Series]:
 
 
 def read_changed(database: Database, run: str) -> list[Series]:
-    """Read the share of weights that changed bitwise in each version, from metadata alone."""
+    """Read the share of weights that changed bitwise in each version. This reads only metadata, not the weights."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):

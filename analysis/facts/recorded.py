@@ -30,12 +30,12 @@ WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY 
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
-"""Changes in a run's inputs. The policy cannot cause them."""
+"""Kinds of changes in a run's inputs, which the policy cannot cause."""
 FOLLOWS = (series.OPTIMIZER, series.ENTROPY, series.LENGTH, series.WEIGHTS, series.POLICY, conditions.LOGGED)
-"""Changes that the policy can cause, perhaps in response to an earlier input change."""
+"""Kinds of changes that the policy can cause, perhaps in response to an earlier change in the inputs."""
 
 CLEAR_SD = 4.0
-"""Minimum size for an input change to count as a cause (standard deviations)."""
+"""Minimum size of an input change, in standard deviations, for it to count as the cause of other changes."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -52,11 +52,11 @@ class RecordedChange:
     before: float | str
     after: float | str
     size_in_sd: float | None
-    """Change on the series' scale, relative to its scatter. None if deliberate."""
+    """Size of the change on the series' scale, in standard deviations of its noise. None if deliberate."""
     shape: str
     """`shift` for a jump, `ramp` for a new slope, `set` for a deliberate change."""
     order: str = ""
-    """`before`, `with` or `after` the drop. Empty without a drop."""
+    """When the change occurs relative to the drop: `before`, `with` or `after` it. Empty if there is no drop."""
     follows: str = ""
 
 
@@ -88,7 +88,7 @@ _TABLE = pa.schema([
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return the rows for the SQL view `changes`. Numbers and text have separate columns."""
+    """Return the rows for the SQL view `changes`. Numeric values and text values are in separate columns."""
     rows = []
     for source in database.sources:
         for change in read_recorded(database.reopened(source), pair):
@@ -161,7 +161,7 @@ def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[Record
 
 
 def order_beside(change: RecordedChange | ChangePoint, fall: Fall) -> str:
-    """Return `before` or `after` if the intervals for a change and a drop are disjoint, else `with`."""
+    """Return `before` or `after` if the intervals of the change and the drop do not overlap, else `with`."""
     if change.high < fall.low:
         return BEFORE
     return AFTER if change.low > max(fall.high, fall.fallen) else WITH
@@ -190,7 +190,7 @@ def change_sentence(change: RecordedChange) -> str:
 
 
 def interval_text(low: int, high: int) -> str:
-    """Return a step's 95% confidence interval in parentheses, or "" for a single step."""
+    """Return a 95% confidence interval in parentheses, or "" if it contains only one step."""
     return "" if low == high else f" (95% CI {low}-{high})"
 
 

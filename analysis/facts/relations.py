@@ -29,7 +29,7 @@ class Relation(NamedTuple):
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups. NaN unless both vary in at least 30 groups."""
+    """Correlate two columns within groups. Return NaN unless both columns vary in at least 30 groups."""
     x, y, known = _in_groups(rollouts, first, second)
     xy, xx, yy = (np.bincount(rollouts.group[known], product) for product in (x * y, x**2, y**2))
     spread = (xx > 1e-12) & (yy > 1e-12)
@@ -72,9 +72,10 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of reward-difference variance that length explains, and the effect's sign.
+    """Compare the rewards that two runs give the same responses. Return the share of the differences' variance that
+    response length explains, and the sign of the effect of length.
 
-    Both are 0 if there are too few responses.
+    Return (0, 0) if there are too few shared responses, or if their rewards hardly differ.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -110,7 +111,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
         return overall
     within, of_control = (relation(part, "length", "reward").correlation for part in (run, control))
     is_paid = abs(within) > t.LENGTH_PAYS and not abs(of_control) > t.LENGTH_PAYS / 2
-    goes = run.length[3 * len(run.length) // 4 :].mean() - control.length.mean()  # lengths in the last quarter
+    goes = run.length[3 * len(run.length) // 4 :].mean() - control.length.mean()  # the last quarter of the run
     return within if is_paid and is_other and goes * within > 0 else 0.0
 
 
@@ -129,14 +130,14 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """A step at which identical responses get a new reward or reference logprob."""
+    """A step at which responses that occurred before get a different reward or reference logprob."""
 
     step: int
     num_responses: int
     share: float
     """Share of responses with a changed value."""
     share_before: float
-    """The same share before the searched steps, or NaN if no response repeats there."""
+    """The same share before the range of steps searched, or NaN if no response repeats there."""
     length_correlation: float
     agreement: float = 0.0
 
@@ -152,7 +153,10 @@ class ChangedResponses:
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step in [first, last] at which the largest number of repeated responses changes by more than `least`."""
+    """Find the step in [first, last] at which `column` changes by more than `least` for the largest share of responses.
+
+    Only responses that occur both before the step and from it on are compared. Return None if no step has enough.
+    """
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
     known = np.isfinite(given[one]) & np.isfinite(given[two]) & (step[two] > step[one])
@@ -169,7 +173,7 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            # A per-token bonus may grow steadily.
+            # If a bonus per token grows with every step, the difference depends on length times the steps between.
             steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily

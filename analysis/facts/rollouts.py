@@ -51,7 +51,7 @@ LEFT JOIN (
     FROM scores{masks} WHERE "pass" = ${name} AND iteration = 0
 ) AS {name} USING (step, seq_id)
 """
-"""Lists are reduced to numbers before the joins and the sort, to save memory."""
+"""To save memory, each list of logprobs is reduced to means before the joins and the sort."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -59,27 +59,27 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""Tokens outside the loss mask are ignored because the policy did not choose them."""
+"""SQL for means over the tokens in the loss mask only, because the policy did not choose the others."""
 FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 _MOST = 0.9
 """Share of the early responses shorter than the longest that a single token must end."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Minimum pairs in a comparison, and minimum responses found both before and after a step."""
+"""Minimum number of pairs in a comparison, and of responses that must occur both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""Prefixes with -logprob below this (nats) are skipped, because new weights barely change it."""
+"""Prefixes with -logprob below this (nats) are skipped, because new weights barely change such logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollouts:
-    """One value per sequence [N], NaN if not recorded."""
+    """Arrays with one value per sequence [N]. Values that were not recorded are NaN."""
 
     step: np.ndarray
     prompt: np.ndarray
     response: np.ndarray
     whole: np.ndarray
-    """`prompt`, `response` and `whole` are token id hashes."""
+    """`prompt`, `response` and `whole` (prompt and response together) are hashes of token ids."""
     group: np.ndarray
     """Group index. If most groups have a single member, each step is one group."""
     reward: np.ndarray
@@ -88,20 +88,20 @@ class Rollouts:
     length: np.ndarray
     num_masked: np.ndarray
     likelihood: np.ndarray
-    """Mean trainer logprob in the loss mask (nats), or the engine's if the trainer's is not recorded."""
+    """Mean trainer logprob (nats) over the loss mask, or the mean engine logprob if the trainer's is not recorded."""
     sampled: np.ndarray
     reference: np.ndarray
     ending: np.ndarray
     goes_on: np.ndarray
     """Whether the token that ends nearly all early responses also occurs before the last token."""
     opening: np.ndarray
-    """Hash of the prompt and the first OPENING response tokens, which repeat more often than whole responses."""
+    """Hash of the prompt and the first OPENING response tokens. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
     opening_sampled: np.ndarray
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Response tokens, including those outside the loss mask. Length limits apply to this number."""
+        """Number of response tokens, including those outside the loss mask. Length limits apply to this number."""
         return np.asarray(self.length + self.num_masked)
 
     @property
@@ -121,7 +121,7 @@ class Rollouts:
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
     def by_step(self, values: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return steps and the mean of the known values [N] at each. Rows with weight 0 do not count."""
+        """Return the steps, and the mean of the finite `values` [N] at each step. Rows with weight 0 are left out."""
         known = np.isfinite(values) if weights is None else np.isfinite(values) & (weights > 0)
         steps, place = np.unique(self.step[known], return_inverse=True)
         weight = None if weights is None else weights[known]
@@ -173,8 +173,10 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return a hash for each sequence. `column` is comparable between sequences with equal hashes, which for mean logprobs
-    include the loss mask."""
+    """Return a hash for each sequence. Two sequences with equal hashes should have equal values in `column`.
+
+    For mean reference logprobs, the hash includes the number of masked tokens, because the mean leaves them out.
+    """
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
@@ -190,7 +192,7 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [N] reward differences (NaN if unknown), and whether each exceeds rounding error."""
+    """Return [N] reward differences (NaN if a reward is missing), and whether each exceeds the rounding error."""
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale
@@ -202,7 +204,11 @@ def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.n
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return each step's share of responses that end early, with a last token that is rare in `before`."""
+    """Return the steps, and for each step the share of responses that end early with an unusual last token.
+
+    Early means with fewer tokens than the longest response in `before`. A last token is unusual if it ends less than 1%
+    of the responses in `before`.
+    """
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -220,18 +226,18 @@ ORDERS = {
     "shortest_first_in_groups": "rewards assigned in completion order within each group",
     "last_step": "rewards taken from the next step (recorded one step late)",
 }
-"""Ways to reorder rewards that undo known bugs, phrased to follow "with"."""
+"""Ways of reordering rewards that undo known bugs. Each phrase is written to follow the word "with"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Rewards for responses that occur more than once. A deterministic reward is the same each time."""
+    """Comparison of the rewards of identical responses. A deterministic reward gives equal values."""
 
     num_pairs: int
     unequal: float
     mean_difference: float
     order: str
-    """Reordering (in words) that leaves the fewest unequal pairs. Empty if none improves on the recorded order."""
+    """Reordering, in words, that leaves the fewest pairs with unequal rewards. Empty if the recorded order is best."""
     unequal_ordered: float
 
     @property
@@ -261,7 +267,7 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
     place = np.arange(len(rollouts.step))
     if name == "last_step":
         for first, last, end in zip(firsts, lasts, lasts[1:], strict=False):
-            if last - first == end - last:  # the rewards of this step were recorded with the next one
+            if last - first == end - last:  # assume that this step's rewards were recorded with the next step
                 place[first:last] = np.arange(last, end)
         return place
     for first, last in zip(firsts, lasts, strict=True):
@@ -302,7 +308,7 @@ _KEPT_STEPS, _FEWEST_KEPT = 8, 3
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return mean rewards before and after a step if their distributions match, else None."""
+    """Return the mean reward before and after a step if the reward distributions match, else None."""
     of_rows, of_steps = [], []
     sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
     for part in sides:
@@ -311,7 +317,7 @@ def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
         of_steps.append(means)
         if len(steps) < _FEWEST_KEPT:
             return None
-    from scipy.stats import ks_2samp  # importing it takes half a second
+    from scipy.stats import ks_2samp  # slow to import (half a second)
 
     error = max(math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps)), 1e-12)
     before, after = (float(means.mean()) for means in of_steps)

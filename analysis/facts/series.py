@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "policy_lag": (POLICY, LINEAR), "version_lag": (POLICY, LINEAR), "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }  # fmt: skip
-"""Each series' kind, and the scale on which changes are detected."""
+"""The kind of each series, and the scale on which its changes are detected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class Series:
 
     @property
     def not_finite_since(self) -> int | None:
-        """First step after the last finite value, or None if the last value is finite."""
+        """First step with a non-finite value after the last finite value, or None if there is no such step."""
         is_number = self.known & ~np.isin(self.steps, self.not_finite)
         since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
         return int(since[0]) if len(since) else None
 
     @property
     def scaled(self) -> Array:
-        """[n] values on `scale`. Zeros on a log scale become half the smallest positive value."""
+        """[n] values converted to `scale`. On a log scale, zeros are replaced by half the smallest positive value."""
         if self.scale == LINEAR or not self.known.any():
             return self.values.copy()
         if self.scale == LOG:
@@ -77,7 +77,7 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    kind, scale = KINDS.get(name, (REWARD, LINEAR))  # evaluations have names of their own
+    kind, scale = KINDS.get(name, (REWARD, LINEAR))  # names outside KINDS belong to evaluations
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
     return Series(name, steps, np.where(infinite, np.nan, values), scale, kind, source, without_value, logged)
@@ -104,27 +104,31 @@ def columns_of(
 
 
 FALL_SHARE = 0.09
-"""Minimum fraction of the earlier level lost in a drop. Healthy runs temporarily lose up to 5%."""
+"""Minimum fraction of its earlier level that an outcome must lose to count as a drop. Healthy runs temporarily lose
+up to 5%."""
 FALL_STAYS = 0.6
-"""A drop counts as lasting if this fraction of windows stays below its midpoint after the first crossing."""
+"""A drop counts as lasting if, once the outcome has crossed the drop's midpoint, at least this fraction of windows
+stays below the midpoint."""
 FALL_HOLDS = 0.9
 """Replaces FALL_STAYS in the second test (see FALL_BEYOND)."""
 FALL_BEYOND = 6.0
-"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD). It
-raised no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with autocorrelation up to
-0.8, this test raises the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200 values). With
-autocorrelation 0.95, it raises the rate from 0.13 to 0.24 (200 values)."""
+"""Minimum drop in a second test, which estimates the noise from the values before the drop (same unit as FALL_SD).
+
+The second test caused no false alarm in 238 healthy runs from ten benchmark suites. In stationary series with
+autocorrelation up to 0.8, it increases the false-alarm rate from 0.04 to 0.13 (100 values) and from 0.01 to 0.04 (200
+values). With autocorrelation 0.95, it increases the rate from 0.13 to 0.24 (200 values)."""
 FALL_SD = 3.0
-"""Minimum drop (standard errors, after subtracting the bias from choosing the best window)."""
+"""Minimum drop in standard errors, after subtracting the bias that comes from choosing the best window."""
 FALLEN = 0.35
-"""Once this fraction of the drop has happened, a change is too late to be its cause."""
+"""A change that occurs after this fraction of the drop is too late to be the cause of the drop."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
-"""A run is judged flat if it rises by less than this fraction of its baseline's rise. No healthy run does (of 392)."""
+"""A run is judged flat if it rises by less than this fraction of its baseline's rise. None of 392 healthy runs was
+judged flat."""
 
 _UNSEEN_CORRELATION = 2.0
-"""Scatter multiplier if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
+"""Factor applied to the scatter if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
 _LEVEL = 0.99
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -156,14 +160,14 @@ class Fall:
     """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`. `flat` if there is no
     drop, but the baseline rises and the run does not."""
     step: int
-    """Onset: last step before the values permanently leave their earlier level."""
+    """Onset of the drop: the last step before the values permanently leave their earlier level."""
     low: int
     high: int
-    """Onsets that fit about as well as `step`. Narrower than `interval`."""
+    """From `low` to `high`, an onset fits about as well as `step`. This range is narrower than `interval`."""
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
-    """First step at which the fraction FALLEN has been lost. Later changes cannot be the cause."""
+    """First step at which the fraction FALLEN of the drop has happened. Later changes cannot have caused the drop."""
     before: float
     """Level before the drop. For `flat`, the level that the baseline reaches."""
     after: float
@@ -186,7 +190,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """Fraction of the earlier level lost, measured from the floor. Above 1 if the outcome ends below the floor."""
+        """Fraction of the earlier level above the floor that was lost. Over 1 if the outcome ends below the floor."""
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
@@ -196,15 +200,15 @@ def is_evaluation(name: str) -> bool:
 
 
 def is_named_outcome(name: str) -> bool:
-    """True if an evaluation's name says that it is a score, not only on which data."""
+    """True if an evaluation's name says that the value is a score, rather than only naming the data."""
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
 
 
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """Return the drop in an outcome, or None if noise can explain it.
 
-    `beside` is the same outcome in a baseline run with the same seeds. If the outcome ends below it by FALL_SHARE, and
-    by more than the noise in their difference, that also counts as a drop.
+    `beside` is the same outcome in a baseline run with the same seeds. A decline also counts as a drop if the run ends
+    below the baseline by FALL_SHARE and by more than the noise in their difference.
     """
     values, steps = outcome.values, outcome.steps
     width = max(3, len(values) // 10)
@@ -229,7 +233,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     ):
         return None
     low, step, high = (best + index for index in break_between(values[best:], before, after))
-    # The best window's level is biased upwards, which would place the break too early.
+    # This fits the levels itself. The best window's level is biased upwards, which would place the break too early.
     first, last = (best + index for index in break_interval(values[best:], noise))
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)
@@ -249,7 +253,7 @@ def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Find where an outcome stops rising while its baseline continues, or return None if noise can explain it."""
+    """Find where an outcome stops rising while its baseline keeps rising. Return None if noise can explain the gap."""
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
         return None

@@ -28,11 +28,14 @@ class Pairs:
     a: np.ndarray
     b: np.ndarray
     equal: np.ndarray
-    """[K] True if prompt and response are identical, False if only the prompts are."""
+    """[K] True if prompt and response are identical, False if only the prompt is."""
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair sequences within each step in recording order: identical sequences first, then by prompt."""
+    """Pair the sequences of two runs within each step, in recording order.
+
+    Identical sequences are paired first, then the remaining sequences with the same prompt.
+    """
     of_whole = _matched(a.step, a.whole, b.step, b.whole)
     left_a, left_b = (np.setdiff1d(np.arange(len(run.step)), used) for run, used in zip((a, b), of_whole, strict=True))
     rest = _matched(a.step[left_a], a.prompt[left_a], b.step[left_b], b.prompt[left_b])
@@ -65,7 +68,7 @@ def _numbered(kind_N: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class RunRows:
-    """`response`, `logprobs` (by pass) and `mask` are Arrow list arrays."""
+    """The sequences of one run. `response`, `mask` and the values of `logprobs` (by pass) are Arrow list arrays."""
 
     step: np.ndarray
     prompt: np.ndarray
@@ -92,7 +95,7 @@ class Prefixes:
     num_K: np.ndarray
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return how many tokens per pair are scored in both runs [K], and their logprobs in A and B [T]."""
+        """Return the number of tokens per pair scored in both runs [K], and their logprobs in run A and run B [T]."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -116,10 +119,10 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
     apart: dict[str, float]
-    """Mean |difference| between the runs' logprobs (nats) for each pass recorded in both."""
+    """Mean |difference| between the two runs' logprobs (nats), for each pass that both runs recorded."""
     num_cut: int
     num_in_tool: int
-    """Responses that first differ at a token outside the loss mask, which the policy did not sample."""
+    """Number of responses that first differ at a token outside the loss mask, which the policy did not sample."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:

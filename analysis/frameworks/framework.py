@@ -25,9 +25,9 @@ class Framework:
 
     name: ClassVar[str]
     version: ClassVar[str]
-    """Release whose definitions are reproduced."""
+    """Release of the framework whose metric definitions are reproduced."""
     source: ClassVar[str]
-    """Source files with these definitions."""
+    """The framework's source files that contain these definitions."""
     columns: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Framework:
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         """Return one row per run or per step. Pass a is the trainer, pass b the rollout.
 
-        `only` selects columns from the macro `<name>_<by>s`. Empty means all.
+        `only` selects columns of the macro `<name>_<by>s`. If it is empty, all columns are returned.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
@@ -60,9 +60,9 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls to the macros that read tokens. Every metric can be computed from the rows that they return.
+        """Return calls to the macros that read tokens. Every metric can be computed from the rows of these macros.
 
-        The rows have the columns run, step and seq_id. A macro may read rows from earlier macros.
+        The rows include the columns run, step and seq_id. A macro may read rows of the macros before it.
         """
         return ()
 
@@ -90,7 +90,7 @@ def option_field(
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query over `<macro>_steps` or `<macro>_runs`. `only` selects columns, and empty means all."""
+    """Return a query over `<macro>_steps` or `<macro>_runs`. An empty `only` selects all columns."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
@@ -116,10 +116,10 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read a pair's tokens once, instead of once per metric. Token medians still need a second read.
+    """Read a pair's tokens once, instead of once per metric. Medians over tokens still need a second read.
 
-    Inside the context, the macros that read tokens return rows from temporary tables, without the sequences excluded by
-    `database.leave_out`.
+    Inside the context, the macros that read tokens return rows from temporary tables instead, and leave out the
+    sequences that `database.leave_out` excludes.
     """
     connection, kept = database.connection, list[str]()
     try:

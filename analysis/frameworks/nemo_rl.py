@@ -26,7 +26,7 @@ class NemoRl(Framework):
     truncated_importance_sampling_type: str | None = option_field(None, "How to truncate ratios.", choices=TRUNCATIONS)
     truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound for ratios.", metavar="C")
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
-    """None means 0, which only `tis` allows."""
+    """None means 0, but `icepop` and `seq-mask-tis` require a value."""
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch, a factor in mean sequence ratios (1).", metavar="N", at_least=1
     )
@@ -46,7 +46,8 @@ class NemoRl(Framework):
         lower, upper = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         if kind is None and (lower is not None or upper is not None):
             raise InvalidOption(
-                f"truncated_importance_sampling_ratio needs truncated_importance_sampling_type: {', '.join(TRUNCATIONS)}"
+                "truncated_importance_sampling_ratio needs truncated_importance_sampling_type: "
+                f"one of {', '.join(TRUNCATIONS)}"
             )
         if kind is not None and (upper is None or upper <= 0):
             raise InvalidOption(

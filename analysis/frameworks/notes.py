@@ -76,7 +76,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
+    from ..trace.columns import read_hyperparameters  # loads DuckDB, which help pages do not need
 
     told = []
     for source in database.sources:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Metrics split by advantage sign. With the loss `ipo`, prime-rl does not log these metrics."""
+"""Metrics that are split by the sign of the advantage. prime-rl does not log them with the loss `ipo`."""
 
 
 _OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))

@@ -1,7 +1,7 @@
-"""Find frameworks. Each is a module in this package with an SQL file of the same name.
+"""Find frameworks. Each framework is a module in this package with an SQL file of the same name.
 
-The module defines the framework's class as FRAMEWORK, whose fields are its options, and may define
-`register(connection)`, which registers SQL functions. The SQL file defines
+The module assigns the framework's class to FRAMEWORK, and the fields of the class are the framework's options. It may
+also define `register(connection)`, which registers SQL functions. The SQL file defines
 `<module>_numbers(a, b, by_step, {options})`, or both `<module>_runs(a, b)` and `<module>_steps(a, b)`. Command-line
 options and macro parameters are derived from these two files. No other code depends on a framework; alarms/reading.py,
 correction.py and diagnosis/figures.py only cite frameworks as sources.
@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework from the options that are not None. Options of other frameworks may be False."""
+    """Create a framework from the options that are not None. Options that belong to other frameworks may be False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -132,7 +132,7 @@ CREATE OR REPLACE MACRO {prefix}_runs(a, b, {{parameters}}) AS TABLE
 
 @cache
 def macros(name: str) -> str:
-    """Return a framework's SQL, with the placeholders {parameters}, {options} and {columns}."""
+    """Return a framework's SQL, which contains the placeholders {parameters}, {options} and {columns}."""
     file = _files()[name]
     sql = file.read_text(encoding="utf-8")
     return sql if f"MACRO {file.stem}_steps" in sql else sql + _BOTH.format(prefix=file.stem)

@@ -20,21 +20,21 @@ _OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
-"""Options that need use_tis."""
+"""Options that require use_tis."""
 
 _OF_MODES = {
     "truncate": {"mis_tis_truncate_fraction"},
     "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
     "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
 }
-"""Metrics logged in only one tis_mode."""
+"""The metrics that slime logs only in the given tis_mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
     """Options for slime's truncated importance sampling and loss averaging, and for its example mis.py.
 
-    Defaults for mis.py are those in its mis.yaml.
+    The defaults of the options for mis.py are those in its mis.yaml.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound for token ratios (2.0).", metavar="C")
@@ -77,7 +77,8 @@ class Slime(Framework):
                 raise InvalidOption(f"{field.name} needs use_tis")
         if self.use_tis and self.tis_batch_normalize and self.tis_level == "geometric":
             raise InvalidOption(
-                f"slime does not normalize with tis_level geometric; turn it off with {option('tis_batch_normalize', False)}",
+                "slime does not normalize with tis_level geometric; turn normalization off with "
+                f"{option('tis_batch_normalize', False)}",
                 option="tis_batch_normalize",
             )
 

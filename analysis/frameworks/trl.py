@@ -30,7 +30,7 @@ class Trl(Framework):
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound for ratios (3.0).", metavar="C")
-    """Infinity for no bound."""
+    """Infinity disables the bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
     loss_type: str = option_field(
@@ -71,16 +71,16 @@ class Trl(Framework):
                     raise InvalidOption("TRL's RLOO trainer does not have this option; use trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        from ..trace.columns import num_scored, why_nothing  # imports DuckDB, which a command's help does not need
+        from ..trace.columns import num_scored, why_nothing  # loads DuckDB, which help pages do not need
 
         if by == "run" and self.logging_steps is not None:
             raise InvalidOption(
                 f"TRL does not log values for a whole run; use {option('by', 'step')}", option="logging_steps"
             )
-        # TRL also clips without an engine, so rollout may be missing; any other missing pass is an error.
+        # TRL also logs clipping metrics without an engine, so only the pass `rollout` may be missing.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))
-        # dataclass(slots=True) makes a new class, in which super() without arguments fails.
+        # super() without arguments fails here, because dataclass(slots=True) replaces this class with a new one.
         return Framework.numbers(self, database, pair, by, only)
 
     def row_calls(self, pair: Pair) -> Iterable[str]:

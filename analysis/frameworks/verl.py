@@ -77,7 +77,7 @@ class Verl(Framework):
 
         from .verl_sums import summed
 
-        # Summing here overlaps with reading; inside a function called by DuckDB it would not.
+        # Sum here rather than in a function that DuckDB calls, so that summing overlaps with reading.
         batches = database.connection.mapped_batches(f"SELECT * FROM verl_rows({quoted_pair(pair)})", summed)
         yield "verl_summed", pa.Table.from_batches(list(batches))
 
@@ -97,7 +97,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Pivot one row per group and option into one row per group, with columns `<option>_<statistic>`."""
+    """Turn one row per run or step and option into one row per run or step, with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}
@@ -149,7 +149,7 @@ def _check_bounds(option: str, text: str) -> None:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register `verl_sums(old FLOAT[], rollout FLOAT[], mask BOOLEAN[])` on a connection.
 
-    With an empty mask, every token is included. A token that lacks a logprob in either list is left out everywhere.
+    With an empty mask, every token is included. A token that lacks a logprob in either list is left out of all sums.
     """
     from .verl_sums import STRUCT, verl_sums
 

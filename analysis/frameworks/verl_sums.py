@@ -1,7 +1,7 @@
 """Compute each sequence's sums for verl's metrics.
 
-Shapes: T tokens from N sequences, concatenated. A sequence's sums depend only on its own tokens, so batching and
-threads never change a bit.
+Shapes: T tokens from N sequences, concatenated. A sequence's sums depend only on its own tokens, so
+they are bitwise identical for any batching and any number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
     "spread_prob_diff", *OF_PROBABILITIES,
 )  # fmt: skip
-"""For OF_PROBABILITIES, pass a is the trainer and pass b the rollout."""
+"""In the columns OF_PROBABILITIES, pass a is the trainer and pass b the rollout."""
 
 STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
@@ -38,7 +38,10 @@ def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
-    """Return [16, N] sums over sequences with `num_tokens_N` >= 1 tokens. NaN and infinities propagate."""
+    """Return an array [16, N] with the sums over each sequence. NaN and infinities propagate.
+
+    Each sequence must have at least one token.
+    """
     found = np.empty((len(_SUMS), len(num_tokens_N)))
     for sequences, tokens, starts in blocks(num_tokens_N):
         with np.errstate(all="ignore"):

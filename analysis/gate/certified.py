@@ -1,4 +1,4 @@
-"""Compare a run with a certificate from `certify`: it needs the same settings, and no batch beyond the bounds."""
+"""Check that a run has the settings of a certificate from `certify`, and that its batches are within the bounds."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class _Settings(msgspec.Struct):
 
 
 def certified(database: Database, file: str | os.PathLike[str]) -> Verdict:
-    """Return `passed` if a pass of the run has the certificate's settings and no larger batch or longer sequence.
+    """Return `passed` if a pass of the run has the certified settings, and no batch or sequence beyond the bounds.
 
-    `value` is the number of deviations. Raises InvalidOption if `file` is not a certificate.
+    The verdict's `value` is the number of deviations. Raises InvalidOption if `file` is not a certificate.
     """
     found = _read(file)
     contracts = database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
@@ -68,14 +68,14 @@ def _read(file: str | os.PathLike[str]) -> _Settings:
         found = msgspec.json.decode(Path(file).read_bytes(), type=_Settings)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidOption(
-            f"{file}: cannot be read as a certificate ({error}); write one with tim-trace certify", option="certificate"
+            f"{file} cannot be read as a certificate ({error}); write one with tim-trace certify", option="certificate"
         ) from error
     if (
         found.verdict != "certified"
         or contract_hash({"a": found.settings[0], "b": found.settings[1]}) != found.settings_hash
     ):
         raise InvalidOption(
-            f"{file}: is not a certificate, or its settings were changed; write one with tim-trace certify",
+            f"{file} is not a certificate, or its settings were changed; write one with tim-trace certify",
             option="certificate",
         )
     return found

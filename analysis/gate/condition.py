@@ -22,11 +22,12 @@ from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 
 OWN = "tim"
-"""Source for conditions on tim-trace's own metrics. Any other source is a framework."""
+"""Source of tim-trace's own metrics in a condition. Any other source is a framework."""
 
 CHECK = "check"
 CERTIFICATE = "certificate"
-"""Condition that is violated if `check` finds a fault in the comparison."""
+"""Conditions without a threshold: `check` is violated if the comparison has a fault, and `certificate` if the run
+deviates from the certificate."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -54,9 +55,9 @@ class Condition:
     of_size: bool
     """True if the condition applies to the absolute value (`tim.|k1|>0.1`)."""
     any_step: bool
-    """True if a single step beyond the bound fails the gate."""
+    """True if a single step that violates the condition fails the gate."""
     last: int
-    """How many last steps to evaluate together. 0 for the whole run."""
+    """Number of steps at the end of the run to evaluate together, or 0 for the whole run."""
 
     def judged(self, value: float) -> float:
         return abs(value) if self.of_size else value
@@ -123,8 +124,8 @@ class Verdict:
     metric: str
     """The metric's full name, `check` or `certificate`."""
     value: float
-    """Value over the run, over its last steps, or at the worst step. For `check` and `certificate`, the number of faults or
-    deviations."""
+    """Value of the metric over the run, over its last steps, or at the worst step. For `check`, it is the number of
+    faults. For `certificate`, it is the number of deviations."""
     low: float | None
     """`low` to `high` is the confidence interval. If None, `how` says why."""
     high: float | None
@@ -132,17 +133,17 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed."""
     fails: bool
-    """True if the gate fails here: the condition is violated, or too many tokens were left out to tell."""
+    """True if this condition makes the gate fail: it is violated, or too many tokens were left out to decide."""
     steps_beyond: int | None
     """How many steps violate the condition. None for `check` and for counts, which are totals over the run."""
     worst_step: int | None
-    """Step that violates the bound most or comes closest."""
+    """Step whose value is furthest beyond the bound or, if no value is beyond it, the step closest to it."""
     how: str
-    """How many steps violate the bound, and how the interval was computed. For `check`, the faults."""
+    """How many steps violate the condition, and how the interval was computed. For `check`, a list of the faults."""
 
     @property
     def warns(self) -> bool:
-        """True if the condition passes although single steps violate it."""
+        """True if the condition passes over all its steps, but single steps violate it."""
         return not self.fails and bool(self.steps_beyond)
 
 
@@ -162,7 +163,7 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""`stats` columns that are maxima, mapped to their per-sequence columns."""
+"""Maps each `stats` column that is a maximum to the column with the maximum per sequence."""
 
 MOST_NULL = 0.5
 """A metric is judged inconclusive if more than this share of loss tokens lacks a logprob."""
@@ -170,11 +171,11 @@ MOST_NULL = 0.5
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
-"""`stats` columns without an interval."""
+"""`stats` columns that are counts, which get no confidence interval."""
 
 
 def is_count(metric: str) -> bool:
-    """True for a metric that grows with every step, such as `num_tokens`."""
+    """True if the metric is a total that grows with every step, such as `num_tokens`."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
@@ -183,9 +184,9 @@ class SequenceColumns:
     """Statistics for each sequence with a comparable token."""
 
     values: dict[str, Array]
-    """[N] columns by name. Metrics are computed from their totals."""
+    """Columns [N] by name. The metrics are computed from the totals of these columns."""
     largest: dict[str, Array]
-    """[N] maxima by column name, as in LARGEST."""
+    """Maxima [N] per sequence, by the column names in LARGEST."""
     unit_N: np.ndarray
     step_N: np.ndarray
 
@@ -209,7 +210,7 @@ class SequenceColumns:
     def reach(self) -> float:
         """Estimate the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
 
-        The sequences that dominate exp(sum d) are rare, so this is extrapolated from a lognormal fit.
+        The sequences that dominate exp(sum d) are rare, so the estimate extrapolates from a lognormal fit.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -230,7 +231,7 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe tokens excluded from a pair's metrics. Missing logprobs are reported only if most tokens lack one."""
+    """Describe tokens excluded from a pair's metrics. Missing logprobs are mentioned only if most tokens lack one."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

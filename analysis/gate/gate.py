@@ -56,14 +56,15 @@ def gate(
     `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t. Maxima use a
     bootstrap that ends at the observed maximum. Quantiles invert the bootstrap-t for the token share above them
     (Woodruff 1952). All others, including framework metrics, use a jackknife over 20 parts made from whole groups.
-    Fewer than 8 groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
+    With fewer than 8 groups, there is no interval. Resampling has a fixed seed. The measured coverage is in
+    docs/evidence/intervals.md.
 
     The exit code and the `fails` property depend only on the value. `verdict` is `cannot tell` if the interval contains
     the bound, or is expected but missing. NaN and infinities fail. Metrics other than counts also fail if they exclude
     non-finite tokens, or if most tokens lack logprobs.
 
-    `certificate` is a certificate.json from `certify`. The gate fails if no pass has its settings, or if a batch or
-    sequence exceeds its bounds.
+    `certificate` is a certificate.json from `certify`. The gate fails if no pass has the certified settings, or
+    if a batch or sequence exceeds the certified bounds.
 
     `junit` is a JUnit XML file to write or replace. Each condition is a test case. `summary` is a file to append a
     Markdown table to, such as $GITHUB_STEP_SUMMARY. Conditions on `stats` columns store per-sequence
@@ -136,7 +137,7 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
 
 
 def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
-    from ..check.check import check  # no other condition needs the detectors of `check`
+    from ..check.check import check  # only this condition needs the detectors of `check`
     from ..check.faults import evidence_text
     from ..comparison.passes import PassComparison
     from ..comparison.passes_text import sentence

@@ -39,11 +39,11 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Lowest measured coverage of a 95% interval, for metrics that a few tokens can dominate. It occurs if logit errors are
-heavy-tailed (no fourth moment) or differ in scale between groups. See docs/evidence/intervals.md."""
+"""Lowest measured coverage of a 95% interval, for metrics that a few tokens can dominate. Coverage is lowest
+if logit errors are heavy-tailed (no fourth moment) or differ in scale between groups (docs/evidence/intervals.md)."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
-"""Metrics based on sequence weights exp(sum d). Their second moment depends on rare sequences."""
+"""Metrics based on the sequence weights exp(sum d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
 """If `SequenceColumns.reach` is above this (nats), sequence-weight metrics get no interval, because coverage can be as
@@ -55,7 +55,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Possible range per metric. Intervals are clipped to it."""
+"""Possible range of each metric. Confidence intervals are clipped to this range."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
@@ -67,7 +67,7 @@ class Measured:
     metric: str
     value: float
     interval: Interval | NoInterval | None
-    """Confidence interval or the reason it is missing. None for a count."""
+    """Confidence interval, or the reason why it is missing. None if the metric is a count."""
     how: str
     """How the interval was computed, or why it is missing."""
     by_step: Mapping[int, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Which tokens the metrics exclude. Empty if none."""
+        """Sentence about the tokens that the metrics exclude. Empty if they exclude none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
         found: dict[str, Measured] = {}
@@ -91,7 +91,7 @@ class Run:
             of_source = [condition for condition in conditions if condition.source == source]
             database = (
                 self._database.reopened() if found else self._database
-            )  # the jackknife left out sequences in this one
+            )  # reopened, because the jackknife for an earlier source may have left out sequences
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
                 found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}
@@ -180,7 +180,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Measure a quantile of |d|, with an interval derived from the token share above it (Woodruff 1952)."""
+        """Measure a quantile of |d|, with an interval derived from the share of tokens above it (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -212,7 +212,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Resample groups for the metrics that are computed from sums or maxima over sequences."""
+    """Resample groups to get intervals for the metrics that are computed from sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -235,7 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the probabilities whose quantiles bound the interval. 1 means the largest value."""
+    """Return the two probabilities whose quantiles are the interval's ends. Probability 1 gives the largest value."""
 
     def share(totals: Totals) -> Array:
         return totals["above"] / totals["tokens"]
@@ -244,7 +244,7 @@ def quantile_cuts(
     found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
     if isinstance(found, NoInterval):
         return found
-    # With ties, the share above the value differs from 1 - p, so only its spread is used.
+    # With ties, the share above the value is not 1 - p, so use only the distances from it to its interval's ends.
     above = float(num_above_N.sum() / num_tokens_N.sum())
     low, high = (min(max(probability + above - end, 0.0), 1.0) for end in (found[1], found[0]))
     return low, high

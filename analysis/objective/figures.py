@@ -27,9 +27,9 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Data that the figure needs (MISMATCH, DRIFT, ADVANTAGE), plus CLIP if it exists only for losses that clip."""
+    """Data that the figure needs: MISMATCH, DRIFT or ADVANTAGE, plus CLIP if the figure requires a loss that clips."""
     of_correction: bool = False
-    """True if the figure exists only for a loss with a correction."""
+    """True if the figure is defined only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     in_tails: float | None = None
     """Measured coverage of the 95% interval if a few tokens dominate, or None if the coverage is at least 90%. See
@@ -63,7 +63,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the covariance. Totals must be centred near the means to avoid cancellation."""
+    """Return a formula for the covariance. The totals must be centred near the means to avoid cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -135,11 +135,11 @@ FIGURES: Mapping[str, FigureFormula] = {
     "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "(exp(sum d) - 1) A, averaged over sequences: the error in REINFORCE's gradient if all sequences had the same gradient"),
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "|(exp(sum d) - 1) A|, averaged over sequences", bounds=_SIZE),
 }  # fmt: skip
-"""Sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
+"""The formulas are from arXiv 2605.14220, 2602.04879 (bad updates) and 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that exist for this loss and can be computed from the recorded data."""
+    """Return the figures that are defined for this loss and can be computed from the data in `known`."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -150,8 +150,8 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """Return the [N] columns whose totals the formulas need.
 
-    To avoid cancellation, squares and products are centred on the median of the sequence means, over the run or over
-    each group in `place_N`.
+    To avoid cancellation, squares and products are centred on the median of the sequence means. The median is taken
+    over each group in `place_N`, or over the whole run if `place_N` is None.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -178,7 +178,7 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Evaluate the figures. NaN where the divisor is 0."""
+    """Evaluate the figures. A figure is NaN where its divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 

@@ -18,12 +18,12 @@ SIDES = ("positive", "negative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios per token. 0 for tokens that are masked or lack a finite logprob."""
+    """Log-ratios and advantages per token. Log-ratios are 0 for tokens that are masked or lack a finite logprob."""
 
     d_T: Array
-    """train - rollout (nats)."""
+    """Logprob in train minus logprob in rollout (nats)."""
     drift_T: Array
-    """current - train (nats)."""
+    """Logprob in current minus logprob in train (nats)."""
     advantage_T: Array
     counts_T: np.ndarray | None
     """True for unmasked tokens with a finite logprob in every pass. None if this holds for all tokens."""
@@ -45,9 +45,9 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """`ratio_used`, multiplied by the correction weight in vespo."""
+    """For vespo, `ratio_used` multiplied by the correction weight. For other losses, `ratio_used`."""
     weight: Array | float
-    """Correction weight, or 1 in vespo, where `ratio_applied` includes it."""
+    """Correction weight. For vespo, it is 1, because `ratio_applied` already includes the weight."""
     advantage: Array
     tokens: Array | float
     sign_N: Array | None
@@ -143,7 +143,8 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return vespo's terms. Their ratios and weights are products over tokens, with logs clamped to +-20 nats."""
+    """Return the terms of vespo. Their ratios and weights are products over a sequence's tokens, and the logs of these
+    products are clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

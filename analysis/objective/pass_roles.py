@@ -1,4 +1,4 @@
-"""Choose the loss and the passes for the trainer, the engine and the current policy."""
+"""Choose the loss, and the passes that serve as trainer, engine and current policy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data that a figure needs. MISMATCH: logprobs from the engine, and from the trainer at the sampling weights. DRIFT:
-the trainer's logprobs, and the current policy's in the loss."""
+"""Data that a figure needs. MISMATCH means logprobs from the engine and from the trainer at the sampling weights. DRIFT
+means logprobs from the trainer at the sampling weights and from the current policy in the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose passes, with substitutes for missing ones. Return None without `train` or `current` logprobs."""
+    """Choose passes, with substitutes for missing ones. Return None if neither `train` nor `current` has logprobs."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -83,7 +83,7 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the roles whose passes must be read. A role that reuses another role's pass is left out."""
+    """Return the roles whose passes must be read. A role that uses the same pass as `train` is left out."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
@@ -91,7 +91,7 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
     """Yield a row for each sequence in `steps` and inner iteration of the loss, including sequences without tokens.
 
-    `sequence`, `unit` (the sequence's group) and `micro_batch` are hashed names, for speed. `is_whole` is true if
+    For speed, `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
@@ -125,12 +125,12 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Defaults for each kind's Loss fields. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's bound is TRL's
-recommendation, after arXiv 2510.13786."""
+"""Default values of the Loss fields for each loss. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's
+bound is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and codes for where its settings come from (see sentences.loss_basis).
+    """Return the loss, and codes that say where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
     recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.

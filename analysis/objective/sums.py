@@ -33,10 +33,10 @@ TOKEN_COLUMNS = (
 
     num_nan, num_inf   unmasked tokens with a NaN or infinite logprob
     d, drift           train - rollout, current - train (nats)
-    spread             squares and products around the means
+    spread             sums of squares and products of deviations from the sequence's means
     num_bad            tokens with A < 0 and p(rollout) - p(current) >= 0.5
     num_bad_mismatch   the same with p(train) instead of p(current)
-    advantage          the mean
+    advantage          mean advantage, not a sum
 """
 
 SIGNED_COLUMNS = (
@@ -45,12 +45,12 @@ SIGNED_COLUMNS = (
 """Sums over terms, split by the advantage's sign. Sizes and biases are multiplied by the term's token count.
 
 size: |f(rho*)|. used: w f(rho_used), with the loss's correction weight w. plain: f(rho_used) - f(rho*). applied: w
-f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped, to_clipped, to_free: terms clipped under rho*, only
-under rho_used, and only under rho*.
+f(rho_used) - f(rho*). unclipped: A (w rho_used - rho*). clipped: terms clipped under rho*. to_clipped: terms clipped
+only under rho_used. to_free: terms clipped only under rho*.
 """
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""terms_known counts terms with an advantage."""
+"""Names of all columns. `terms_known` is the number of terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
@@ -75,7 +75,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return token counts and the tokens' log-ratios."""
+    """Return the token counts of each sequence, and the log-ratios of the tokens."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -106,7 +106,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Count bad updates (arXiv 2602.04879): tokens with A < 0 and a probability drop of at least 0.5."""
+    """Count bad updates (arXiv 2602.04879): tokens with A < 0 whose probability has dropped by at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -118,7 +118,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return trainer, engine and current logprobs. A missing pass is replaced with the trainer's."""
+    """Return the logprobs of trainer, engine and current policy. The trainer's replace those of a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -133,7 +133,7 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """[N] sums, one element per comparable row, in a fixed order."""
+    """Arrays [N] of sums, with one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
     """Hash of the row's group (group_id and step), or of its sequence if it has no group."""
@@ -142,7 +142,7 @@ class SequenceSums:
     share_N: Array
     """The loss's weight for each token in the row."""
     num_rows_U: np.ndarray
-    """Sequences that went through the loss, including those without a comparable token."""
+    """Number of sequences in each update's loss, including those without a comparable token."""
     micro_batches_known: bool
     columns: dict[str, Array]
 
@@ -170,7 +170,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
     order = np.lexsort((keys["sequence"], keys["iteration"], keys["step"]))
-    # Comparable rows in sorted order.
+    # Indices of the comparable rows, in sorted order.
     whole_N = order[is_whole_R[order]]
     column_N = (np.cumsum(is_whole_R) - 1)[whole_N]
     table_CN = np.concatenate([np.zeros((len(COLUMNS), 0)), *(batch.columns_CN for batch in batches)], axis=1)
@@ -180,7 +180,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # the sums multiply the term by the number of tokens
+    if sides.loss.aggregation == "sequence":  # the sums multiply each term by its number of tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -231,11 +231,11 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """[R] arrays for all rows that went through the loss. They determine the loss's divisors."""
+    """Arrays [R] for all rows that went through the loss. They determine what the loss divides by."""
 
     update_R: np.ndarray
     num_tokens_R: np.ndarray
-    """Unmasked tokens, with or without logprobs."""
+    """Number of unmasked tokens in the row, with or without logprobs."""
     micro_batch_R: np.ndarray
 
     @property
@@ -244,10 +244,10 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the loss's weight for each token in a row, [R].
+    """Return [R] weights: the weight that the loss gives to each token in a row.
 
-    With aggregation `sequence`, each row has a single term, and the weight applies to it. An update without recorded
-    micro-batches is treated as one batch.
+    With aggregation `sequence`, each row has a single term, and the weight is that of the term. An update without
+    recorded micro-batches is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -265,12 +265,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return whether every row in an update has a recorded micro-batch, [U] bool."""
+    """Return [U] bools: whether every row in the update has a recorded micro-batch."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the tokens in each row's micro-batch times the number of micro-batches in its update, [R]."""
+    """Return [R] products of the tokens in the row's micro-batch and the number of micro-batches in its update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -17,7 +17,7 @@ from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 class Estimate:
     name: str
     value: float | None
-    """None if the divisor is 0."""
+    """The figure's value, or None if its divisor is 0."""
     low: float | None
     """Interval from resampling groups. Both ends are None if `no_interval` is set."""
     high: float | None
@@ -40,20 +40,20 @@ class Objective(Result):
     passes: tuple[str, str, str]
     """Passes used as the trainer (at the sampling weights), the engine, and the loss's current policy."""
     num_updates: int
-    """Updates, one per step and inner iteration. Each has a row in `steps`."""
+    """Number of updates: one per step and inner iteration. Each update has a row in `steps`."""
     num_rows: int
     """Sequences that entered the loss, counted once per inner iteration. Means are taken over these sequences."""
     num_sequences: int
-    """Sequences with at least one unmasked token that has a finite logprob in every pass."""
+    """Number of sequences with at least one unmasked token that has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
+    """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
-    """Tokens with a NaN logprob in any pass. They are left out everywhere."""
+    """Number of tokens with a NaN logprob in any pass. They are left out of all figures."""
     num_inf: int
-    """Tokens with an infinite logprob in any pass. They are left out everywhere."""
+    """Number of tokens with an infinite logprob in any pass. They are left out of all figures."""
     num_groups: int
-    """Groups, the units resampled for intervals."""
+    """Number of groups. Intervals are computed by resampling groups."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
     """Codes in sentences.VERDICT."""
@@ -85,14 +85,14 @@ class Objective(Result):
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return a figure's value, or None if missing or undefined."""
+        """Return the value of a figure, or None if the figure is missing or undefined."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Limits for the bias relative to sum |f(rho*)|: negligible below SMALL, large from LARGE on. They are conventions:
-rewards are so noisy that a bias of 0.1% is invisible, but a bias of 5% is not."""
+"""Limits for the bias relative to sum |f(rho*)|. A bias is negligible below SMALL, and large at LARGE or above. The
+limits are conventions: noise in the rewards hides a bias of 0.1%, but not a bias of 5%."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
@@ -119,7 +119,7 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the bias's sign and size if its interval excludes 0, otherwise the noise level.
+    """Return a statement on the sign and size of the bias if its interval excludes 0, otherwise on the noise level.
 
     Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
     opposite sign.

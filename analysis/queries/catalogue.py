@@ -16,7 +16,7 @@ from ..trace.source import Pair, Traces
 from ..views import open_database
 
 _PAIR = "'train', 'rollout'"
-"""Passes a and b as written in the SQL files, to be replaced by `NamedQuery.over`."""
+"""The two passes as written in the SQL files. `NamedQuery.over` replaces them with other passes."""
 _FIELD = re.compile(r"-- (?P<name>Unit|Needs|Source|Meaning): (?P<text>.*)")
 
 
@@ -28,9 +28,9 @@ class NamedQuery:
     source: str
     """Publication or code that the formula comes from."""
     meaning: str
-    """How to read the result."""
+    """How to interpret the result."""
     needs: str | None
-    """Data needed besides both passes' logprobs, or None."""
+    """Data that the query needs besides the logprobs of both passes, or None."""
     sql: str
     """SQL for the passes train and rollout."""
 

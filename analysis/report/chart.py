@@ -29,12 +29,12 @@ class Line:
     name: str
     x: Array
     y: Array
-    """[n] float64. NaN where missing."""
+    """[n] float64. NaN marks a missing value."""
     is_side: bool = False
 
     @property
     def dots(self) -> Array:
-        """[n] bool: points drawn as dots. In a long line, only points without neighbours."""
+        """[n] bool: True if a point is drawn as a dot. In a long line, only points without neighbours are."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)
@@ -46,7 +46,7 @@ class Mark:
     x: float
     low: float
     high: float
-    """Confidence interval for `x`. Both ends equal `x` if the step is known exactly."""
+    """`low` to `high` is the confidence interval for `x`. Both equal `x` if the step is known exactly."""
     text: str
 
 
@@ -69,7 +69,7 @@ class Chart:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is a remark but nothing to draw."""
+        """True if the chart has only a remark and nothing to draw."""
         return False
 
 

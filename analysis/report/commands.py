@@ -14,7 +14,8 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return the `tim-trace VERB` command, with the trace's steps, pair and baseline run if the verb takes them."""
+    """Return a `tim-trace VERB` command for the subject's trace, with the subject's steps, pair and baseline run if the
+    verb accepts them."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]
@@ -27,7 +28,7 @@ def command(subject: Subject, verb: str, *options: str) -> str:
 
 
 _STEPS = {"k3": "k3", "p99_abs_d": "p99_abs_d", "max_abs_d": "max_abs_d", "ess": "ess_token"}
-"""Series -> column in the SQL macro pair_steps."""
+"""Maps the name of a series to its column in the SQL macro pair_steps."""
 
 _OF_SEQUENCES = {
     "reward": "avg(reward) FILTER (isfinite(reward))",

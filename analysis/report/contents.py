@@ -29,7 +29,7 @@ from .run_charts import constants, run_charts
 from .subject import Subject
 
 _LIKELY = 0.05
-"""Minimum probability for suggesting a rerun to test a suspected cause."""
+"""Minimum probability of a suspected cause for the report to suggest a rerun that tests it."""
 _SHOWN = 12
 
 
@@ -53,7 +53,7 @@ class Field:
 class Provenance:
     facts: tuple[tuple[str, str], ...]
     passes: tuple[str, ...]
-    """Column names for `fields`: the passes, numbered if a pass has several contracts."""
+    """Names of the columns in `fields`: the passes, with a number appended if a pass has several contracts."""
     hashes: tuple[str, ...]
     fields: tuple[Field, ...]
     settings: tuple[tuple[str, str], ...]
@@ -61,7 +61,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """A run's full analysis. Printing it prints the verdict, and a notebook shows the HTML page."""
+    """A run's full analysis. Printing it shows the verdict, and a notebook displays it as the HTML page."""
 
     _text = "tim_trace.analysis.report.contents:report_text"
     _page = "tim_trace.analysis.report.page.page:page"
@@ -85,7 +85,7 @@ class Report(Result):
         return f"{self.subjects[0].name}: {self.verdicts[0].headline}"
 
     def _repr_html_(self) -> str:
-        """Isolate the page's style and script in an iframe."""
+        """Return the page in an iframe, so that its styles and scripts do not affect the notebook."""
         return f'<iframe srcdoc="{html.escape(rendered(self, self._page))}" width="100%" height="900" style="border:0"></iframe>'
 
 
@@ -182,7 +182,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the recorded passes' contracts. Replays are excluded, because their names already state the changes."""
+    """Compare the contracts of the recorded passes. Replays are left out, because their names say what changed."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})

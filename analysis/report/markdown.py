@@ -16,7 +16,7 @@ _SERIES = ("series", "first", "last", "smallest", "largest", "changes at step")
 
 
 def report_markdown(made: Report) -> str:
-    """Return the headline, the five answers, the next commands and the main series, each value to four digits."""
+    """Return the headline, the five answers, the next commands and the main series, with four-digit values."""
     first, verdict = made.subjects[0], made.verdicts[0]
     names = [escaped(subject.name) for subject in made.subjects]
     rows = []

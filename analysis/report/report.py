@@ -51,9 +51,9 @@ def report(
     `card` is a PNG file of 1200 x 630 pixels with the headline, the five answers, the mismatch and the reward.
     `markdown` is a file for an issue or a chat (`-` prints it): the headline, the answers, the next commands and the
     series. `png` and `svg` are folders for one image and one CSV file per figure. `pdf` is either a file (NAME.pdf) with
-    one page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure. `width` is in
-    inches, or a name that sets column and text width: column (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee,
-    jmlr, nature or neurips. `font` must be installed. `title` adds a title to each figure.
+    one page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure. `width` is
+    a number of inches, or a name that sets the column width and the text width: column (3.4 and 7 inches), aaai, acl,
+    acm, iclr, icml, ieee, jmlr, nature or neurips. `font` names an installed font. `title` adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -97,7 +97,10 @@ def report(
 def analyzed(
     traces: Traces, *, control: str | os.PathLike[str] | None, pair: str, steps: str, progress: Progress
 ) -> Report:
-    """Run every analysis, and write nothing. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace."""
+    """Run every analysis, and return the report without writing it.
+
+    Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    """
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:

@@ -22,7 +22,7 @@ _MOST_STEPS = 12
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Chart every series that varies. Marks show where the first run changes."""
+    """Chart every series that varies. Marks show where the first run's series change."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -80,7 +80,8 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return lines for the mismatch with each replay in place of pass a. On a logarithmic axis, 0 becomes NaN."""
+    """Return one line per replay: the mismatch `name` if the replay replaces pass a. On a logarithmic axis, 0
+    becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -188,4 +189,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Evidence from a single run. The first series to change is not necessarily the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""Hover notes by word."""
+"""Words in the report -> the explanation that appears when the pointer is on the word."""

@@ -38,12 +38,14 @@ Found = TypeVar("Found")
 NUM_QUESTIONS = 9
 WHOLE = 30_000_000
 MOST_TOKENS = 5_000_000
-"""Token limit for runs with more than WHOLE tokens. At least one step is read, even if it exceeds the limit."""
+"""Maximum number of tokens to read from a run with more than WHOLE tokens. At least one step is read, even if that step
+exceeds the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """Results from every analysis. A missing result is None, and `unanswered` says why."""
+    """Results of every analysis of one run. A result that could not be computed is None, and `unanswered` says
+    why."""
 
     trace: str
     asked_steps: str
@@ -59,7 +61,7 @@ class Subject:
     corrections: Rows | None
     part: str
     arms: Mapping[str, tuple[Series, ...]]
-    """Mismatch by step between each replay and pass b."""
+    """Name of each replay -> series of the mismatch between this replay and pass b."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
@@ -152,7 +154,8 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens, and describe the selection."""
+    """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens. Return the limited run, and a phrase
+    that describes the selection."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:

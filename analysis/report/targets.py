@@ -11,7 +11,7 @@ from ...schemas.errors import FileThere, StorageError, option
 
 
 def refuse(paths: Sequence[Path], force: bool) -> None:
-    """Raise FileThere for a folder, or for an existing file without `force`."""
+    """Raise FileThere if a path is a folder, or if it is an existing file and `force` is off."""
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
@@ -21,11 +21,11 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
         if there[0].is_dir()
         else f"choose another path, or overwrite with {option('force')}"
     )
-    raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'an existing file'}{more}; {way}")
+    raise FileThere(f"{there[0]} is {'a folder' if there[0].is_dir() else 'an existing file'}{more}; {way}")
 
 
 def local(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path. Raises StorageError for a URL or a missing parent folder."""
+    """Return an output's absolute path. Raises StorageError if it is a URL or if its parent folder is missing."""
     if "://" in os.fspath(path):
         raise StorageError(
             f"{path}: reports and figures are written to a local folder; write them there, then copy them"
@@ -42,5 +42,5 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); choose a folder that you can write to"
+            f"{path} cannot be written ({error.strerror or error}); choose a folder that you can write to"
         ) from error

@@ -1,6 +1,7 @@
 """Find the exact least-cost split of a series (one value per step, without gaps) into straight segments.
 
-ruptures' Pelt finds the same cuts, but takes 7 times (60 steps) to 70 times (1,000 steps) as long.
+The class Pelt from the library ruptures finds the same cuts, but takes 7 times as long for 60 steps, and 70 times as
+long for 1,000 steps.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Bound the probability that a cut in pure noise reduces the sum of squares by `gain` long-run variances. The
-    formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) among all positions. Its
-    factor comes from simulated white noise with 20 to 1,000 steps."""
+    """Return a bound on the probability that a cut in pure noise reduces the sum of squares by at least `gain` long-run
+    variances. The formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) among all
+    positions. Its factor comes from simulated white noise with 20 to 1,000 steps."""
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain for a significant cut, in long-run variances."""
+    """Return the smallest reduction of the sum of squares that makes a cut significant, in long-run variances."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -60,8 +61,9 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return every segment's start except the first, and the long-run variance. Both are updated in turn until the
-    cuts no longer change. The factor 1.5 + 70 / n corrects the variance's bias in a series without a change."""
+    """Return the start of every segment except the first segment, and the long-run variance of the noise. The cuts and
+    the variance are estimated in turn until the cuts no longer change. The factor 1.5 + 70 / n corrects
+    the variance's bias in a series without a change."""
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
         return [], 0.0
@@ -69,7 +71,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # Neighbouring differences bound the noise from below for any number of cuts.
+    # The differences between neighbouring values give a lower bound on the noise, whatever the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole

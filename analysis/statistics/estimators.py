@@ -1,4 +1,4 @@
-"""Statistics for a pair of passes, from schemas.sums totals. A total is a scalar, or an array over resamples.
+"""Compute a pair's statistics from totals of schemas.sums columns. A total is a scalar, or an array over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """
@@ -19,8 +19,8 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert schemas.sums columns [N] to columns [N] whose totals are the input of FROM_SUMS. To avoid
-    cancellation, ratios are relative to the maximum, and probabilities are centred on the median sequence mean."""
+    """Convert schemas.sums columns [N] to columns [N] whose totals are the input of FROM_SUMS. To avoid cancellation,
+    ratios are divided by the largest ratio, and probabilities are measured from the median of the sequences' means."""
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
     with np.errstate(over="ignore", under="ignore"):
@@ -47,7 +47,7 @@ def _off(peak_N: Array, mean_fall_N: Array) -> Array:
 
 
 def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: Array) -> Array:
-    """Return Pearson's correlation from centred totals, or NaN if x or y is constant (as in SQL)."""
+    """Return Pearson's correlation from centred totals, or NaN if x or y is constant, as in SQL."""
     spread_x, spread_y = num * xx - x**2, num * yy - y**2
     known = (spread_x > 0) & (spread_y > 0)
     size = np.sqrt(np.where(known, spread_x, 1.0)) * np.sqrt(np.where(known, spread_y, 1.0))
@@ -72,4 +72,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Formulas for the `stats` columns, given totals over `addable` columns. They match sql/statistics.sql."""
+"""Column of `stats` -> its formula, given the totals of the columns from `addable`. The formulas match those in
+sql/statistics.sql."""

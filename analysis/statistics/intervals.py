@@ -1,9 +1,9 @@
 """Confidence intervals over groups, because sequences with the same prompt are correlated.
 
-A group is all sequences in a step with the same `group_id`, or a single sequence without one. For measured coverage,
-see docs/evidence/intervals.md (benchmarks/coverage.py).
+A group is all sequences in a step with the same `group_id`, or a single sequence without a `group_id`. For measured
+coverage, see docs/evidence/intervals.md (benchmarks/coverage.py).
 
-Shapes: N sequences, G units (one or several groups), R resamples, C columns.
+Shapes: N sequences, G units (each one or several groups), R resamples, C columns.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ MIN_GROUPS = 8
 80% to 90% of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
-"""Maximum resampled units. More groups are merged into this many units, which leaves the variance unchanged."""
+"""Maximum number of units to resample. If there are more groups, they are merged into this many units, which leaves
+the variance unchanged."""
 
 PARTS = 20
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. In between, about _BEYOND resamples fall beyond each interval bound."""
+"""Minimum and maximum number of resamples. Within these limits, the number is chosen so that about _BEYOND resamples
+fall beyond each bound of the interval."""
 _BEYOND = 25
 
 _STEP = 1e-5
@@ -41,7 +43,7 @@ _NOISE = 1e-9
 """Below this relative standard error, groups differ only by rounding and count as identical."""
 
 _NO_SPREAD = 1e-6
-"""A resample counts as having no variation if its standard error, relative to the run's, is at most this."""
+"""A resample counts as having no variation if its standard error is at most this share of the run's standard error."""
 
 
 _BLOCK = 1 << 15
@@ -74,10 +76,11 @@ def bootstrap(
     Each resample gives t = (resampled value - value) / (resampled standard error), where standard errors come from the
     infinitesimal jackknife (Efron 1982). The bounds are value - t * standard error at two quantiles. With few groups,
     the variance is underestimated, so the quantiles are expanded (Hesterberg 2015, What Teachers Should Know About the
-    Bootstrap, section 3.2, for percentiles), and no bound is closer than Student's t with G - 1 degrees of
-    freedom. scipy.stats.bootstrap supports neither groups nor t.
+    Bootstrap, section 3.2, for percentiles). No bound is closer to the value than the bound of a Student's t interval
+    with G - 1 degrees of freedom. scipy.stats.bootstrap supports neither groups nor bootstrap-t intervals.
 
-    `constants` are added to the totals unchanged. If a bound is infinite, the result is CARRIED, unless `open_ended`.
+    `constants` are passed to the statistics with the totals, and are not resampled. If a bound is infinite,
+    the result is CARRIED, unless `open_ended` is on.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -106,7 +109,8 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Divide whole groups at random into at most PARTS parts. Return each element's part, [N]."""
+    """Divide the groups at random into at most PARTS parts, without splitting a group. Return the index of each
+    element's part, [N]."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -115,8 +119,9 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return a smooth statistic's interval from its values with each part left out, using Tukey's pseudo-values, P
-    value - (P - 1) value_p. Returns SINGLE if leaving out a part rarely changes the value (e.g. a maximum)."""
+    """Return a smooth statistic's interval from its values `without_P`, each computed with one of the P parts left out,
+    using Tukey's pseudo-values, P value - (P - 1) value_p. Returns SINGLE if leaving out a part rarely changes
+    the value (e.g. a maximum)."""
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
         return NoInterval.FEW
@@ -140,7 +145,7 @@ def student_quantile(probability: float, freedom: int) -> float:
     >>> round(student_quantile(0.975, 1), 3)
     12.706
     """
-    from scipy.special import stdtrit  # the same as scipy.stats.t.ppf, which takes long to import
+    from scipy.special import stdtrit  # the same as scipy.stats.t.ppf, but faster to import
 
     return float(stdtrit(freedom, probability))
 
@@ -151,7 +156,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
     >>> round(f_quantile(0.90, 1, 6), 2)
     3.78
     """
-    from scipy.special import fdtri  # scipy.stats takes long to import
+    from scipy.special import fdtri  # scipy.stats is slow to import
 
     return float(fdtri(numerator, denominator, probability))
 
@@ -221,7 +226,7 @@ class _Resampling:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
             off_G = np.asarray(by_unit_G - total / self._number, np.float64)
-            # Not with BLAS: on busy cores, waiting for its threads takes fifty times as long as the computation.
+            # Avoid BLAS: on busy cores, waiting for its threads takes fifty times as long as the computation.
             resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
             self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
         return self._by_unit[name]

@@ -16,7 +16,8 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""A jump at a constant slope, a jump with a slope change, and an exponential approach (policy collapse)."""
+"""Forms of a change: a jump at a constant slope, a jump with a change of slope, and an exponential approach to a new
+level (as in a policy collapse)."""
 
 _DECAYS = (0.03, 0.1, 0.3)
 
@@ -35,7 +36,7 @@ class Located:
     before: float
     after: float
     gain: float
-    """How much the sum of squares decreases if slope and level may change, in units of the long-run variance."""
+    """Largest reduction of the sum of squared residuals by a change in slope and level, in long-run variances."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
@@ -97,8 +98,8 @@ _MAX_ENDS = 12
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return (low, index, high): where a decline between two given levels starts, between the bounds of a 90% interval.
-    The interval contains every index that an F test (1 and N - 3 degrees of freedom) does not reject."""
+    """Return (low, index, high): the index at which a decline between two given levels starts, and the bounds of its
+    90% interval. The interval contains every index that an F test (1 and n - 3 degrees of freedom) does not reject."""
     n = len(values)
     costs = np.full(n, np.inf)
     for i in range(n - 2):
@@ -110,8 +111,9 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). The levels are fitted. The
-    noise may be autocorrelated, and its standard deviation is at least `deviation`."""
+    """Return the 95% interval for a decline's start (coverage: docs/evidence/intervals.md). The levels
+    before and after the decline are fitted. The noise may be autocorrelated. Its standard deviation is assumed to
+    be at least `deviation`."""
     centred = values - values.mean()
     n = len(centred)
     costs, left = np.full(n, np.inf), centred
@@ -130,6 +132,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return how far a linear decline from `start` has progressed, from 0 to 1, for each candidate end, [E, N]."""
+    """Return the progress, from 0 to 1, of a linear decline from `start` to each candidate end, [E, n]."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _MAX_ENDS)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

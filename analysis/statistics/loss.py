@@ -1,9 +1,9 @@
 """Policy loss terms: contributions to the objective, clipping and corrections.
 
-sql/loss.sql implements the same rules as SQL macros, and replay/gradients in torch.
+sql/loss.sql implements the same rules as SQL macros, and replay/gradients implements them in torch.
 
-Shapes: T tokens in N sequences, concatenated, and K terms (tokens, or sequences with a single ratio). Other functions
-take equally shaped arrays.
+Shapes: T tokens in N sequences, concatenated, and K terms (tokens, or sequences with a single ratio). If a function
+states no shapes, its arrays have equal shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...schemas.loss import (
 from .estimators import Array
 
 SAFETY_BOUND = 20.0
-"""Like the frameworks, clamp log-ratios to +-20 nats before exp."""
+"""Log-ratios are clamped to +-20 nats before exp, as in the frameworks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Convert log-ratios from tokens [T] to terms [K]. Masked tokens must be 0.
+    """Convert the log-ratios of tokens [T] to those of terms [K]. The log-ratios of masked tokens must be 0.
 
     `num_N` counts each sequence's unmasked tokens.
 
@@ -87,7 +87,7 @@ def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
 
 
 def clamped_exp(log_ratio: Array) -> Array:
-    """Return exp after clamping to +-20 nats.
+    """Return exp(log_ratio), where log_ratio is first clamped to +-20 nats.
 
     >>> clamped_exp(np.array([0.0, -1e9])).tolist()
     [1.0, 2.061153622438558e-09]
@@ -157,7 +157,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
     """Return the loss's correction weight for a ratio exp(log_ratio), where log_ratio = train - rollout (nats).
 
-    Beyond a bound, the weight is the bound if the loss truncates, and 0 if it masks.
+    If the ratio is beyond a bound, the weight is this bound if the loss truncates ratios, and 0 if it masks them.
 
     >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
     [2.0, 0.0]
@@ -179,7 +179,7 @@ _OPTIONS = {
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as bit-exact options for the macros in sql/loss.sql.
+    """Write a loss as options for the macros in sql/loss.sql. Its numbers are preserved bit for bit.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

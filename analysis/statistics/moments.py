@@ -17,13 +17,13 @@ from .estimators import Array
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
     mean_N: Array
-    """Mean of the counted tokens, exact if all are equal. 0 if none are counted."""
+    """Mean over each sequence's counted tokens: exact if all values are equal, and 0 if no token is counted."""
     off_T: Array
     left_N: Array
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values within sequences. Tokens outside `counted_T` must be 0."""
+    """Subtract each sequence's mean from its values. The values of tokens outside `counted_T` must be 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))
@@ -34,7 +34,7 @@ def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.n
 
 
 def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return each sequence's sum over (x - mean x) (y - mean y), [N].
+    """Return the sum of (x - mean x) (y - mean y) over the tokens of each sequence, [N].
 
     >>> starts, num = np.array([0]), np.array([2.0])
     >>> x, y = (centred(np.array(values), starts, num) for values in ([1.0, 3.0], [2.0, 8.0]))
@@ -48,7 +48,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
     """Return each sequence's mean minus the median of the means with the same `place_N`, [N]. Sequences without counted
-    tokens get 0. Sums of these differences add up over sequences without losing precision."""
+    tokens get 0. These differences can be summed over sequences without losing precision."""
     off_N = np.zeros(len(mean_N))
     there_N = np.flatnonzero(num_N > 0)
     order = there_N[np.lexsort((mean_N[there_N], place_N[there_N]))]

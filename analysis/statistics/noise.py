@@ -1,4 +1,5 @@
-"""Measure a series' noise as its long-run variance. Autocorrelation makes it larger than the plain variance."""
+"""Measure a series' noise as its long-run variance, which is larger than the plain variance if the noise is
+autocorrelated."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Minimum number of values for telling autocorrelation from real changes."""
+"""Minimum number of values needed to distinguish autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
-    """Clip outliers at 4 robust standard deviations from the median of 7 neighbours."""
+    """Clip each value to within 4 robust standard deviations of the median of the 7 values around it."""
     if len(values) < _WINDOW + 2:
         return values
     middle = running_median(values, _WINDOW, "reflect")
@@ -37,11 +38,12 @@ def robust_sd(values: np.ndarray) -> float:
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     """Return n times the variance of a stationary series' mean, after fitting `num_fitted` parameters.
 
-    It is the larger of two estimates:
+    The result is the larger of two estimates:
 
-    - A first-order autoregression, variance (1 + phi) / (1 - phi). phi comes from squared differences at lags 2 and 1
-      (robust to level changes: Chakar et al., Bernoulli 23, 2017), or from a line's residuals if smaller.
-    - The variance plus twice the autocovariances up to lag n^(1/3). It includes correlation over a few steps that the
+    - The long-run variance of a first-order autoregression, variance (1 + phi) / (1 - phi). phi is the smaller of two
+      estimates: from squared differences at lags 2 and 1 (robust to level changes: Chakar et al., Bernoulli 23, 2017),
+      and from the residuals around a straight line.
+    - The variance plus twice the autocovariances up to lag n^(1/3). This includes correlation over a few steps that the
       autoregression misses.
     """
     n = len(values)
@@ -57,9 +59,9 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, using an autocorrelation 1.5 standard errors (1 / sqrt(n),
-    Bartlett 1946) above its estimate. With 8 to 40 steps, the estimate itself is near 0 even in strongly correlated
-    series, and only 70% of intervals would contain the true value."""
+    """Return the long-run variance to use for an interval. The autocorrelation is set 1.5 standard errors (1 / sqrt(n),
+    Bartlett 1946) above its estimate: with 8 to 40 steps, the estimate is near 0 even in strongly correlated series,
+    so that only 70% of the intervals based on it would contain the true value."""
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)
     phi = min(phi, _MOST_CORRELATED)
@@ -69,8 +71,8 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 def level_deviation(values: np.ndarray) -> float:
     """Return sqrt(n) times the mean's standard deviation, unaffected by changes in level and slope. In a first-order
-    autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 averages var (6 - 8 phi + 2 phi^2), and the mean has variance var (1
-    + phi) / (1 - phi) / n."""
+    autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the series' mean has the
+    variance var (1 + phi) / (1 - phi) / n."""
     n = len(values)
     phi = 0.0
     if n >= ENOUGH:

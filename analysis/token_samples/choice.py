@@ -19,16 +19,16 @@ from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 
 WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of step"
-"""Why a sequence was chosen."""
+"""Possible reasons for choosing a sequence."""
 
 PROMPT_TOKENS = 400
-"""Maximum prompt tokens shown, from the end of the prompt."""
+"""Maximum number of prompt tokens to show, taken from the end of the prompt."""
 
 
 LOOKED_TOKENS = 4_000_000
-"""Minimum response tokens to search. Smaller runs are searched in full."""
+"""Number of response tokens to search in a run. Smaller runs are searched in full."""
 SUMMED_SHARE = 0.2
-"""If the trace stores the pair's sums, search at least this share of the run's tokens."""
+"""Share of a run's response tokens to search if the trace stores the pair's sums, but at least LOOKED_TOKENS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

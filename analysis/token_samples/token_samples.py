@@ -32,7 +32,7 @@ from .choice import (
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
-"""Maximum full sequences in memory at once."""
+"""Maximum number of complete sequences in memory at once."""
 
 
 def read_chosen(
@@ -168,7 +168,7 @@ def read_token_samples(
 
     The worst sequences have the largest |d| in any token. Typical ones have a mean |d| closest to the median. Random
     ones are the same in every call. Each step's worst sequences are added. In a large run, only some steps are searched
-    (see choice.look_at), `notable` ones first. Sequences are omitted to limit the number of tokens shown, and long
+    (see choice.look_at), `notable` ones first. Some sequences are omitted to limit the number of tokens shown, and long
     responses are cut to a window around their worst token. The result's `choice` describes the selection.
 
     If the trace has only one pass of the pair, d is missing. An empty trace has no sequences. Raises DamagedTrace.
@@ -193,7 +193,8 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""States of a token's logprob in a pass. NOT_RECORDED: NULL or no score row. INFINITE: either infinity."""
+"""States of a token's logprob in a pass. NOT_RECORDED means that the logprob is NULL or that the sequence has no row in
+`scores`. INFINITE means plus or minus infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +232,11 @@ class TokenSample:
     state: Mapping[str, np.ndarray]
     """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
-    """[T] bool: the loss counts the token; False for tool output and masked parts."""
+    """[T] bool: True if the loss counts the token, False for tool output and masked parts."""
     advantages: np.ndarray | None
     """[T] float32 if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32 (nats), from pass b, or else a. NaN if missing, None if neither has it."""
+    """[T] float32 (nats), from pass b, or from pass a if b has none. NaN if missing, None if neither has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

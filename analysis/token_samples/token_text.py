@@ -20,14 +20,15 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum lengths of a piece and of a replacement, so that an untrusted decoder cannot produce huge texts."""
+"""Maximum lengths (characters) of a decoded piece and of a replacement, so that an untrusted decoder cannot produce
+huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
     """Map byte-level BPE characters to bytes: the inverse of bytes_to_unicode in GPT-2's encoder.py.
 
-    Printable Latin-1 bytes are their own characters. The others are U+0100 and up.
+    Printable Latin-1 bytes stand for themselves. The other bytes are represented by U+0100 and the characters after it.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -46,7 +47,7 @@ class Decoding:
     replaced: tuple[tuple[str, str], ...] = ()
     """(old, new) replacements, applied in order, such as an end-of-word mark and the space it stands for."""
     prefix: str | None = None
-    """Marks a piece that continues a word (WordPiece)."""
+    """Prefix of every piece that continues a word (WordPiece)."""
     spaced: bool = False
     """True if every piece is a separate word, as for a tokenizer without a decoder."""
 
@@ -63,7 +64,7 @@ class Decoding:
 
 
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """Read a tokenizer.json's decoder. Without one, tokens are joined with spaces.
+    """Read the decoder from a tokenizer.json. Without a decoder, tokens are joined with spaces.
 
     Raises KeyError, TypeError, ValueError or AttributeError if the decoder is unknown.
     """
@@ -72,7 +73,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
     parts = {str(part.get("type")): part for part in _parts(decoder)}
     replaced = [found for part in _parts(decoder) if (found := _replaced(part)) is not None]
     if any(not old or len(new) > _MOST_BY for old, new in replaced):
-        raise ValueError("the decoder replaces an empty string or has too long a replacement")
+        raise ValueError("the decoder replaces an empty string, or one of its replacements is too long")
     return Decoding(
         byte_level="ByteLevel" in parts,
         byte_fallback="ByteFallback" in parts,
@@ -82,7 +83,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
 
 
 def of_bytes(content: bytes) -> str:
-    """Decode UTF-8. Incomplete characters become <0xE2>.
+    """Decode UTF-8. The bytes of an incomplete character are shown in hexadecimal, such as <0xE2>.
 
     >>> of_bytes(b"a\\xe2\\x82")
     'a<0xE2><0x82>'
@@ -203,7 +204,7 @@ def read_token_text(source: Source) -> TokenText:
 def _content(source: Source) -> bytes:
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
-        raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
+        raise ValueError(f"it has {size:,} bytes, more than any vocabulary needs")
     content = source.store.read_bytes(_FILE)
     accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
     if accounts and whole_hash(content) not in accounts:
@@ -222,10 +223,10 @@ def _name(source: Source, vocabulary: Vocabulary) -> str:
 
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Marks for white space; a newline's mark is followed by the line break."""
+"""Characters that make white space visible. The one for a newline is followed by the line break itself."""
 
 MOST_MARKS = 4
-"""Maximum combining marks in a row. More would overlap other lines."""
+"""Maximum number of combining marks in a row. More of them would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
@@ -239,8 +240,8 @@ def visible(text: str) -> str:
     """Make every character visible, and keep line breaks.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
-    odd spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle brackets.
-    Idempotent: visible(visible(x)) == visible(x). HTML is not escaped.
+    unusual spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle
+    brackets. Idempotent: visible(visible(x)) == visible(x). HTML is not escaped.
 
     >>> visible("a b")
     'a\u00b7b'
@@ -250,7 +251,7 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text.replace(" ", SPACE)
     parts: list[str] = []
-    marks = MOST_MARKS  # a combining mark at the start has no base letter
+    marks = MOST_MARKS  # as if the limit were reached: a mark at the start has no base letter
     before = ""
     for char in text:
         category = unicodedata.category(char)

@@ -80,7 +80,8 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return each hyperparameter's last value in one run, or in all runs. The name prefix is removed."""
+    """Return each hyperparameter's last value in one run, or in all runs. The prefix
+    `hyperparameter/` is removed from the names."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
@@ -103,7 +104,8 @@ SELECT NOT EXISTS (FROM sequences) AND EXISTS (FROM metrics WHERE NOT starts_wit
 
 
 def has_only_other_passes(database: Database, pair: Pair) -> bool:
-    """Return True if neither pass has logprobs, but at least two others have, such as several engines' values."""
+    """Return True if neither pass of the pair has logprobs, but at least two other passes do, e.g. those of several
+    engines."""
     counts = num_scored(database)
     return len(database.sources) == 1 and len(counts) > 1 and not {*pair} & {*counts}
 
@@ -113,7 +115,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
     where = ", ".join(source.run for source in database.sources)
     if not database.kept_steps and database.connection.execute(_SCALARS_ALONE).fetchall() == [(True,)]:
         return (
-            f"{where}: has logged scalars but no tokens; record the run with tim-trace record, or import a dump with logprobs "
+            f"{where} has logged scalars but no tokens; record the run with tim-trace record, or import a dump with logprobs "
             "(tim-trace import auto)"
         )
     lacking = [name for name in pair if name not in counts]
@@ -124,14 +126,14 @@ def why_nothing(database: Database, pair: Pair) -> str:
     others = list(counts)
     if len(others) > 3 and len(database.sources) == 1:
         trace = shlex.quote(database.sources[0].store.url)
-        return f"{where}: {problem}; `tim-trace compare {trace}` compares all {len(others)} passes with logprobs"
+        return f"{where} {problem}; `tim-trace compare {trace}` compares all {len(others)} passes with logprobs"
     if (shown := first_pair(others)) is not None:
-        return f"{where}: {problem}; compare two of {', '.join(others)}, e.g. with {option('pair', shown)}"
+        return f"{where} {problem}; compare two of {', '.join(others)}, e.g. with {option('pair', shown)}"
     if others:
-        return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
+        return f"{where} {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
     if database.kept_steps:
-        return f"{where}: {problem}; {option('steps', database.steps)} selects steps without scores"
-    return f"{where}: {problem}; the trace has no scores"
+        return f"{where} {problem}; {option('steps', database.steps)} selects steps without scores"
+    return f"{where} {problem}; the trace has no scores"
 
 
 def _replay_gives(database: Database, name: str) -> str:

@@ -69,7 +69,8 @@ def interruptible() -> Iterator[None]:
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
-    """Run a user's query so that Ctrl-C ends it at once. On the main thread, DuckDB does not always check for it."""
+    """Run a user's query in another thread, so that Ctrl-C ends the query at once. On the main thread, DuckDB does not
+    always check for Ctrl-C."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         try:
@@ -110,7 +111,8 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Apply a function to row batches in threads. If there are no rows, the function gets one empty batch."""
+        """Apply a function to batches of a query's rows, in several threads. If there are no rows, the function is
+        called with one empty batch."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:

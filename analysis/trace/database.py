@@ -66,7 +66,7 @@ class Database:
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # a trace's files never change
-        if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte per list column
+        if all(source.store.is_local for source in self.sources):  # prefetching would read 1 MB per list column
             self.connection.execute("SET disable_parquet_prefetching = true")
         self.views = TableViews(self.connection, self.sources, self.files)
         self.sums = SumTables(self.connection, self.views, self.sources)
@@ -140,7 +140,7 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # results cached for these steps are shared too
+        if key not in self.memory:  # reuse the Database of these steps, with the results cached in it
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress
@@ -150,7 +150,8 @@ class Database:
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. Sums are no longer stored in traces."""
+        """Exclude sequences (run, step, seq_id), replacing earlier exclusions. From now on, no sums are stored in the
+        traces."""
         self.views.leave_out(sequences)
         self._forget_sums()
 

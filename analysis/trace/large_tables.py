@@ -1,4 +1,6 @@
-"""Choose the files that a query needs from a very large table: DuckDB plans the query over empty placeholder files."""
+"""Choose the files that a query needs from a very large table. To find them, DuckDB plans the query over placeholder
+files without data.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
 _IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
 
 Steps = tuple[float, float]
-"""First and last step, inclusive. Infinite if unbounded."""
+"""First and last step, inclusive. A range without a bound is infinite on that side."""
 _ALL: Steps = (float("-inf"), float("inf"))
 
 
@@ -39,7 +41,7 @@ class _LargeTable:
     files: Sequence[TableFile]
     folder: str
     no_columns: str = ""
-    """SELECT list with typed NULLs, so that no file is read."""
+    """SELECT list with a typed NULL per column, for queries that only count rows and therefore need no file."""
 
     @property
     def marker(self) -> str:
@@ -115,7 +117,7 @@ class LargeTables:
             ((_, plan),) = self._connection.execute(f"EXPLAIN (FORMAT json) {query}", parameters).fetchall()
             scans = list(_scans(json.loads(plan)))
             asked = self._files.num_asked - before
-        except (duckdb.Error, ValueError):  # running the query raises the error
+        except (duckdb.Error, ValueError):  # the query is invalid, and running it raises the error
             return None
         finally:
             for table in self._tables:

@@ -13,12 +13,12 @@ from ...schemas.errors import InvalidOption, InvalidQuery, option
 from ...schemas.size import parse_size
 
 _STACKS = 64 << 20
-"""Extra room for thread stacks, in bytes."""
+"""Memory added to the limit for thread stacks (bytes)."""
 _INTERRUPT_EVERY_S = 0.1
 
 
 def set_memory(connection: duckdb.DuckDBPyConnection, memory: str) -> None:
-    """Limit DuckDB's buffers, and keep it from writing temporary files."""
+    """Limit the size of DuckDB's buffers, and keep DuckDB from writing temporary files."""
     num_bytes = parse_size(memory, option="memory")
     if num_bytes < 10**6:
         raise InvalidOption(f"got {memory!r}; use at least 1MB", option="memory")
@@ -36,8 +36,8 @@ def limited(
 ) -> Iterator[None]:
     """Raise InvalidQuery if the block takes longer than `timeout` seconds or more memory than `memory`.
 
-    DuckDB's own limit covers its buffers, but not strings and lists under construction. On Linux, the whole process is
-    therefore limited too, until the block ends.
+    DuckDB's own limit covers its buffers, but not strings and lists under construction. On Linux, the
+    memory of the whole process is therefore limited too, until the block ends.
     """
     if timeout is not None:
         check_timeout(timeout)
@@ -99,7 +99,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (MemoryError, duckdb.OutOfMemoryException)):
             return True
-        if any(words in str(error) for words in ("MemoryError", "can't start new thread")):  # from Python functions
+        if any(words in str(error) for words in ("MemoryError", "can't start new thread")):  # of Python functions
             return True
         error = error.__cause__ or error.__context__
     return False

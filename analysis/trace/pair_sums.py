@@ -1,8 +1,8 @@
 """Compute per-sequence sums (schemas.sums) from tokens.
 
-To avoid cancellation, ratios exp(d) are divided by the sequence's largest before they are summed, and probabilities are
-centred before they are squared. Such sums can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). Sums are bitwise identical in any batch.
+To avoid cancellation, ratios exp(d) are divided by the sequence's largest ratio before they are summed, and
+probabilities are centred before they are squared. Such sums can be merged over sequences (Chan, Golub and LeVeque 1983,
+Algorithms for computing the sample variance). A sequence's sums are bitwise identical, whichever batch it is in.
 
 Shapes: T tokens from several sequences, concatenated, N sequences, B sequences in a block.
 """
@@ -34,19 +34,19 @@ OF_DIFFERENCES = (
 )  # fmt: skip
 
 SUM_EXP_ABS_D = "sum_exp_abs_d"
-"""Sums exp(|d|), capping |d| at 700 nats. Computed on request and never stored."""
+"""Sum of exp(|d|), with |d| capped at 700 nats. It is computed on request and never stored."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
 
 Sizes = list[tuple[str, int, np.ndarray]]
-"""Run, step, and float64 |d| [T] for tokens in the loss that are finite in both passes."""
+"""Entries (run, step, float64 |d| [T]), for the tokens in the loss with finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Batch size for long sequences (rows). It is small because several batches wait in a queue."""
+"""Number of rows in a batch of long sequences. It is small, because several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
@@ -56,7 +56,7 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
 _TINY = -700.0
-"""Below this logprob, exp loses precision."""
+"""Below this logprob (nats), exp(logprob) loses precision."""
 
 _SERIES = 0.0625
 """Below this |d|, exp(d) - 1 - d uses a power series up to d^10 (relative error 1e-18)."""
@@ -72,7 +72,7 @@ class FiniteTokens:
     num_tokens_N: np.ndarray
     num_nan_N: np.ndarray
     num_inf_N: np.ndarray
-    """Tokens with an infinity in either pass and no NaN."""
+    """Number of tokens whose logprob is infinite in either pass and NaN in neither."""
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
@@ -115,7 +115,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return [N] schemas.sums columns by name. Sequences without a finite token get 0."""
+    """Return columns of schemas.sums by name, [N]. In sequences without a finite token, they are 0."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -134,7 +134,7 @@ def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
     """Return the sums in `names`, [B]. `starts_B` contains the index of each sequence's first token."""
-    # Computed eagerly, because threads would wait for a cached property's lock.
+    # Compute these values here: as cached properties, they would make threads wait for a lock.
     d_T, asked = a_T - b_T, frozenset(names)
     size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
     growth_T = weight_T = prob_diff_T = d_T
@@ -164,8 +164,8 @@ _OF_WEIGHTS = frozenset(("sum_weight", "sum_weight2"))
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the [B] sums in OF_PROBABILITIES. Probabilities are relative to the sequence's largest, exp(a) -
-    exp(peak) = exp(peak) expm1(a - peak), to stay precise near 0 and 1."""
+    """Return the sums in OF_PROBABILITIES, [B]. To stay precise near 0 and 1, probabilities are measured from the
+    sequence's largest probability: exp(a) - exp(peak) = exp(peak) expm1(a - peak)."""
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
     falls: dict[str, Centred] = {}
@@ -183,7 +183,7 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
 
 
 def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
-    """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, given growth_T = exp(d) - 1.
+    """Return |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, [T], given growth_T = exp(d) - 1.
 
     >>> a, b = np.array([-1.0, -1.0]), np.array([-1.0 - 2**-40, -3000.0])
     >>> with np.errstate(all="ignore"):

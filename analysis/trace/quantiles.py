@@ -24,7 +24,7 @@ _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
 _BLOCK_TOKENS = 1 << 20
 _GATHERED = 1 << 22
-"""Beyond this many values, equal values are merged and counted."""
+"""If more values than this are kept, equal values are merged and counted to save memory."""
 
 Cuts = tuple[float | None, ...]
 
@@ -43,7 +43,7 @@ class Histogram:
         if len(bin_T) < _DENSE_TOKENS:
             bins_B, counts_B = np.unique(bin_T, return_counts=True)
             return cls(bins_B, counts_B)
-        # Bin 0 is far below all others. Map it to just below the lowest.
+        # Bin 0 is far below all other bins. Map it to just below the lowest of them, so that `counts` stays short.
         first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
         counts = np.bincount(np.maximum(bin_T - first, 0))
         places = np.flatnonzero(counts)
@@ -61,13 +61,13 @@ class Histogram:
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
-        """Return quantiles within relative error ERROR, none above `largest`."""
+        """Return the quantiles with a relative error of at most ERROR. None of them exceeds `largest`."""
         places = self.places()
         return _cuts(self.num_values, lambda rank: min(_middle(_bin_at(places, rank)), largest), linear)
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """Add histograms.
+    """Add up the counts of several histograms.
 
     >>> merged([Histogram.of(np.array([0.5, 0.0])), Histogram.of(np.array([0.5]))]).counts_B.tolist()
     [1, 2]
@@ -82,7 +82,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
-    """Return int32 bins, [T]. A larger value never gets a lower bin."""
+    """Return the bin of each value, int32 [T]. A larger value never gets a lower bin."""
     return (abs_d_T.view(np.int64) >> _SHIFT).astype(np.int32)
 
 

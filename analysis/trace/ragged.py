@@ -17,10 +17,10 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Tokens to process at once, so that their arrays fit in a core's cache."""
+"""Number of tokens to process at once. It is small enough for their arrays to fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Sequence range, token range, and the index of each sequence's first token within the token range."""
+"""Range of sequences, range of tokens, and the index of each sequence's first token in the latter range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class Tokens:
     logprobs: dict[str, Array]
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: the token is in the loss and every pass has its logprob. None if true everywhere."""
+    """True if the token is in the loss and every pass has its logprob. None if this is the case for all tokens."""
     advantage_N: Array | None = None
-    """NaN if missing, None if not read."""
+    """Each sequence's advantage. NaN if missing, None if advantages were not read."""
     advantage_T: Array | None = None
-    """NaN if missing, None if no sequence has a list."""
+    """Each token's advantage. NaN if missing, None if no sequence has an advantage per token."""
 
     @property
     def starts_N(self) -> np.ndarray:
@@ -74,8 +74,8 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Flatten Arrow lists, cutting each sequence to its shortest pass. An empty `mask` list counts every token, and
-    `advantages` override `advantage`."""
+    """Flatten Arrow lists of per-token values. Each sequence is cut to the length of its shortest pass. An empty `mask`
+    list counts every token, and `advantages` override `advantage`."""
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
     counted_T = None if mask is None else counted(mask, lengths_N)
@@ -114,7 +114,7 @@ def flat(lists: Any) -> tuple[Any, np.ndarray]:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Convert Arrow values to NumPy, NULL to NaN. `to_numpy` would spend 0.3 s importing pandas."""
+    """Convert Arrow values to NumPy, and NULL to NaN. `to_numpy` would spend 0.3 s importing pandas."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
@@ -125,7 +125,7 @@ def array_of(values: Any) -> np.ndarray:
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
-    """Mask the first `kept_N` values in each list.
+    """Return a mask that is True for the first `kept_N` values in each list.
 
     >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
     [True, False, True, True, True]
@@ -135,7 +135,7 @@ def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
 
 
 def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
-    """Mark the tokens in the loss ([T] bool). None if all are."""
+    """Return a mask that is True for tokens in the loss, [T], or None if all tokens are in the loss."""
     values, known_N = flat(mask)
     if not len(values):
         return None
@@ -174,7 +174,7 @@ def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
 
 
 def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return values minus their group's mean. Values that are not finite are ignored."""
+    """Return values minus their group's mean. The mean is over finite values only."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))

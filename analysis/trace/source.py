@@ -17,7 +17,8 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Version of the stored sums. Others are recomputed: before version 2, sums could belong to a different run."""
+"""Version of the stored sums. Sums of other versions are recomputed, because before version 2, they could belong to a
+different run."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -41,7 +42,7 @@ class Source(Snapshot):
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
-            f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}). Restore the file from a backup"
+            f"{self.store.shown(file.relative)} cannot be read ({first_line(error)}). Restore the file from a backup"
         )
 
     @property
@@ -64,7 +65,8 @@ class Source(Snapshot):
 
 
 def run_folder(run: str) -> str:
-    """Return the run's folder name. It begins with `_`, because DuckDB reads some bare names as NULL."""
+    """Return the name of a run's folder, from which DuckDB reads the run's name. A `_` precedes the run's name, because
+    DuckDB would read some names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
@@ -84,7 +86,7 @@ def urls_of(traces: Traces) -> list[str]:
 
 
 def open_sources(traces: Traces) -> list[Source]:
-    """Open traces. Runs with the same name get numbered suffixes."""
+    """Open traces. If several runs have the same name, a number is added to the later ones."""
     sources: list[Source] = []
     names: set[str] = set()
     for url in urls_of(traces):
@@ -115,7 +117,7 @@ def find_sums(source: Source) -> None:
         if found is None:
             continue
         kind, pair, covers, read = found
-        # A new attempt reuses the step's sequence names, so sums over only some segments are ambiguous.
+        # Steps that were trained again reuse sequence names, so sums over only some segments are ambiguous.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):
@@ -153,7 +155,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         content = json.loads(footer.metadata[MADE_OF])
         kind, (a, b), covers = content["kind"], content["pair"], set(content["covers"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: does not record its source files") from error
+        raise DamagedTrace(f"{where} does not record its source files") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
         raise DamagedTrace(f"{where}: its content does not match the checksum in its name")
     if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:

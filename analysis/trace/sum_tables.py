@@ -1,4 +1,4 @@
-"""Sum tables, stored in traces or computed since the traces were opened."""
+"""Tables of sums that were stored in traces, or computed since the traces were opened."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ComputedFile:
 
 
 class SumTables:
-    """Sums for several traces. Temporary files are deleted together with this object."""
+    """Tables of sums over several traces. Their temporary files are deleted together with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -157,5 +157,5 @@ def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
 
 
 def _listed(pairs: Collection[Pair]) -> str:
-    # Without pairs, list a name that no pair has, because `x IN (NULL)` is NULL.
+    # If there are no pairs, list a name that no pair has. An empty list is invalid SQL, and `x IN (NULL)` is NULL.
     return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "''"

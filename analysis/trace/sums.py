@@ -45,13 +45,13 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Maximum tokens to process at once. Their |d| stays in memory (8 bytes per token)."""
+"""Maximum number of tokens to process at once. Their |d| stays in memory (8 bytes per token)."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Maximum sequences to process at once (0.2 KB each)."""
+"""Maximum number of sequences to process at once. Each takes 0.2 KB of memory."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum tokens in a run with exact quantiles by default, because its |d| fits in memory."""
+"""Maximum number of tokens in a run whose quantiles are exact by default. Their |d| fits in memory."""
 
 
 Quantiles = tuple[Any, ...]
@@ -80,7 +80,7 @@ Unit = tuple[Chunk, ...]
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
     """Compute a pair's missing sums. Return True if anything was computed. `of_run` adds quantiles over whole runs,
-    exact up to EXACT_TOKENS tokens."""
+    which are exact up to EXACT_TOKENS tokens."""
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
         return False
@@ -127,7 +127,7 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write all sums in a fixed order, so that totals do not depend on what was stored before."""
+    """Write all sums in a fixed order, so that totals do not depend on which sums were already stored."""
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
     # Keep |d| only for runs that this process reads in full.
@@ -189,7 +189,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """A run's rows must be contiguous."""
+    """Split a table into one table per run. The rows of a run must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -210,7 +210,7 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     for spec, write in ((SEQUENCE_SUMS, write_sums), (STEP_HISTOGRAMS, write_histograms)):
         columns = ", ".join(spec.schema.names)
         write(connection.sql(f"SELECT {columns} FROM {spec.name} WHERE {within} ORDER BY ALL").to_arrow_table())
-    # A single statement reads the whole view before it inserts.
+    # The view includes the table that rows are inserted into. DuckDB reads the whole view before it inserts.
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
@@ -260,7 +260,7 @@ def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progr
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every finished, writable trace. Return True if all received them."""
+    """Write a pair's sums into every finished, writable trace. Return True if all traces received them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []

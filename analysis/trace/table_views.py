@@ -122,7 +122,7 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        # DuckDB maps Arrow types to its own names.
+        # Ask DuckDB for its own names of the columns' Arrow types.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -171,19 +171,20 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition for exactly these steps: just a range if it contains no other `recorded` step.
+    """Return an SQL condition that selects exactly these steps. It is only a range if the range contains no other
+    `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
     >>> step_condition([3, 6])
     'step BETWEEN 3 AND 6 AND step IN (3, 6)'
     """
-    if isinstance(steps, range):  # a range of timestamps may be too long to list
+    if isinstance(steps, range):  # a range of timestamps may have too many steps to list
         return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
     if not len(steps):
         return "false"
     first, last = min(steps), max(steps)
-    # DuckDB skips row groups outside a range, but not those outside a long list.
+    # Always add the range, because DuckDB skips row groups outside a range, but not those outside a long list.
     within = f"step BETWEEN {first} AND {last}"
     num_known = last + 1 - first if recorded is None else sum(first <= step <= last for step in recorded)
     return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
@@ -206,6 +207,6 @@ def rows_of(files: Sequence[RunFile], columns: str) -> str:
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
-    # DuckDB takes the run from the folder name, and skips runs that the query excludes.
+    # DuckDB reads the run from the folder name, so it need not open the files of runs that the query excludes.
     parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
     return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"

@@ -25,11 +25,11 @@ _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
 class PassRows:
     name: str
     iteration: int | None = 0
-    """None reads all inner iterations, one row each."""
+    """The inner iteration to read. None reads all of them, with one row each."""
     scored: bool = True
-    """True skips rows without logprobs. False gives them an empty list."""
+    """True skips rows without logprobs. False returns them with an empty list of logprobs."""
     optional: bool = False
-    """True gives sequences without scores an empty list."""
+    """True includes sequences without scores in this pass, with an empty list of logprobs."""
     logprobs: bool = True
 
 
@@ -38,8 +38,8 @@ def token_query(
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
     """Write an SQL query with one row per sequence that every required pass scored. `rows` are SQL expressions that may
-    use `s` (the sequence) and the keys in `passes`. If `steps` is a range, all steps in it are read. `keys` is a
-    condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
+    use `s` (the sequence) and the keys in `passes`. If `steps` is a range, all steps in it are read. `keys` is an
+    SQL condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
     columns = [
@@ -144,7 +144,8 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Take the first given step, then each further one, in the given order, that keeps the total within `max_tokens`.
+    """Choose the first given step, and then, in order, each step that keeps the total number of tokens within
+    `max_tokens`.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}
@@ -165,10 +166,12 @@ Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 CPUS = 4
-"""CPUs per actor, because reading is multithreaded and every actor opens the traces."""
+"""Number of CPUs per actor. Reading is multithreaded and every actor must open the traces, so a few actors with several
+CPUs each are best."""
 
 UNITS = 64
-"""Minimum number of work units on a cluster, so that actors that finish early get more."""
+"""Minimum number of units into which the work is divided on a cluster. With many units, actors that finish early can
+take more of them."""
 
 
 def spread(
@@ -199,7 +202,7 @@ def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
-    """Group neighbouring items up to a total size. A larger item gets its own group.
+    """Group neighbouring items up to the total size `most`. An item that is larger than `most` gets its own group.
 
     >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
     [[1, 2], [5], [1]]
@@ -218,7 +221,7 @@ def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: S
 
 
 def places(database: Database) -> tuple[str, ...]:
-    """Return paths or URLs for actors. Raises InvalidOption if a trace is being recorded."""
+    """Return the traces' paths or URLs, for actors to open. Raises InvalidOption if a trace is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(

@@ -44,7 +44,7 @@ _COLUMNS = {SEQUENCES: ["step", "attempt", *_SUMMED], SCORES: ["step", "attempt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Row counts for one step. Rows are never removed or changed, so equal counts mean identical contents."""
+    """Row and token counts for one step. Rows are never removed or changed, so equal counts mean identical contents."""
 
     num_sequences: int
     num_prompt_tokens: int
@@ -152,7 +152,8 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """Cache for `read_series`. Leaves out changed_weights to avoid re-reading all weight versions at every refresh."""
+    """Cache of the series from `read_series`. It leaves out changed_weights, for which every refresh would read all
+    weight versions again."""
 
     def __init__(self, pair: Pair):
         self.repeats = Repeats()
@@ -180,10 +181,10 @@ class Memory:
     def read(self, source: Source, extents: Extents) -> None:
         """Read logged values and the newest unread steps. Raises DamagedTrace."""
         pending = self.pending(extents)
-        # Before the first read, sums stored in the trace are cheaper to read than tokens.
+        # If no step has been read yet, read the pair's stored sums, which takes less time than reading tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         used = accumulate(extents.steps[step].num_response_tokens for step in pending)
-        # Read steps without gaps, because alerts and changes compare neighbouring steps.
+        # Read consecutive steps, because alerts and change points compare neighbouring steps.
         newest = [step for step, num in zip(pending, used, strict=True) if step == pending[0] or num <= MOST_TOKENS]
         wanted = sorted(pending if summed else newest)
         database = open_database(source)

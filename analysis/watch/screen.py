@@ -22,7 +22,8 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Print each view below the last, or redraw in place if `again`. After Ctrl-C, print the last view in full."""
+    """Print each view below the previous one. If `again`, redraw the view in place, and print the last view in full at
+    the end or after Ctrl-C."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
         for seen in views:
@@ -54,7 +55,7 @@ def watched_text(seen: Watched) -> str:
 
 
 def drawn_text(drawn: RenderableType, width: int | None = None) -> str:
-    """Render to plain text, without colours."""
+    """Return what rich would print, as plain text without colours."""
     console = Console(file=io.StringIO(), highlight=False, width=width or _PIPE_WIDTH)
     with console.capture() as captured:
         console.print(drawn, crop=False)

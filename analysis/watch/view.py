@@ -22,9 +22,9 @@ _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
 _SHORTEST_SPARK = 8
 _HIGH = 45
-"""Minimum terminal height (lines) for empty lines between sections."""
+"""Minimum terminal height (lines) at which empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""All sections are cut to this many rows before any is cut further."""
+"""Section -> number of rows to which it may be cut before any other section is cut below its own number."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -196,7 +196,8 @@ def alarm_count(alarms: AlarmReadings) -> str:
 
 
 def alarm_table(raised: Sequence[AlarmReading], row: Callable[[str], Text] = Text) -> Table:
-    """Return one row per alert: its first step, its last step or `still`, and the level with its source."""
+    """Return one row per alert: its first step, its last step (or `still` if it is firing), and its level with the
+    level's source."""
     table = _table(3)
     for reading in raised:
         alarm = reading.alarm

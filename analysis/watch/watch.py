@@ -28,7 +28,8 @@ _ATTEMPTS = 5
 _MOVING = ("k3", "reward", "grad_norm")
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported after SILENT_STEPS average step durations, but not before SILENT_S seconds."""
+"""If no data arrives, the run is reported as silent after SILENT_STEPS average step durations, but not before SILENT_S
+seconds."""
 SETTLED_S = 60.0
 """`tim-trace record` is considered killed after this many seconds with neither new data nor an exit code."""
 
@@ -90,7 +91,7 @@ class Watcher:
     def _seen(self, source: Source, extents: Extents) -> Watched:
         steps = [step for step, extent in extents.steps.items() if extent.num_sequences]
         series = self._memory.series(steps)
-        if not steps:  # only logged values
+        if not steps:  # the trace has only logged values
             steps = next((one.steps.tolist() for one in series.values()), [])
         unread = self._memory.pending(extents)
         state = state_of(source) if source.writers else WAITING
@@ -116,7 +117,7 @@ class Watcher:
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
             times.append(newest)
-        return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
+        return max(0.0, time.time() - max(times)) if times else None  # the clocks may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
         if source.manifest.source.startswith("import"):
@@ -220,7 +221,7 @@ def watch(
     passes in the mismatch d = logprob(a) - logprob(b) (nats).
 
     Only steps that grew are read again. A long run is read in portions, newest steps first. Views show how many steps
-    are left, and `once` waits for all of them. Nothing is written, and the recorder is not disturbed.
+    are left, and `once` waits until all steps are read. Nothing is written, and the recorder is not disturbed.
 
     Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
     """

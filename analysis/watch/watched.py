@@ -21,7 +21,7 @@ WAITING = "waiting"
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Columns for the latest steps. Narrow terminals drop the last ones."""
+"""Columns of the table of the latest steps. On narrow terminals, the last columns are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Watched(Result):
     """Unreadable data excluded from all values, one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
-    """Steps with tokens not read yet. Values over the whole run exclude them."""
+    """Number of steps whose tokens have not been read yet. Values over the whole run exclude these steps."""
     first_step: int | None = None
     last_step: int | None = None
     num_sequences: int = 0
@@ -78,7 +78,7 @@ class Watched(Result):
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """Return the value at a step, None if not recorded, or NaN if NaN or infinite."""
+    """Return the value at a step, None if it was not recorded, or NaN if it is NaN or infinite."""
     if step in series.not_finite:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])
@@ -97,9 +97,9 @@ class WatchedSeries:
     scale: str
     source: str
     num_steps: int
-    """Steps with a value."""
+    """Number of steps with a value."""
     last: float | None
-    """None, like `smallest` and `largest`, if no step has a value."""
+    """Value at the last step that has one. `last`, `smallest` and `largest` are None if no step has a value."""
     smallest: float | None
     largest: float | None
     not_finite: tuple[int, ...]
@@ -139,7 +139,7 @@ WATCHED_FORM: Form = {
 
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 ASCII = "_.:-=+*#"
-"""Lowest to highest. Used if the terminal lacks block characters."""
+"""Characters from lowest to highest, used if the terminal lacks block characters."""
 BROKEN = "!"
 """Marks a NaN or an infinity."""
 

@@ -42,7 +42,7 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Initialisation and storage fields. They do not affect a forward pass once weights are loaded."""
+"""Fields for initialisation and storage, which do not affect a forward pass once the weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
@@ -56,14 +56,15 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     for name, recorded in identity["adapters"].items():
         config = LoraConfig(**_fields(str(name), recorded, LoraConfig))
         try:
-            with warnings.catch_warnings(action="ignore"):  # PEFT already warned during training
+            with warnings.catch_warnings(action="ignore"):  # PEFT already gave these warnings during training
                 if wrapped is None:
                     wrapped = get_peft_model(model, config, adapter_name=str(name), autocast_adapter_dtype=False)
                 else:
                     wrapped.add_adapter(str(name), config, autocast_adapter_dtype=False)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CannotReplay(
-                f"the adapter {ascii(name)[:80]} cannot be added to the model ({first_line(error)}); install the peft version recorded in the trace (tim-trace info)"
+                f"the adapter {ascii(name)[:80]} cannot be added to the model ({first_line(error)}); "
+                f"install the peft version recorded in the trace (see tim-trace info)"
             ) from error
     wrapped.set_adapter(identity.get("active_adapter") or next(iter(identity["adapters"])))
     return wrapped
@@ -124,8 +125,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return weights with the adapter merged, under the base model's names. PEFT merges it, as before TRL sends weights
-    to an engine (trl.generation.vllm_generation)."""
+    """Return the weights, with the adapter merged into them, under the base model's names. PEFT does the merging, as it
+    does before TRL sends weights to an engine (trl.generation.vllm_generation)."""
     import torch
 
     model = wrapped.get_base_model()

@@ -12,9 +12,9 @@ from ...tracer.hooks.patches import replaced
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     implementation: str = "sdpa"
-    """transformers' name (`sdpa` is torch's scaled_dot_product_attention)."""
+    """Name of the attention in transformers (`sdpa` is torch's scaled_dot_product_attention)."""
     backend: str | None = None
-    """Member of torch's SDPBackend, or None for any."""
+    """Name of a member of torch's SDPBackend, or None if torch may choose any backend."""
     needs_cuda: bool = False
     shares_heads: bool = True
     rounds_scores: bool = True
@@ -58,7 +58,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    # transformers releases without this function always repeat them.
+    # transformers releases without this function always repeat keys and values.
     return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 

@@ -21,7 +21,7 @@ from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _ROOM = 0.8
-"""Fraction of free GPU memory for weights. The rest is for activations."""
+"""Fraction of the free GPU memory that weights may take. The rest is for activations."""
 MAX_MODULES = 200_000
 GROUP = 128
 """Number of inputs that share a scale in a quantised weight. A row's last group may be shorter."""
@@ -35,16 +35,16 @@ def build(
 ) -> Any:  # fmt: skip
     """Build the model with its adapters but without weights. Raises CannotReplay.
 
-    `factory` names a function (`module:function`) to call instead of transformers. It gets `config` (a dict), `dtype`
-    (a torch dtype) and `attention`. Without it, the class must be one of transformers' own, and no third-party code
-    runs except the attention kernels in `allow_kernel`.
+    `factory` names a function (`module:function`) to call instead of transformers. The function gets `config` (a dict),
+    `dtype` (a torch dtype) and `attention`. Without a factory, the model class must be one of transformers' own, and no
+    third-party code runs except the attention kernels in `allow_kernel`.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        # Buffers keep their dtype: rotary frequencies are always float32.
+        # Buffers keep their dtype, because rotary frequencies are always float32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
@@ -62,7 +62,8 @@ def build(
     except Exception as error:  # transformers can raise anything for a bad config
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
-            f"recorded in the trace (tim-trace info), choose another attention, or build the model with {option('model_factory', 'MODULE:FUNCTION')}"
+            f"recorded in the trace (see tim-trace info), choose another attention, or build the model with "
+            f"{option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return _placed(model, device)
 
@@ -73,13 +74,13 @@ def _placed(model: Any, device: str) -> Any:
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
     for parameter in model.parameters() if device == "cuda" else ():
-        # Host memory for weights is never written, since they are loaded directly onto the device.
+        # Do not copy parameters from the host: the recorded weights are loaded later, directly onto the device.
         parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
 
 def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
-    """Split the model by layer across devices, given the memory for each (bytes). Raises CannotReplay."""
+    """Split the model by layer across devices, given each device's memory in bytes. Raises CannotReplay."""
     from accelerate import dispatch_model, infer_auto_device_map
 
     whole = getattr(model, "_no_split_modules", None)
@@ -93,8 +94,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that maps recorded tensors to the ones the built model loads. `adapter` is `merged`, `off`, or
-    None to keep adapters separate."""
+    """Return a function that maps the recorded tensors to those that the built model loads. `adapter` is `merged`,
+    `off`, or None to keep adapters separate."""
     if not identity.get("adapters"):
         return lambda tensors: tensors
     if adapter is None:
@@ -127,7 +128,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
     if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # e.g. a kernel failed to load
         raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # weights are loaded later, so only initialise buffers
+        parameter._is_hf_initialized = True  # the weights are loaded later, so initialise only the buffers
     model.init_weights()
     return model
 
@@ -148,8 +149,9 @@ def _within_memory(device: str) -> Iterator[None]:
             num_bytes += part.numel() * part.element_size()
         if parts > MAX_MODULES or num_bytes > memory:
             raise CannotReplay(
-                f"the model cannot be rebuilt: its config needs {parts:,} modules and {num_bytes:,} bytes so far, "
-                f"but this machine has {memory:,}; replay on a larger machine, or check whether the trace is damaged"
+                f"the model cannot be rebuilt: its config needs at least {parts:,} modules and {num_bytes:,} bytes, "
+                f"but this machine has {memory:,} bytes; replay on a larger machine, or check whether the trace is "
+                "damaged"
             )
 
     with ExitStack() as stack:
@@ -177,8 +179,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Restore float32 tensors that transformers keeps in 16-bit models (such as a router's bias), and convert leftover
-    float32 tensors in float64 models."""
+    """Convert tensors that transformers keeps in float32 in 16-bit models (such as a router's bias) back to float32,
+    and convert any remaining float32 tensors of float64 models to float64."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -195,7 +197,7 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
-    wanted = model.state_dict(keep_vars=True)  # the tensors themselves, to change their dtype
+    wanted = model.state_dict(keep_vars=True)  # keep_vars returns the tensors themselves, so their dtype can be changed
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
@@ -208,11 +210,11 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
             source = to_torch(tensors[name])
             if source.shape != target.shape:
                 raise CannotReplay(
-                    f"the weights do not fit the model: {name} is {tuple(source.shape)}, but the model expects "
+                    f"the weights do not fit the model: {name} has shape {tuple(source.shape)}, but the model expects "
                     f"{tuple(target.shape)}"
                 )
             if dtype is None and source.dtype != target.dtype:
-                # The run kept this tensor in a different dtype.
+                # The run kept this tensor in a different dtype, so keep it in that dtype here too.
                 target.data = source.to(target.device, copy=True)
             else:
                 target.copy_(source)

@@ -15,7 +15,7 @@ NAME = "tim_trace_packed"
 
 
 def register() -> None:
-    """Register with transformers. The attention takes `packed` (RowSpans) instead of a mask."""
+    """Register the packed attention with transformers. It takes the argument `packed` (RowSpans) instead of a mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -56,7 +56,7 @@ def _attention(
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]
     if special:
-        raise _cannot(f"its attention has {special[0]}")
+        raise _cannot(f"its attention uses {special[0]}")
     parts = []
     grouped = query_1NWD.shape[1] != key_1GWD.shape[1]
     for span in packed.spans:
@@ -88,5 +88,5 @@ def _attention(
 
 def _cannot(why: str) -> CannotReplay:
     return CannotReplay(
-        f"padding packed: not possible with this model: {why}; use {option('padding', 'left')} or right"
+        f"padding packed is not possible with this model: {why}; use {option('padding', 'left')} or right"
     )

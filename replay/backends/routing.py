@@ -21,10 +21,11 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append each row's router choices to `into`, or force the `recorded` ones. Raises CannotReplay if they do not fit.
+    """Append each row's router choices to `into`. If `recorded` choices are given, force the model to use them. Raises
+    CannotReplay if they do not fit the model.
 
-    The router's own choice is kept for padding tokens. With `keeps_same_sets`, it is also kept for tokens whose
-    experts equal the recorded ones.
+    The router's own choice is never replaced for padding tokens. With `keeps_same_sets`, it is also kept for tokens
+    for which the router selects the recorded experts, in any order.
     """
     if not known:
         yield
@@ -36,7 +37,7 @@ def followed(
             for index, router in enumerate(known):
                 handle = router.module.register_forward_hook(partial(table.replace, index))
                 stack.callback(handle.remove)
-        stack.enter_context(tap)  # registered last, so the tap sees what the experts get
+        stack.enter_context(tap)  # registered last, so that the tap sees the choices that the experts receive
         yield
     parts = tap.forwards()
     if parts:

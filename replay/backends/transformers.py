@@ -41,7 +41,7 @@ class TransformersScorer(BatchScorer):
         with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            # The last layer may be on a different device.
+            # The last layer may be on a different device from the first.
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
@@ -56,7 +56,7 @@ class TransformersScorer(BatchScorer):
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # As in sampling: first the whole prompt, then the recorded tokens through the cache.
+            # As in sampling, run the whole prompt first, and then the recorded tokens through the cache.
             cache, parts = kv_cache(self._model.config, self._kv_dtype), []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(
@@ -73,7 +73,7 @@ class TransformersScorer(BatchScorer):
         ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
         inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # As recorded, transformers' own attention separates rows where positions restart at 0.
+            # As in the recorded run, transformers' own attention starts a new row wherever positions restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
@@ -95,8 +95,8 @@ class TransformersScorer(BatchScorer):
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return a KV cache. With `fp8`, entries are rounded to e4m3 at scale 1, vLLM's default (vLLM docs, "Quantized KV
-    cache")."""
+    """Return a KV cache. With `fp8`, keys and values are rounded to e4m3 at scale 1, as vLLM does by default (vLLM
+    docs, "Quantized KV cache")."""
     from transformers import DynamicCache
 
     if kv_dtype is None:
@@ -118,8 +118,8 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Scores with `model(input_ids=[B, W], attention_mask=[B, W])`. It returns logits [B, W, V] or an object with
-    `.logits`."""
+    """Scores by calling `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or an object
+    with `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 
@@ -127,7 +127,7 @@ class ModuleScorer(BatchScorer):
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
                 f"{phrase(name, getattr(arm, name))} is not possible, because the model factory's model returns only "
-                "logits; give it base_model, get_output_embeddings and config, as transformers models have"
+                "logits; add base_model, get_output_embeddings and config to the model, as in transformers models"
             )
         self._model = model.eval()
         self._head = head

@@ -20,7 +20,7 @@ from .head import BatchScorer
 
 class TrlScorer(BatchScorer):
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Give the model TRL's fused head. Raises CannotReplay if the function is not TRL's own or not installed."""
+        """Add TRL's fused head to the model. Raises CannotReplay if a recorded function is not TRL's or is missing."""
         trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
         self._score = None if self.name in trusted.PACKED_LOSSES else _function(self.name)
@@ -35,7 +35,7 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # Like Accelerator.prepare_model with mixed precision: run in autocast, return float32.
+            # Like Accelerator.prepare_model with mixed precision, run the model in autocast and return float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward
@@ -48,7 +48,7 @@ class TrlScorer(BatchScorer):
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         device = next(self._model.parameters()).device
-        if isinstance(batch, PackedBatch):  # a prefix tree, as in AsyncGRPOTrainer's loss
+        if isinstance(batch, PackedBatch):  # rows form a prefix tree, as in AsyncGRPOTrainer's loss
             rows = packing.RowSpans(batch.spans)
             ids_1W, positions_1W, labels_1W = (
                 torch.from_numpy(values_W).to(device).view(1, -1)
@@ -84,7 +84,7 @@ def scores(contract: Contract) -> bool:
 
 def _function(path: str) -> Any:
     if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
-        raise CannotReplay(f"{path}: is not part of TRL, so it is not called; replay a trace from TRL's own trainers")
+        raise CannotReplay(f"{path} is not part of TRL, so it is not called; replay a trace from TRL's own trainers")
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:
@@ -95,6 +95,6 @@ def _function(path: str) -> Any:
         for name in parts[cut:]:
             found = getattr(found, name, None)
         if found is not None:
-            return inspect.unwrap(found)  # without the trainers' profiling wrapper
+            return inspect.unwrap(found)  # remove the trainers' profiling wrapper
         break
-    raise CannotReplay(f"{path}: is not installed; install the versions recorded in the trace (tim-trace info)")
+    raise CannotReplay(f"{path} is not installed; install the versions recorded in the trace (see tim-trace info)")

@@ -1,6 +1,7 @@
-"""Allowlists for what a trace can make a replay run: TRL functions, transformers models, torch names.
+"""Allowlists of the code that a trace can make a replay run: TRL functions, transformers models and torch names.
 
-A trace may come from an untrusted source. Other code runs only if the user passes it with `--model-factory`.
+A trace may come from an untrusted source. Other code runs only if the user allows it with `--model-factory` or
+`--allow-kernel`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay runs the model as they do, without calling them."""
+"""Functions that score packed rows. A replay runs the model in the same way, without calling these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers' checks for attention packages. Without the package, transformers would fetch a kernel from the hub."""
+"""transformers' checks for attention packages. If one is missing, transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
-"""Environment variable for commands without `allow_kernel`: comma-separated kernel names."""
+"""Environment variable with more kernels to allow: hub names, separated by commas."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
@@ -138,7 +139,7 @@ def check_contract(contract: Contract, where: str) -> None:
     try:
         read = msgspec.convert(contract, _Scoring)
     except msgspec.ValidationError as error:
-        raise CannotReplay(f"{where}: its contract cannot be replayed ({error})") from error
+        raise CannotReplay(f"{where}: the contract cannot be replayed ({error})") from error
     autocast = (read.torch.autocast_dtype or "None").removeprefix("torch.")
     model = read.model
     casts = (read.parameters_dtype, model.parameters_dtype, model.buffers_dtype, model.outputs_dtype)
@@ -160,8 +161,8 @@ def check_scoring(contract: Contract) -> None:
 def check_attention(
     name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
 ) -> None:
-    """Raise CannotReplay unless the attention is built in or `allowed`, and the experts are torch's own. A model from
-    the user's factory may use any attention that is not a hub path."""
+    """Raise CannotReplay unless the attention is built in or `allowed`, and the experts use torch's own code. A model
+    from the user's factory may use any attention that is not a hub path."""
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
@@ -176,8 +177,8 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run and, if it replaces the recorded one, a WHY code (otherwise None)."""
-    name = name.removeprefix("paged|")  # matters only when generating
+    """Return the attention to run and a key of WHY, or None instead of the key if it is the recorded attention."""
+    name = name.removeprefix("paged|")  # this prefix matters only when generating
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:
@@ -194,7 +195,7 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
     is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
     if of_model and name not in of_model:
-        name = of_model[0]  # transformers would use this attention regardless of the request
+        name = of_model[0]  # transformers would use this attention for the model, whichever was requested
     elif name in _FLASH:
         if device != "cpu" and is_installed is not None and is_installed():
             return name, None
@@ -234,21 +235,21 @@ def model_class(path: str) -> Any:
         raise CannotReplay(
             f"the model cannot be rebuilt: the class {_named(path)} is not a language model in "
             "the installed transformers, so it is not imported; install the transformers version recorded in the "
-            f"trace (tim-trace info), {_factory()}"
+            f"trace (see tim-trace info), {_factory()}"
         )
     return found
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop config fields at any depth that would make transformers fetch, import or run something. Raises CannotReplay
-    for impossible sizes."""
+    """Return the config without fields, at any depth, that would make transformers fetch, import or run something.
+    Raises CannotReplay for impossible sizes."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if name in _DROPPED or (name.startswith("__") and name.endswith("__")):
             continue
         if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
             continue
-        if name == "architecture" and ":" in str(value):  # a timm name with a source prefix
+        if name == "architecture" and ":" in str(value):  # a timm name that says where to fetch the model
             raise CannotReplay(
                 f"the model config's architecture {_named(value)} refers to external code; {_factory()[3:]}"
             )
@@ -270,7 +271,9 @@ def _safe_value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [_safe_value(name, item) for item in value]
     if isinstance(value, int) and (abs(value) >= 1 << 40 or (value > _MOST and _COUNTS.search(name))):
-        raise CannotReplay(f"the model config sets {_named(name)} to an impossible {value:,}; the trace may be damaged")
+        raise CannotReplay(
+            f"the model config sets {_named(name)} to the impossible value {value:,}; the trace may be damaged"
+        )
     return value
 
 

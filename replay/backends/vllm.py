@@ -1,4 +1,4 @@
-"""Score with vLLM. A sequence is either prefilled whole or decoded with forced tokens."""
+"""Score with vLLM. Each sequence is either prefilled as a whole, or decoded while the recorded tokens are forced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Key for the forced tokens in a request's extra arguments."""
+"""Key of the forced tokens in a request's extra arguments."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
 
 
@@ -66,9 +66,9 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload weights. Return False unless every tensor is verified to have arrived."""
+        """Reload the weights in place. Return True if every tensor was verified to have reached the engine."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # vLLM on CPU would keep the first version's packed experts.
+        # On CPU, vLLM would keep using the packed experts of the first version.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -87,8 +87,8 @@ class VllmEngine:
     def score(
         self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None
     ) -> list[np.ndarray]:
-        """Return raw response logprobs [T] float32 for each row. If temperature, top-k or top-p is set, they are
-        applied in this order. Raises CannotReplay."""
+        """Return each row's response logprobs [T] as float32, in nats. Temperature, top-k and top-p are applied in this
+        order. If none is set, the logprobs are vLLM's raw values. Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
@@ -144,7 +144,7 @@ class VllmEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if self.device == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-            if self._has_workers:  # a machine may have fewer NUMA nodes than processes
+            if self._has_workers:  # do not bind threads: a machine may have fewer NUMA nodes than processes
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         try:
             from vllm import LLM
@@ -163,7 +163,7 @@ class VllmEngine:
         try:
             self.llm = self._launched(LLM)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: rejects this configuration: {first_line(error)}") from error
+            raise CannotReplay(f"engine vllm rejects this configuration: {first_line(error)}") from error
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
@@ -176,7 +176,7 @@ class VllmEngine:
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
         if self.device == "cuda" and not self._has_workers:
-            # The free fraction minus a reserve, up to vLLM's default.
+            # Use the free fraction of GPU memory minus a reserve, but at most vLLM's default.
             free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
             more["gpu_memory_utilization"] = max(0.01, min(0.9, round(free / total - 0.03, 2)))
         text = self.config.get("text_config") or self.config
@@ -184,7 +184,7 @@ class VllmEngine:
         try:
             return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # Requires vLLM 0.31 and its second model runner.
+            # Trace replay requires vLLM 0.31 and its second model runner. Without it, a logits processor forces tokens.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
@@ -192,7 +192,7 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keep one name per tensor if several names share it."""
+    """Return each tensor once: if several names share a tensor, keep only the first."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
@@ -219,7 +219,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM computes logprobs before calling it."""
+    """Return a logits processor that allows only the forced token. vLLM calls it after it has computed the logprobs."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from ...schemas.errors import CannotReplay, option
 MODELS = ("Qwen3MoeForCausalLM",)
 """Models with the same module names in vLLM and transformers. Their MLPs contain only experts."""
 _DIGIT = 256
-"""Base in which element indices are encoded. Every weight dtype represents the digits exactly."""
+"""Base in which element indices are encoded. Every weight dtype represents all digits of this base exactly."""
 _DIGITS = 4
 
 
@@ -52,14 +52,14 @@ def names_of(name: str, module: Any) -> list[str]:
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
-    """Sort weights and experts (int64) by descending weight, like transformers' routers."""
+    """Sort weights and experts (int64) by descending weight, as transformers' routers do."""
     sorted_WJ, order_WJ = weights_WJ.sort(dim=-1, descending=True, stable=True)
     return sorted_WJ, experts_WJ.long().gather(-1, order_WJ)
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' names and weights for all experts: [E, 2 I, H] and [E, H, I]. Yields nothing if the packing
-    is unknown."""
+    """Yield the two weights of all experts with transformers' names: gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
+    Yields nothing if the packing is unknown."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
@@ -71,8 +71,8 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Undo vLLM's CPU packing, or return None if it is unknown. To find the permutation, element indices are packed,
-    one digit at a time."""
+    """Return the weight without vLLM's packing, or None if the packing is unknown. On CPU, packing permutes elements.
+    To find this permutation, the elements' indices are packed, one digit at a time."""
     value = weight.detach()
     if value.device.type != "cpu":
         return value if experts.quant_method.unquantized_backend.name == "TRITON" else None

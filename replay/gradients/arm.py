@@ -11,7 +11,10 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Importance weights (train / rollout) without truncation: at the loss's level (`exact`), per token, or per sequence."""
+"""Corrections with untruncated importance weights (train / rollout).
+
+The weights are at the level of the loss (`exact`), per token, or per sequence.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

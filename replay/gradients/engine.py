@@ -49,10 +49,10 @@ def gradient(
     sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact uses the untruncated
     weights train / rollout that the other corrections approximate.
 
-    The variance across micro-batches needs at least 4 micro-batches. `loss` overrides loss fields or sets missing ones,
-    e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that builds models missing
-    from transformers. `weights_from` is the run's checkpoint folder, if the trace has no weights. `allow_kernel` lists
-    recorded hub kernels that may run. Nothing is written.
+    The variance across micro-batches is computed only for steps with at least 4 of them. `loss` overrides loss fields
+    or sets missing ones, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that
+    builds models missing from transformers. `weights_from` is the run's checkpoint folder, needed if the trace has no
+    weights. `allow_kernel` lists recorded hub kernels that may run. Nothing is written.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
     running one. Its nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
@@ -93,7 +93,7 @@ def gradient(
 class _Outcome:
     step: int
     results: list[GradientStep]
-    """Results by update and arm. If the step cannot be replayed, only the results before the error."""
+    """One result per update and arm. If the step cannot be replayed, only those computed before the error."""
     refusal: WeightsMissing | CannotReplay | None
 
 
@@ -166,7 +166,7 @@ def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> 
     if recorded is None:
         named = f" (loss_type {settings['loss_type']!r})" if "loss_type" in settings else ""
         raise CannotReplay(
-            f"{run.store.url}: has no known loss{named}; set it with "
+            f"{run.store.url} has no known loss{named}; set it with "
             f"{option('loss', 'kind=ppo_clip,clip_high=0.28,aggregation=token_mean')}, or record it with Recorder.add_loss"
         )
     return recorded

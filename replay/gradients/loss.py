@@ -1,4 +1,7 @@
-"""Shapes: B rows, T padded response width, N response tokens row by row, B1 one value per row."""
+"""Compute the trainer's loss from recomputed logprobs.
+
+Shapes: B rows, T padded response length, N response tokens of all rows, one row after the other. B1 means [B, 1].
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Two divisors per row, applied one after the other to match the trainer's rounding."""
+"""Two divisors for each row (by `key_of`), applied one after the other to match the trainer's rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class StepLoss:
         return (losses_B / first_B / second_B).sum()
 
     def _terms(self, cells: _Cells) -> Any:
-        """Return the loss terms [B, T] or [B, 1]. TRL's operation order is kept, since it affects rounding."""
+        """Return the loss terms [B, T] or [B, 1]. Operations run in TRL's order, since the order affects rounding."""
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
         # Tokens without a denominator logprob have ratio 1.
@@ -121,9 +124,9 @@ class _Cells:
     current_BT: Any
     mask_BT: Any
     advantage: Any
-    """[B, 1] or [B, T]: one per row or one per token."""
+    """[B, 1] (one advantage per row) or [B, T] (one per token)."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Pads each row's values to [B, T] with the given padding value."""
+    """Arranges each row's values as [B, T], and fills the remaining cells with the given value."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -192,7 +195,7 @@ def divisors(loss: Loss, update: Update) -> Divisors:
         elif loss.aggregation == "constant":
             if loss.max_tokens is None:
                 raise CannotReplay(
-                    "loss: aggregation constant needs max_tokens, but it was not recorded; set it with "
+                    "loss: aggregation=constant needs max_tokens, which was not recorded; set it with "
                     f"{option('loss', 'max_tokens=N')}"
                 )
             pair = (sequences[0] * loss.max_tokens, sequences[1])

@@ -21,7 +21,7 @@ class ModuleGradient:
     norm: float
     """|a|"""
     cosine: float | None
-    """<a, r> / (|a| |r|), or None if either is 0."""
+    """<a, r> / (|a| |r|), or None if either norm is 0."""
     norm_ratio: float | None
     """|a| / |r|, or None if r is 0."""
     bias: float
@@ -44,9 +44,10 @@ class GradientStep:
     logged_norm: float | None
     """Norm logged by the trainer, or None if it is missing or cannot be matched to this update."""
     reproduced: bool | None
-    """For the recorded gradient: true if it equals the logged norm to the last digit. None without a logged norm."""
+    """True if the recorded arm's norm equals the logged norm to the last logged digit. None for other arms, or if no
+    norm was logged."""
     forward_held: bool
-    """For the recorded gradient: true if the forward pass reproduced the recorded logprobs bit for bit."""
+    """True if this arm's forward passes reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
     """Number of micro-batches used for the variance, or 0 if there are too few."""
     whole: ModuleGradient
@@ -65,11 +66,11 @@ class GradientReport(Result):
     loss: Loss
     steps: tuple[GradientStep, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on the whole run, including why steps have no result."""
+    """Remarks on the whole run, including why some steps have no result."""
 
 
 def same_digits(found: float, logged: float) -> bool:
-    """Return True if a norm equals the logged norm to the last logged digit.
+    """Return True if a norm, rounded to as many digits as were logged, equals the logged norm.
 
     >>> same_digits(0.60575318, 0.606), same_digits(0.60575318, 0.605)
     (True, False)

@@ -32,7 +32,7 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """Always None, because gradients with respect to adapter weights need unmerged adapters."""
+        """Always None (adapters stay separate), because a merged adapter's weights would get no gradient."""
         return
 
     @property
@@ -52,8 +52,10 @@ class GradientScorer(HfScorer):
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return each parameter's gradient, or None if it has none. `seen` is called with each forward pass's logprobs.
-        Raises CannotReplay."""
+        """Return each parameter's gradient (None for a parameter without one). Raises CannotReplay.
+
+        `seen` is called with each forward pass and its logprobs.
+        """
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Shapes: n micro-batches, M module kinds."""
+"""Compute one optimizer step's gradient in several arms, and compare the gradients.
+
+Shapes: n micro-batches, M module kinds.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ class Sums:
         return squares
 
     def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
-        """Return [4, M] sums in float64: aa, ar, rr and (a - r)^2 for an arm's gradient a and the reference r."""
+        """Return the sums of a^2, a r, r^2 and (a - r)^2 for each module kind, as float64 [4, M].
+
+        a is the arm's gradient, and r is the reference.
+        """
         sums = np.zeros((4, len(KINDS)))
         for kind, a, r in zip(self._kinds, arm, reference, strict=True):
             if a is not None or r is not None:
@@ -65,7 +71,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # Bit for bit the norm that clip_grad_norm_ computes.
+        # clip_grad_norm_ computes the norm with the same function, so the bits are the same.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
@@ -152,7 +158,7 @@ class _Seen:
 
 def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
     n, variances_M = len(squares), None
-    if n > 1:  # sum over micro-batches of |n a_i - a|^2 / (n (n - 1))
+    if n > 1:  # the sum over micro-batches of |n a_i - a|^2 / (n (n - 1))
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
     chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sums.num_parameters[i]]

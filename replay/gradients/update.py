@@ -1,4 +1,4 @@
-"""A trace's optimizer steps: weights, rows, loss inputs, and where the grad norm was logged."""
+"""Read a trace's optimizer steps: their weights, rows and loss inputs, and where their grad norm was logged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
 """Value of the contract field `source` for logprobs from the loss's own forward pass."""
 Place = tuple[str, int]
-"""A recorded forward pass: writer and forward_id."""
+"""Key of a recorded forward pass: (writer, forward_id)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class LossRow:
     mask: np.ndarray
     """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray
-    """[1] or [T] float32: one per sequence or one per token."""
+    """float32 [1] (one advantage for the sequence) or [T] (one per token)."""
     group: str
     passes: dict[str, np.ndarray]
     """[T] float32 logprobs by pass (nats). NaN where missing."""
@@ -44,13 +44,13 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step. Its gradient is taken at the `policy_version` weights."""
+    """One optimizer step. Its gradient is computed at the weights of `policy_version`."""
 
     step: int
     """Step in which the sequences were generated."""
     policy_version: int
     loss_pass: str
-    """The pass computed by the loss: `current`, or `train` if `current` was not recorded."""
+    """The pass with the logprobs that the loss computed: `current`, or `train` if `current` was not recorded."""
     contract: str
     rows: tuple[LossRow, ...]
     step_tokens: int
@@ -67,7 +67,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Rows by micro-batch, in a single group if micro-batches were not recorded."""
+        """Rows by micro-batch, or all rows in a single group if micro-batches were not recorded."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -94,7 +94,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return the values by step for the first of these metrics that was logged, or an empty dict."""
+    """Return the values, by step, of the first metric in `names` that was logged. Empty if none was logged."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -123,8 +123,8 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
         digests = {entry.row.contract for entry in own}
         if len(digests) != 1:
             raise CannotReplay(
-                f"{run.store.url}: step {step}, weights {version}: scored under {len(digests)} contracts, but a "
-                "gradient needs exactly one"
+                f"{run.store.url}: step {step} with weights {version} was scored under {len(digests)} contracts, "
+                "but a gradient needs exactly one"
             )
         found.append(
             Update(
@@ -213,8 +213,11 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Map each policy version to the step where its update was logged. TRL logs several updates at consecutive steps,
-    so all versions map to None if one of these steps has its own sequences or no logged norm."""
+    """Map each policy version to the step where its update was logged.
+
+    If a step has several updates, TRL logs them at consecutive steps. If one of those steps has sequences of its own,
+    or no logged norm, the updates cannot be matched and every version maps to None.
+    """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

@@ -1,11 +1,12 @@
 """Bounds on an operator's rounding error, computed from its inputs.
 
-u is a dtype's unit roundoff. Summing n products in any order has an error of at most g(n) u sum|a||b|. g(n) = n always
-holds (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). g(n) = 8 sqrt(n) holds with
-probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019, theorem 3.1). The smaller
-g(n) is used.
+u is a dtype's unit roundoff. Summing n products a b in any order has an error of at most g(n) u sum|a||b|. With
+g(n) = n, the bound always holds (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). With
+g(n) = 8 sqrt(n), it holds with probability 1 - 2 n exp(-32) or more (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
+theorem 3.1). The smaller g(n) is used.
 
-Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
+Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product, H hidden width,
+I intermediate width.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""Higham and Mary's lambda."""
+"""The parameter lambda in Higham and Mary's theorem."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Extra error allowed for code that may split sums differently, in unit roundoffs of a token's largest element."""
+"""Extra error allowed for code that may split sums differently, in unit roundoffs of each token's largest element."""
 _ROWS = 64
 
 
@@ -47,9 +48,9 @@ class Rounding:
     given: Any
     taken: Any
     weight: Any = None
-    """Weight dtype (torch), or None without a weight."""
+    """Weight dtype (torch), or None if the operator has no weight."""
     recorded: Any = None
-    """Recorded weight dtype (torch). The operator may use a rounded copy."""
+    """Weight dtype in the recorded model (torch). The operator may use a copy in a narrower dtype."""
     adds: bool = False
     """True if the operator first adds two inputs and may use their unrounded sum."""
 
@@ -59,7 +60,7 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff for accumulated sums. torch's and vLLM's matmuls use float32 for narrower dtypes."""
+        """Unit roundoff of sums. For dtypes narrower than float32, torch's and vLLM's matmuls accumulate in float32."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
@@ -75,7 +76,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """Rounding error below the narrower dtype's normal range."""
+        """Absolute rounding error of values below the narrower dtype's normal range."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -109,8 +110,8 @@ def _of_module(
         # Normalised values may be subnormal before a weight multiplies them.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
-        # Tables may be multiplied by a factor above 1, before or after rounding.
-        # The highest frequency is 1, so angles are at most the last position plus 2.
+        # The cosines and sines may be multiplied by a factor above 1, before or after rounding.
+        # The highest frequency is 1, so no angle exceeds the last position plus 2.
         positions = [value for value in takes if value is not None and not value.is_floating_point()]
         angle = float(positions[0].max()) + 2.0 if positions else 2.0
         largest = max(1.0, float(exact.abs().amax()))
@@ -132,18 +133,22 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] from rotating arbitrary pairs by float32 angles. Rotations preserve a pair's norm."""
+    """Bound the error [T, N, D] from rotating pairs of elements by float32 angles.
+
+    Any two elements may form a pair. A rotation preserves the pair's norm.
+    """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error in one elementwise sum or product, with a factor applied before or after."""
+    """Bound the error in one elementwise sum or product, which may be scaled before or after."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in an MLP's or attention's unobserved output, relative to each token's largest element."""
+    """Bound the error [T, H] in the unobserved output of an MLP or attention, in proportion to each token's largest
+    element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
@@ -159,9 +164,9 @@ def of_attention(
 ) -> Any:  # fmt: skip
     """Bound an attention core's error [T, N, D], to first order in the score errors.
 
-    query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `cut` is the error
-    that slicing (`exact.slices.matmul`) adds to each weighted value, relative to the largest value. `off` bounds the
-    query and key errors. If it is omitted, queries and keys are assumed to be exact.
+    All inputs are float64: query [T, N, D], key and value [T, G, D], and weights [N, T, T] (the exact softmax). `cut`
+    is the error that slicing (`exact.slices.matmul`) adds to each weighted value, relative to the largest value. `off`
+    holds bounds on the query and key errors. If `off` is empty, queries and keys are assumed to be exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
@@ -224,7 +229,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in W x + s B A x (LoRA), separate or merged. DoRA also rescales the rows."""
+    """Bound the error in W x + s B A x (LoRA), computed separately or with a merged weight. DoRA also rescales rows."""
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -261,23 +266,23 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before a wider weight multiplies them.
     out = max(rounding.out, unit(rounding.taken))
-    # With the unrounded sum, each value differs by up to one roundoff, and so does the norm.
+    # If the operator uses the unrounded sum, each value and the norm may differ by up to one unit roundoff.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round the mean, the centred value, its square and the mean square (these two count half under the
-    # root), the root, a quotient, a factor and a sum.
+    # Code may round the mean, the centred value, its square, the mean square, the root, a quotient, a factor and a sum.
+    # The root halves the errors of the square and the mean square.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # A weight added to 1 is rounded while still small, and the sum may be close to 0.
+        # If the factor is 1 + weight, the weight is rounded before the addition, and the factor may be close to 0.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
     added = x.new_zeros(()) if bias is None else bias.double()
-    # Factor per channel: the weight, or 1 + the weight.
+    # The factor for each channel is the weight or 1 + the weight.
     dims = tuple(range(x.dim() - 1))
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
@@ -317,7 +322,7 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Return the magnitudes [T, I] and slopes [T, 2 I] for an expert's gated product."""
+    """Return the absolute values [T, I] and the absolute slopes [T, 2 I] of an expert's gated product."""
     with torch.enable_grad():
         both = both.detach().clone().requires_grad_(True)
         if hasattr(module, "_apply_gate"):
@@ -336,5 +341,5 @@ def _pairs(module: Any, both: Any) -> Any:
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in an unknown operator, relative to each token's largest element."""
+    """Bound the error in an unknown operator, in proportion to each token's largest element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)

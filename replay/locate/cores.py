@@ -21,11 +21,11 @@ from .taps import like
 ROTARY = "rotary"
 STATES = "queries", "keys", "values"
 """Kinds of input to an attention core. If a rotary embedding precedes the core, wrong queries and keys are reported as
-ROTARY instead, unless only the keys are wrong (changed by a cache)."""
+ROTARY instead, unless only the keys are wrong (a cache may have changed them)."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 _OTHERWISE = 0.1
-"""Minimum relative difference in queries or keys attributed to a wrong norm or reordered dimensions."""
+"""Minimum relative difference in queries or keys that is attributed to a wrong norm or to reordered dimensions."""
 
 
 class Cores:
@@ -86,7 +86,7 @@ class Cores:
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # Queries and keys share tables, so if only the keys are wrong, they changed after the rotary.
+                # Queries and keys use the same cosines and sines, so if only the keys are wrong, they changed later.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A rotation preserves each head's norm.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
@@ -100,7 +100,7 @@ class Cores:
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
 
-        Rotations preserve vector lengths, so wrong lengths point to the preceding norm layer if that was not observed.
+        Rotations preserve vector lengths, so wrong lengths point to the preceding norm if its output was not observed.
         """
         norms = [
             (name, kind_of(name))

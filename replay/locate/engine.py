@@ -36,12 +36,12 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference between float64 log-probabilities from equivalent implementations (nats)."""
+"""Maximum difference in float64 log-probabilities (nats) at which two implementations count as equivalent."""
 _SHARE_OF_MEMORY = 0.25
-"""Fraction of free memory for recorded operator values."""
+"""Fraction of the free memory that recorded operator values may use."""
 _TASKS = 4
 _NEAR_VERSIONS = 8
-"""Number of earlier and later policy versions in which to look for a differing tensor's values."""
+"""If a tensor differs, its values are looked up in up to twice this many policy versions, the nearest first."""
 
 
 def locate(
@@ -65,9 +65,10 @@ def locate(
 ) -> Located:
     """Find where two executions of recorded sequences diverge.
 
-    `analysis.locate` adds shares and intervals. `prepare` and `prepare_against` modify a side's model after its weights
-    are loaded. That side then counts as user code. `tapped_bytes` limits the memory for recorded operator values
-    (default: a quarter of the free memory). `executions` receives the loaded executions, by side.
+    `analysis.locate` adds shares of the mismatch and confidence intervals. `prepare` and `prepare_against` modify a
+    side's model after its weights are loaded. That side then counts as user code. `tapped_bytes` limits the memory for
+    recorded operator values (default: a quarter of the free memory). The loaded executions are added to `executions`,
+    by side.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
@@ -117,7 +118,7 @@ def _named(text: str | None) -> Callable[[str], bool]:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
     if not all(words):
-        raise InvalidOption(f"got {text!r}; pass comma-separated name parts, e.g. q_proj,rotary", option="operators")
+        raise InvalidOption(f"got {text!r}; pass parts of operator names, e.g. q_proj,rotary", option="operators")
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
@@ -133,7 +134,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self.executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Float64 execution by side, running the side's user code."""
+        """For each side with user code, an execution of that code in float64."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -143,11 +144,11 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # Traces with adapters have PEFT's parameter names, unlike the rebuilt model.
+        # In a trace with adapters, parameters have PEFT's names, but in the rebuilt model they do not.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before the executions allocate memory
-        # With user code on either side, both compute logits in the model's own forward method.
+        # If either side runs user code, both sides compute logits in the model's own forward method.
         whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
 
         def transformers(side: str, arm: Arm) -> Execution:

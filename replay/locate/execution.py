@@ -156,7 +156,10 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """Runs an exact-engine arm. Rounded values that the engine keeps in float64 are recorded in the narrower dtype."""
+    """Runs an arm of the exact engine. The engine rounds values to a narrower dtype but keeps them in float64.
+
+    They are recorded in the narrower dtype.
+    """
 
     scorer_of = ExactArmScorer
     is_other_code = False

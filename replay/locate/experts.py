@@ -1,6 +1,7 @@
 """Compare mixtures of experts with float64: the router's choice, the expert weights, and their sum.
 
-A router may choose by groups, add a bias, or scale its scores, so it is run again on the execution's logits.
+A router may choose by groups, add a bias, or scale its scores, so the router itself is run again on the execution's
+logits.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -46,7 +47,7 @@ def judge_router(
         if given.numel() != value.numel():
             if value.is_floating_point():
                 continue
-            differs = torch.ones(len(given), dtype=torch.bool)  # the number of experts differs
+            differs = torch.ones(len(given), dtype=torch.bool)  # the number of chosen experts differs
             heard.judgement.add_differing(name, kind, layer, differs, given.numel())
             return
         exact = value.reshape(given.shape)
@@ -54,7 +55,7 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # The logit error enters the forward pass through the scores.
+            # A logit error affects the forward pass only through the scores, so no `point` is passed.
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:
@@ -66,7 +67,7 @@ def judge_router(
         unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
         made_right = follows(again, outputs[of_all], given_TE, ids_TS, ids_slot, max(unit, 2.0**-24))
         if made_right is None:
-            # Accept choices whose smallest logit is within twice the bound.
+            # Each logit may be off by the bound, so logits may change places if they differ by up to twice the bound.
             least = exact_TE.gather(-1, exact_TS).amin(-1) - exact_TE.gather(-1, ids_TS).amin(-1)
             made_right = least <= 2.0 * bound_TE.amax(-1)
         differs_T &= ~made_right
@@ -76,14 +77,14 @@ def judge_router(
         is_score = slot != of_all and score is not None and value.is_floating_point()
         if not is_score or score.numel() != value.numel() or not bool(same_T.any()):
             continue
-        # Scores may be more precise than their logits.
+        # Scores may have a wider dtype than the logits from which they are computed. The narrower dtype counts.
         made_of = [each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()]
         coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
         bound = heard.bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
         value = value.reshape(score.shape)
         point = heard.called(name), GIVES, slot
         heard.judgement.add(name, kind, layer, score[same_T], value[same_T], bound[same_T], point)
-        # Scores of different choices cannot be compared.
+        # Scores cannot be compared for tokens with different choices.
         if point in heard.judgement.errors:
             off = torch.where(same_T[:, None], score.double() - value, 0.0)
             heard.judgement.errors[point] = off.type(torch.float32)
@@ -110,14 +111,14 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
         return
     bound = bounds.of_sum(exact.abs(), heard.rounding(given.dtype), 8.0)
     for (of, operator), (_, unheard) in heard.unheard.items():
-        if of == layer and operator in ("gate", "router"):  # a logit's error is the weight's relative error
+        if of == layer and operator in ("gate", "router"):  # a logit's error becomes a relative error of the weight
             logits = unheard(given.dtype).reshape(len(exact), -1).amax(-1, keepdim=True)
             bound = bound + 2.0 * logits * exact.abs()
     heard.judgement.add(where, ROUTER, layer, given[same_T], exact[same_T], bound[same_T])
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Record an error and return True if a mixture's output is not the sum of its experts, up to rounding."""
+    """Return True, and record an error, if rounding cannot explain why a mixture's output is not its experts' sum."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:

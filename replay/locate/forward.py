@@ -49,7 +49,7 @@ class Forward:
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Inside the context, judge each operator, and continue with the values recorded from the execution."""
+        """Within the context, judge each operator, and continue with the values recorded from the execution."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
@@ -113,7 +113,7 @@ class Forward:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
-        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # a custom attention's output projection
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # needed if custom attention code has no observable core
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)
@@ -148,13 +148,13 @@ class Forward:
         if slot and are_experts(self._operators[name]):
             return new  # expert weights, which are judged with the choice
         if last == "rotary_emb":
-            # The rotary uses only the hidden states' dtype. They are judged at the layer's input.
+            # Of the hidden states, the rotary uses only the dtype. Their values are judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
             return new
         self._between(name, layer, taken, exact, point)
-        # Values are replaced in place if possible, since they are later added to the residual stream.
+        # Values are replaced in place if possible, since the same tensor is later added to the residual stream.
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
@@ -194,7 +194,7 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                # The operator's output goes straight to the activation.
+                # The activation takes the operator's output unchanged, so the error is the operator's.
                 if missed is not None and bool((missed[0] == exact).all()):
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:
@@ -212,7 +212,7 @@ class Forward:
             return ACTIVATION, layer
         if last in ENDS_OF_ATTENTION:
             return ATTENTION, layer
-        if "norm" in last and _IN_ATTENTION.search(name):  # norms of queries and keys after the rotary
+        if "norm" in last and _IN_ATTENTION.search(name):  # norms that follow the rotary
             return ROTARY if self._cores.has_rotary else WIRING, layer
         if layer is None:
             return RESIDUAL, max((each for each in self._judgement.attended if each is not None), default=None)

@@ -1,6 +1,6 @@
 """Run one execution (the taker) with operators from the other (the giver), on the taker's inputs.
 
-Replacing results instead would carry over all earlier differences.
+Copying the giver's results instead would also copy the effects of all earlier differences.
 """
 
 from __future__ import annotations
@@ -133,12 +133,12 @@ class Graft:
 
 def cast(value: Any, dtype: Any) -> Any:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
+    with torch._C.DisableTorchFunction():  # KeepDouble would skip casts to float32
         return value.to(dtype) if is_float and dtype is not None else value
 
 
 def as_given(new: Any, given: Any) -> Any:
-    with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
+    with torch._C.DisableTorchFunction():  # KeepDouble would skip casts to float32
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
 

@@ -19,7 +19,7 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum slope of any common activation (GELU)."""
+"""Maximum slope of the common activation functions (that of GELU)."""
 
 
 class Arithmetic(Protocol):
@@ -47,7 +47,7 @@ class Heard:
     ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        # Both properties go through all weights.
+        # Read these properties only once, because each iterates over all weights.
         self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
@@ -108,8 +108,8 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Bound the error in the residual stream. Branches may be scaled, and partial sums rounded, before they are
-        added."""
+        """Bound the error in the residual stream. Before the addition, branches may be scaled, and partial sums may
+        be rounded."""
         size = exact.abs()
         for branch in self.branches:
             if branch.numel() == exact.numel():
@@ -156,7 +156,7 @@ class Heard:
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
-        if kind_of(name) not in ENDS_OF_MLP:  # the activation's input
+        if kind_of(name) not in ENDS_OF_MLP:  # `name` is the activation
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up = self.missed(layer, "up_proj", exact, dtype)
         both, of_both = self.unheard.get((layer, "gate_up_proj"), (None, None))

@@ -1,4 +1,7 @@
-"""Shapes: T tokens, X a tensor's other axes, flattened."""
+"""Compare the values from an execution with exact values.
+
+Shapes: T tokens, X all other axes of a tensor, flattened.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ class Judged:
     error: float
     """RMS of the introduced error, relative to the RMS of the exact result."""
     largest: float
-    """Largest error in a token, relative to the RMS of the exact result."""
+    """Largest RMS error in a single token, relative to the RMS of the token's exact result."""
     ratio: float
     """Largest introduced error divided by its bound, or inf if only one value is finite or a choice differs."""
     token: int
-    """Token with the largest ratio, as an index into the prompt and response."""
+    """Index (in the prompt and response) of the token with the largest ratio."""
     dtype: str
     point: Point | None = None
     """Point where the operator's error enters the forward pass, or None for expert choices and the head."""

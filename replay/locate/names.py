@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Suffix for an attention core, which covers everything from the scores to the weighted sum."""
+"""Last part of an attention core's name. A core covers everything from the scores to the weighted sum."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 

@@ -1,4 +1,4 @@
-"""Measure the mismatch left after one execution takes over operators or expert choices from the other.
+"""Measure how much mismatch remains if one execution takes over operators or expert choices from the other.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -34,7 +34,10 @@ def patched(
     executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch both executions in turn: the routers that `wanted` selects, and the operators that `is_asked` selects."""
+    """Patch the executions one after the other, and yield the mismatch that remains after each patch.
+
+    Patches cover the operators that `is_asked` selects, and the expert choices of the routers that `wanted` selects.
+    """
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())

@@ -10,14 +10,14 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Maximum relative error per token in float64 at which code counts as equivalent to the recorded model's. Code that
-uses float32 internally stays below it."""
+"""Code counts as equivalent to the recorded model's if, in float64, no token's relative error exceeds this value. Code
+that uses float32 internally stays below it."""
 _UNDONE = "differs from the recorded model's code, but has no effect: float64 log-probabilities are the same"
 _IS_OTHER_TENSOR = 0.5
 """A tensor with more than this fraction of its elements changed counts as a different tensor, not a modified one."""
 
 Apart = tuple[float, float]
-"""(||b - a||^2, ||a||^2), where a and b are the two executions' values. NaN if not comparable."""
+"""(||b - a||^2, ||a||^2), where a and b are the two executions' values. NaN if the values cannot be compared."""
 Operator = tuple[str, str]
 Found = dict[Operator, list[tuple[str, Judged]]]
 """Results by operator, each paired with its sequence id."""
@@ -59,7 +59,8 @@ class Pooled:
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
             differing = [(seq_id, replace(each, ratio=0.0)) for seq_id, each in found if each.largest > CODE_DIFFERS]
-            if differing and (side, name) not in self.judged:  # rounding hides the error, or the name differs
+            # In the side's own dtype, rounding may hide the error, or the operator may have another name.
+            if differing and (side, name) not in self.judged:
                 yield self._operator(side, name, differing)
 
     def _operator(self, side: str, name: str, found: list[tuple[str, Judged]]) -> OperatorError:
@@ -90,7 +91,7 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator not explained by rounding, or None.
+    """Return the first operator where rounding does not explain the difference, or None.
 
     Differences that do not affect float64 log-probabilities are noted in `pooled.unjudged`.
     """

@@ -1,4 +1,7 @@
-"""The recorded model in float64. Checks each operator on the execution's own inputs, to exclude earlier errors."""
+"""Run the recorded model in float64, and check each operator on the execution's own inputs.
+
+So an operator's error does not include the errors of earlier operators.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from .windows import EVERY_LAYER, Window
 
 class Reference:
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has float64 weights and unfused attention. `recorded_dtypes` are those of the recorded weights."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` are the recorded weights' dtypes."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -45,7 +48,7 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
-        """Judge the operators in a row's forward pass, then release their values. Only the head's remain in `taps`."""
+        """Judge the operators in a row's forward pass, then release their values. The head's values stay in `taps`."""
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
@@ -170,7 +173,7 @@ class _Products:
         if layer is not None:
             place = next((number for number, window in enumerate(self._windows) if window.has(layer)), 0)
         if place and point[1] == TAKES and self._windows[place].first == layer and value is self._entered:
-            place -= 1  # the previous layer computed it
+            place -= 1  # the previous layer, in another window, computed this value
         heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
         def multiply(gradient: Any) -> None:

@@ -45,9 +45,9 @@ CARRIED = "operators' shares of the mismatch"
 class Chosen:
     rows: tuple[RecordedRow, ...]
     how: str
-    """`worst` (largest mismatch between trainer and engine), `random` or `named`."""
+    """How they were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Prompt group by sequence (the sequence's own id if it has none)."""
+    """Prompt group by sequence id. A sequence without a group has its own id as its group."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
@@ -145,7 +145,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge one layer window for these sides, and return the errors introduced by each."""
+        """Judge one layer window for these sides, and return the errors that each side introduced."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -235,7 +235,8 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # Padding logits are dropped, so their effect is attributed to the log-softmax. Missing logits become NaN.
+            # Logits that only pad the vocabulary are dropped, so their effect counts as the log-softmax's.
+            # Missing logits become NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )

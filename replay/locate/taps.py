@@ -21,7 +21,7 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""How many recent tensors to compare a new one with, to avoid duplicate recordings."""
+"""Number of recent tensors to compare a new one with, so that no tensor is copied twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Call:
 @dataclass(slots=True)
 class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
-    """In execution order."""
+    """Operator calls by name, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
     """Layer inputs [T, H] by layer index. Absent if the layer is not called as a module."""
     mixed: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
-    """Return each row's token indices [T] among the concatenated rows."""
+    """For each chosen row, return the indices [T] of its tokens in the flattened batch."""
     return {index: torch.from_numpy(batch.places_B[index]).to(device) for index in chosen}
 
 
@@ -112,7 +112,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
 
-    # From a norm over each head's queries.
+    # A norm over each head's queries returns [B, N, W, D].
     if not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W):
         return of_tokens(value, shape, places_T, heads_first=True)
     return None
@@ -142,7 +142,7 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the recorded tensor that replaces `value`, or None if no size matches."""
+    """Return the recorded tensor that replaces `value`, or None if it is missing or has a different size."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
@@ -271,7 +271,7 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs by row to operators that are still running, copied before the operator can change them in place."""
+        """Inputs by row to operators that are still running, copied because the operator may change them in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),

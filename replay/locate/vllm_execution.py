@@ -1,7 +1,7 @@
-"""vLLM as one of the two executions, observed under transformers' names.
+"""Run vLLM as one of the two executions, and record its operators under transformers' names.
 
-A sequence's tokens may arrive at once, chunk by chunk, or one by one, and are joined in order. Fused projections are
-split.
+vLLM may run a sequence's tokens all at once, in chunks, or one by one. The recorded values are joined in order. The
+values of fused projections are split.
 
 Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response).
 """
@@ -33,18 +33,18 @@ from .names import core_name
 from .taps import Call, RowTaps, hidden_of, hooked
 
 _HEAD = ("lm_head", "logits_processor")
-"""Modules that run after the forward pass, only for response tokens."""
+"""Modules that run after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
 """Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""(sequence id, slice of the forward pass, position of its first token)."""
+"""(sequence id, slice of the forward pass's tokens, position in the sequence of the slice's first token)."""
 
 
 class VllmExecution:
-    """A vLLM engine with one step's weights. Runs eagerly without compilation, CUDA graphs or prefix cache."""
+    """A vLLM engine with one step's weights. It runs without compilation, CUDA graphs or a prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -119,7 +119,7 @@ class VllmExecution:
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
-        # A decode samples the last token without running it through the model, so one more is added.
+        # When decoding, vLLM does not run the last token through the model. So one more token is added.
         asked = list(rows)
         if self._scorer.decodes:
             asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
@@ -208,7 +208,7 @@ def names(model: Any) -> dict[str, list[str]]:
             found[name] = [f"model.{_ROTARY}"]
         elif last in packed and hasattr(module, "output_partition_sizes"):
             found[name] = [f"{layer}.{each}" for each in packed[last]]
-        elif any(True for _ in module.parameters(recurse=False)):  # transformers has the same module
+        elif any(True for _ in module.parameters(recurse=False)):  # transformers has a module of the same name
             found[name] = [name]
         elif not any(True for _ in module.children()):
             raise CannotReplay(
@@ -286,7 +286,7 @@ class _EngineTaps:
         is_kept = not self.spans or any(
             first == place for seq_id, _, first in self.spans for place, _ in self._pieces[seq_id][rotary]
         )
-        if not is_kept:  # all layers share one rotary module
+        if not is_kept:  # recorded once, since all layers share one rotary module
             self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])
 
     def _operator(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:

@@ -687,7 +687,7 @@ def test_the_macros_give_the_same(steps):
         (
             "nemo-rl",
             {"truncated_importance_sampling_ratio": 2.0},
-            "needs truncated_importance_sampling_type: tis, icepop",
+            "needs truncated_importance_sampling_type: one of tis, icepop",
         ),
         (
             "nemo-rl",
@@ -700,7 +700,7 @@ def test_the_macros_give_the_same(steps):
         (
             "slime",
             {"use_tis": True, "tis_level": "geometric"},
-            "slime does not normalize with tis_level geometric; turn it off",
+            "slime does not normalize with tis_level geometric; turn normalization off",
         ),
         (
             "slime",

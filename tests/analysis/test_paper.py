@@ -339,13 +339,13 @@ def test_the_run_shows_every_step_of_its_longest_series():
 def test_files_that_are_there_stay_unless_forced(tmp_path):
     charts = (series(line([1.0, 2.0])),)
     (tmp_path / "k3.csv").write_text("mine")
-    with pytest.raises(FileThere, match=r"k3\.csv: is an existing file; .*force=True"):
+    with pytest.raises(FileThere, match=r"k3\.csv is an existing file; .*force=True"):
         write_figures(charts, tmp_path, "png")
     assert [path.name for path in tmp_path.iterdir()] == ["k3.csv"]
     write_figures(charts, tmp_path, "png", force=True)
     assert (tmp_path / "k3.csv").read_text() != "mine"
     (tmp_path / "all.pdf").write_text("mine")
-    with pytest.raises(FileThere, match=r"all\.pdf: is an existing file"):
+    with pytest.raises(FileThere, match=r"all\.pdf is an existing file"):
         write_pdf(charts, tmp_path / "all.pdf")
     assert (tmp_path / "all.pdf").read_text() == "mine"
     write_pdf(charts, tmp_path / "all.pdf", force=True)

@@ -280,7 +280,7 @@ def test_no_trace_is_told_apart_from_nothing(tmp_path):
     with pytest.raises(TraceNotFound, match=r"has no trace.json, so it is not a trace"):
         open_source(str(tmp_path))
     (tmp_path / "trace.json").write_text("{}")
-    with pytest.raises(DamagedTrace, match=r"trace.json: not a trace manifest"):
+    with pytest.raises(DamagedTrace, match=r"trace.json is not a trace manifest"):
         open_source(str(tmp_path))
     (tmp_path / "trace.json").write_text('{"format": "tim-trace", "format_version": 99}')
     with pytest.raises(NewerTrace, match="Upgrade it with"):

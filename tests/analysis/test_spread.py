@@ -190,7 +190,7 @@ def test_a_trace_that_grows_is_not_divided(tmp_path):
 
 
 def test_numbers_of_a_framework_are_of_one_process(trace):
-    with pytest.raises(InvalidOption, match="ray: has no effect on a framework's metrics"):
+    with pytest.raises(InvalidOption, match="ray: a framework's metrics are computed in a single process"):
         stats(trace, like="verl", ray="local")
 
 

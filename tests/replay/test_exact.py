@@ -343,7 +343,7 @@ def test_an_overflow_is_nan_where_it_is_seen_and_nowhere_else():
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("Gemma2ForCausalLM", {}, "cannot run Gemma2ForCausalLM; it runs LlamaForCausalLM, .*; use engine='hf'"),
+        ("Gemma2ForCausalLM", {}, "cannot run Gemma2ForCausalLM, only LlamaForCausalLM, .*; use engine='hf'"),
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ("Qwen3ForCausalLM", {"rope_parameters": {"rope_type": "dynamic"}}, "rotary embedding 'dynamic'"),
         ("Qwen2ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "rotary embedding 'longrope'"),

@@ -595,7 +595,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
     [
         ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; use one of these kinds: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "in these layers matches"),
-        ({"operators": "q_proj,"}, InvalidOption, "pass comma-separated name parts"),
+        ({"operators": "q_proj,"}, InvalidOption, "pass parts of operator names"),
         ({"against": "mode=decode"}, CannotReplay, "omit mode decode"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "matches no recorded step"),

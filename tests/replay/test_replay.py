@@ -549,7 +549,7 @@ def test_tokens_outside_of_the_vocabulary_are_named(trace):
 
     rewrite_table(next((trace / "sequences").glob("*.parquet")), with_large_id)
     reseal(trace)
-    with pytest.raises(CannotReplay, match=r"token 9999 in its response is outside the model's vocabulary"):
+    with pytest.raises(CannotReplay, match=r"token 9999 in the response is outside the model's vocabulary"):
         replay(trace, steps="1")
 
 

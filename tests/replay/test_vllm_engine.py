@@ -125,6 +125,6 @@ def test_where_vllm_has_no_trace_replay_tokens_are_forced_by_a_logits_processor(
 def test_an_argument_that_a_release_does_not_know_is_named():
     config, (weights,) = versions(qwen3, 1)
     engine = VllmEngine(config, ARGUMENTS | {"no_such_argument": 1}, decodes=False, device="cpu")
-    with pytest.raises(CannotReplay, match=r"engine vllm: rejects this configuration: .*no_such_argument"):
+    with pytest.raises(CannotReplay, match=r"engine vllm rejects this configuration: .*no_such_argument"):
         engine.put(weights)
     engine.close()

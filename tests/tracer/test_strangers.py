@@ -202,7 +202,7 @@ def nested(depth):
     ],
 )  # fmt: skip
 def test_a_document_that_would_stop_its_reader_is_refused(content):
-    with pytest.raises(DamagedTrace, match=r"^x\.json: not a document") as caught:
+    with pytest.raises(DamagedTrace, match=r"^x\.json is not a document") as caught:
         read_object(content.encode(), "x.json", "a document")
     assert str(caught.value).isprintable()
 

@@ -20,7 +20,7 @@ from .training import nearness, values_of
 
 _FEWEST_STEPS = 5
 _FEWEST_GROUPS, _LONG = 12, 20
-"""Minimum number of groups for estimating their share of the variance, and number of earlier steps to compare with."""
+"""Minimum number of groups for estimating the variance between groups, and number of earlier steps to compare with."""
 DATA_FAULTS = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
     "pairing": "rewards_of_other_rows advantages_unrelated",
@@ -32,7 +32,7 @@ DATA_FAULTS = {
     "data": "batch_repeats prompt_padding",
     "reference": "reference_is_policy",
 }
-"""Suspect -> codes in `check` for faults in the data."""
+"""Suspect -> `check` codes of the data faults that point to the suspect."""
 
 
 def data_faults(facts: Facts) -> Iterator[Fact]:
@@ -56,7 +56,7 @@ def _known(value: float) -> float:
 
 def repeats(facts: Facts) -> Iterator[Fact]:
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
-    if found.unequal > 0.01 and not facts.rewards_lie_off:  # NaN without repeated responses
+    if found.unequal > 0.01 and not facts.rewards_lie_off:  # NaN if no response is repeated
         level = math.sqrt(found.unequal) * (max(found.unequal - before, 0.0) / found.unequal)
         values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
         yield fact("rewards_noisy", level, mean_difference=found.mean_difference, **values)
@@ -98,8 +98,10 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _share_between_groups(rows: Rollouts) -> tuple[float, float] | None:
-    """Return the intraclass correlation, which is the share of the rewards' variance within a step that lies between
-    groups, and its standard error (Fisher 1925, section 40)."""
+    """Return the intraclass correlation and its standard error (Fisher 1925, section 40).
+
+    The correlation is the share of the rewards' variance within a step that is due to differences between groups.
+    """
     rows = rows.ordered(np.isfinite(rows.reward))
     groups, place, counts = np.unique(rows.group, return_inverse=True, return_counts=True)
     num_steps = len(np.unique(rows.step))
@@ -190,11 +192,12 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
-    # With a slow baseline, the mean may move as much as the reward (divided by its spread if advantages are normalised).
+    # If the baseline adapts slowly, the mean advantage may change by as much as the mean reward (divided by the
+    # rewards' standard deviation if advantages are normalised).
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     early = facts.well_before
     means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
-    if scatter and np.ptp(means) < 0.01 * scatter:  # a baseline within groups keeps the mean at 0, whatever the reward
+    if scatter and np.ptp(means) < 0.01 * scatter:  # group baselines keep the mean advantage at 0
         by_reward = 0.0
         for change in facts.clear(ADVANTAGES):
             if change.series == "advantage_mean":
@@ -270,7 +273,7 @@ def endings(facts: Facts) -> Iterator[Fact]:
         jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
         at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0
         step, level = int(steps[first + at]), math.sqrt(max(jumps.max(), 0.0))
-        # After a gradient change, the policy itself may end responses differently.
+        # If the gradient norm changed earlier, the policy itself may have learned to end responses differently.
         is_own = code == "endings_change" and gradient is not None and gradient < step
         values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
         yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)

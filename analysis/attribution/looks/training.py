@@ -23,8 +23,8 @@ _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Shares that count as nothing: a logged term may be a mean over other tokens, or computed after updates. The second one
-is for comparing a changed term with an added constant, for which the same holds."""
+"""Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
+second applies where a changed term is compared with an added constant, which is inexact for the same reason."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -65,7 +65,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     if first > max(facts.fall.high, facts.fall.fallen):
         return
-    # A linear warm-up alone reaches 2.
+    # A linear warm-up alone reaches a factor of 2.
     yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
 
 
@@ -134,8 +134,11 @@ def reference(facts: Facts) -> Iterator[Fact]:
 
 
 def loss_terms(facts: Facts) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient changes: fit the logged loss to the recorded terms, with one change of one
-    term's coefficient at the step that leaves least."""
+    """Yield the loss term whose coefficient changes.
+
+    The recorded terms are fitted to the logged loss, and the coefficient of one term may change once. The term and the
+    step of the change are those that leave the least of the loss unexplained.
+    """
     assert facts.fall is not None
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
     last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
@@ -146,7 +149,7 @@ def loss_terms(facts: Facts) -> Iterator[Fact]:
 def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps [S], the loss's terms by name [F], their values [S, F], and the logged loss [S].
 
-    With the ratio 1, the policy's term is -mean(advantage). The last column is constant.
+    The policy's term is -mean(advantage), which assumes an importance ratio of 1. The last column is constant.
     """
     series, rows, conditions = (
         read_series(database, pair=pair),
@@ -181,7 +184,7 @@ def changed_term(
     names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, steps: np.ndarray, places: np.ndarray,
     code: str = "loss_term_changes",
 ) -> Iterator[Fact]:  # fmt: skip
-    """Yield the term whose coefficient changes at one of `places` (rows)."""
+    """Yield the loss term whose coefficient changes at one of the rows `places`."""
     if not len(places) or len(names) < 2:
         return
     columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0), 1e-30)
@@ -191,13 +194,13 @@ def changed_term(
     rest = loss - basis_SK @ (basis_SK.T @ loss)
 
     def since(values: np.ndarray) -> np.ndarray:
-        """Return the sums from each of `places` on."""
+        """Return, for each of `places`, the sum of `values` from that row to the last."""
         return np.asarray(np.cumsum(values[::-1], 0)[::-1][places])
 
     spread, constant, left_FP = float(np.sum((loss - loss.mean()) ** 2)), float(rest @ rest), []
     for column in columns_SF.T:
         total = since(column**2)
-        new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part that no other column explains
+        new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part constant coefficients cannot fit
         gain = np.divide(since(column * rest) ** 2, new, out=np.zeros(len(places)), where=new > 1e-9 * total)
         left_FP.append(np.maximum(constant - gain, 0.0))
     term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))

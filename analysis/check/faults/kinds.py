@@ -1,4 +1,4 @@
-"""Faults known only by kind or place, with no prediction for each token, and verdicts without a fault."""
+"""Faults identified only by kind or place, without a prediction for each token, and verdicts without a fault."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
 
 In cross-validation by author, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's random
-policies are far sharper: 64 of that author's 495 runs fall below it.
+policies have far sharper distributions, and 64 of that author's 495 runs fall below it.
 """
 TAIL_RATIO = 10.0
-"""Minimum logit error for a tail token, divided by the median error. Rounding alone reaches 6 to 8."""
+"""A token belongs to the tail if its logit error exceeds the median by this factor. Rounding alone reaches 6 to 8."""
 MAX_NAMED = 20
 """Maximum number of token ids, or values of a column, that together count as one place."""
 
@@ -77,7 +77,7 @@ _CONTEXTS = {
     "ids": ("the two sides read some token ids differently", "different embeddings for these ids, a mask that treats them as padding, or ids "
             "that one side maps to other ids"),
 }  # fmt: skip
-"""Cause -> title, and typical causes."""
+"""Code of the cause -> title of the finding, and typical causes."""
 _ONSETS = {
     "": ("", "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, or a weight update during sampling"),
     "window": ("one side attends to fewer tokens, or its positions are limited: an attention window, an evicted cache, or rotary positions",
@@ -135,7 +135,7 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch by the tokens that it affects: fixed places, parts of the run, or rows with another context."""
+    """Explain the mismatch by the affected tokens: fixed places, parts of the run, or rows with different contexts."""
     return [
         found
         for place in where
@@ -189,7 +189,7 @@ def _after_jump(data: PairData) -> PairData:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the mismatch at the place is not yet larger than elsewhere at the first step.
+    """Return True if, at the first step, the mismatch at the place is not yet larger than elsewhere.
 
     This points to stale weights, because a different context has an effect from the first step on.
     """
@@ -205,10 +205,10 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding implied if exactly `tokens` ([N] bool) are affected, or None.
+    """Return the finding that follows if exactly `tokens` ([N] bool) are affected, or None if none follows.
 
-    If `is_unrelated` is False, different replicas may have served the prompts, so only padding and packing imply a
-    finding.
+    Unless `is_unrelated` is set, only padding and packing imply a finding, because different replicas may have served
+    the prompts.
     """
     inside, known = tokens[data.keep], []
     for place in places(data):
@@ -257,7 +257,8 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # Weights alone cannot explain a mismatch that declines along responses (at most 2.7 in 45 runs).
+            # Different weights alone do not make the mismatch decline along responses (this score is at most 2.7 in 45
+            # runs).
             if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
                 numbers["cause"] = "early"
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -269,7 +270,7 @@ def _finding(
         numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
         broken = SIDES.get(str(numbers["side"]), "computation")
     elif kind == "prompt" and cause == "prompt":
-        # The prompt's forward pass predicts the first response token.
+        # The prompt's forward pass predicts the first response token, so its error tells prefill from decode faults.
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
     elif kind == "onset" and (begins := features.onset(data)) is not None:
@@ -281,7 +282,7 @@ def _finding(
 
 
 def _first_token_ratio(data: PairData) -> float:
-    """Return the logit error at the first response token relative to the next four, or NaN with too few."""
+    """Return the first response token's logit error relative to the next four, or NaN if there are too few tokens."""
     noise, position = logit_error(data), data.position
     first, others = noise[position == 0], noise[(position > 0) & (position < 5)]
     return float(np.median(first) / np.median(others)) if min(len(first), len(others)) >= 20 else float("nan")
@@ -319,7 +320,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     bulk = float(np.median(noise))
     tail = off | (noise > TAIL_RATIO * bulk)
     lean = abs(float(np.sum(np.sign(data.d[tail]))))
-    is_one_sided = lean > 0.6 * tail.sum() and lean > 2.6 * np.sqrt(tail.sum())  # chance reaches 2.6 in 1 of 100 runs
+    is_one_sided = lean > 0.6 * tail.sum() and lean > 2.6 * np.sqrt(tail.sum())  # by chance, 1 run in 100 reaches 2.6
     most = 0.4 if mixture else 0.1
     if mixture is False or not 0.002 < tail.mean() < most or is_one_sided:
         return []
@@ -469,7 +470,8 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
         }
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
-    return {"level_text": f"{n['level']:.4g}", "bound_text": bound}  # the level may be close to `most`
+    # The level gets four digits because it may be close to `most`.
+    return {"level_text": f"{n['level']:.4g}", "bound_text": bound}
 
 
 ROUNDING = Fault(

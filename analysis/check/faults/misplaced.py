@@ -1,9 +1,10 @@
 """Values recorded at the wrong tokens.
 
-A placement maps each token to the token where its value was recorded, and is judged by the mismatch that remains.
+A placement maps each token to the token where its value was recorded, and is judged by the mismatch that remains
+after moving the values back.
 
-Shapes: S sequences (rows), R selected rows, T tokens in the longest, K kept tokens, W windows of WIDTH consecutive
-tokens.
+Shapes: S sequences (rows), R selected rows, T tokens in the longest row, K kept tokens, W windows of WIDTH
+consecutive tokens.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from ..pair_data import PairData, allowed_noise, once
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost per token when comparing rows (nats), even if one side considers the token impossible."""
+"""Maximum cost of a token when rows are compared (nats), even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
 """Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference left by a shift or reversal. A wrong shift leaves more than half, and a wrong pairing of
-rows at least a third."""
+"""Maximum share of the difference that a correct shift or reversal leaves. A wrong shift leaves more than half, and a
+wrong pairing of rows at least a third."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 """Chunk lengths to try, in tokens."""
 WIDTH = 6
-"""Consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
+"""Number of consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
 _AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), but after it only if shifted by {{lags}} tokens: "
@@ -139,7 +140,7 @@ def _placed(
 def _shifted(data: PairData) -> Hypothesis | None:
     index = _index(data)
     before = row_means(_cost(data, index))
-    # If only some rows are shifted, the rows that agree would hide the shift.
+    # If only some rows are shifted, the rows that agree would hide the shift, so they are left out.
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
@@ -298,13 +299,14 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
     suspects = suspects[costs[suspects] > MIN_OFF_NATS]
     lags, gains = _aligned(data, index[suspects])
     zero = np.nansum(_cost(data, index[suspects]), axis=1)
-    # If even the first tokens are shifted, no part of the row agrees.
+    # The shift must begin inside the row: a row that is shifted from the first tokens on has a different fault.
     moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3) & ((lags != 0).argmax(axis=1) >= 2)
     if moved.sum() < min(2, max(1, 0.05 * len(suspects))):
         return None
     rows, lags = suspects[moved], lags[moved]
     onset = (lags != 0).argmax(axis=1)
-    # If the lag changes right after masked tokens, a turn was joined at the wrong token. The text is the same.
+    # If the lag changes right after masked tokens, a turn was joined at the wrong token, but both sides scored the same
+    # text.
     hole = (index < 0) & ((index >= 0).cumsum(axis=1) > 0)
     joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
     row_lags = np.zeros_like(index)
@@ -341,7 +343,7 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return pass b's lag with the lowest cost at each position, [R, T], and the nats saved compared with no lag, [R].
+    """Return each position's cheapest lag of pass b, [R, T], and the nats each row saves compared with no lag, [R].
 
     A nonzero lag at the start, and each lag change, cost about as much as two unrelated tokens, so that noise does not
     cause lag changes. A token without a partner costs CAP_NATS / 2.
@@ -390,12 +392,14 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     holder, right = np.full(data.num_kept, -1), np.full(len(data.keep), np.nan)
     holder[source[moved]] = np.flatnonzero(moved)
     right[data.keep] = np.where(moved, data.a - _at(data.b, holder), data.d)
-    return replace(hypothesis, rank=1, right=right)  # a shift or a pairing of rows is simpler
+    return replace(hypothesis, rank=1, right=right)  # rank 1, because a shift or a pairing of rows is simpler
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return, for each kept token, the token whose value in pass a equals its value in pass b, [K] index or -1. None if
-    too few match."""
+    """Return [K] indices: for each kept token, that of the token whose value in pass a matches its value in pass b.
+
+    The index is -1 if no token matches. Return None if too few tokens have a match.
+    """
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))
@@ -412,7 +416,7 @@ def _matches(data: PairData) -> np.ndarray | None:
     distance, nearest = tree.query(windows_b[wanted], p=1)
     by_chance = tree.query(np.random.default_rng(0).permuted(windows_b[wanted], axis=1), p=1)[0]
     limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
-    # Matches of the same text are excluded, because it has similar values wherever it occurs.
+    # Matches between identical texts are excluded, because a text has similar values wherever it occurs.
     ids = data.sample.tokens[data.keep][start[:, None] + span]
     fits = (distance < limit) & (np.any(ids[wanted] != ids[nearest], axis=1) | (nearest == wanted))
     if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):

@@ -18,12 +18,12 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, MAX_LEFT, TRUNCATION, recorded_filter
 
 MAX_CONSTANTS = 20
-"""Maximum frequent values of a pass to test."""
+"""How many of a pass's most frequent values are tested as placeholders."""
 FEW_CONSTANTS = 3
-"""Minimum tokens, and token ids, that must share a value before it can count as a placeholder."""
+"""Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""A value is a placeholder if its contexts outnumber those of nearby values by this factor, or by its square if both
-passes have the value."""
+"""A value is a placeholder if its contexts outnumber those of nearby values by this factor, or by the factor's square
+if both passes have the value."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
@@ -167,7 +167,7 @@ def _missing(
     share = num / max(int(sample.mask.sum()), 1)
     nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
     if not num or (nulls.all() and share < 1e-4):
-        return None  # the few NULLs come from cut-off sequences, which `stats` counts
+        return None  # so few NULLs come from cut-off sequences, which `stats` counts
     first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
     np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
     np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
@@ -239,13 +239,13 @@ def find_constants(data: PairData) -> list[Hypothesis]:
         often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
         tested = values[np.sort(often[num[often] >= FEW_CONSTANTS])].tolist()
         masks = [(value, side.values == value) for value in tested if value > IMPOSSIBLE_LOGPROB]
-        # Values from masked logits are not all equal, because the normaliser differs.
+        # Values from masked logits differ slightly, because the normaliser differs, so they are tested together.
         if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
             masks.append((float(np.median(impossible)), side.values <= IMPOSSIBLE_LOGPROB))
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                if value == 0.0 and far.sum() < 0.02 * where.sum():  # a certain token has a logprob of 0
+                if value == 0.0 and far.sum() < 0.02 * where.sum():  # a token with probability 1 has a logprob of 0
                     where = far
                 finding = _constant(data, side, value, where)
                 found.append(predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where))
@@ -253,14 +253,14 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def find_merged(data: PairData) -> list[Hypothesis]:
-    """Detect tokens whose logprob is 0 because it was added to a neighbour's."""
+    """Detect tokens with a logprob of 0 because their logprob was added to a neighbour's."""
     found, same = [], np.diff(data.seq) == 0
     for side in sides(data):
         own, other = side.values, side.others
         zero = own == 0
         far = zero & (other < -0.05)
         for where in ("before", "after") if far.sum() >= FEW_CONSTANTS else ():
-            # Each token that is not 0 starts a group, or ends it.
+            # Each token with a nonzero logprob starts a group, or ends one if `where` is `after`.
             group = np.cumsum(np.r_[True, ~(same & (zero[1:] if where == "before" else zero[:-1]))]) - 1
             lead = ~zero & (np.bincount(group, zero)[group] > 0)
             residual = np.where(lead, own - np.bincount(group, other)[group], 0.0)
@@ -294,10 +294,10 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
         if num <= _REPEATED_FACTOR * _repeats(side.values[~where], value, 0.5):
             return False
     elsewhere = np.abs(side.others[~where] - value)
-    if value == 0.0:  # correct for certain tokens and for tokens that are alone in their nucleus
+    if value == 0.0:  # correct if the token has probability 1 or is alone in its nucleus
         uncertain = np.abs(off) > 0.02
         if np.isin(ids[~where], ids[where][uncertain]).sum() < uncertain.sum() / 4:
-            return True  # these ids nearly always have it
+            return True  # tokens with these ids nearly always have this value
         off, elsewhere = off[uncertain], elsewhere[elsewhere > 0.02]
     usual = np.median(elsewhere) if len(elsewhere) else 0.0
     return bool(np.median(np.abs(off)) > usual / 2 or (value < 0 and np.mean(off < 0) > 0.9))
@@ -363,8 +363,8 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how often a value repeats by chance, or infinity if `value` can be the logprob of many tokens."""
     if value == 0.0:
-        # A token with probability 1 has an entropy of 0. A recorded filter can cause that even if the recorded entropy
-        # is that of the unfiltered distribution.
+        # A token with probability 1 has an entropy of 0. But if a filter leaves only one token, the recorded entropy
+        # can still be that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
@@ -406,7 +406,7 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
 def find_equal(data: PairData) -> list[Finding]:
     """Detect passes that are bitwise equal everywhere, or in whole sequences despite different dtypes.
 
-    With the same dtype, both passes can produce the same bits for some sequences, such as those without padding.
+    If the dtypes are the same, equal bits in some sequences, such as those without padding, are not a fault.
     """
     if not data.num_kept:
         return []

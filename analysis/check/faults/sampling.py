@@ -35,7 +35,7 @@ from ..pair_data import (
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
-"""Maximum unexplained share of the mismatch for a prediction of each value."""
+"""Maximum share of the mismatch that a prediction of each value may leave unexplained."""
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain. Other faults that sharpen a distribution leave
 far more scatter."""
@@ -212,7 +212,7 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
 
 
 def _scale(data: PairData) -> ScaleFit | None:
-    """Fit the factor to the log-odds. With two possible tokens, they scale exactly."""
+    """Fit the factor to the log-odds. If there are only two possible tokens, log-odds scale exactly."""
     odds = [log_odds(values) for values in (data.a, data.b)]
     off = odds[1] - odds[0]
     there = (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
@@ -235,15 +235,15 @@ def _scale(data: PairData) -> ScaleFit | None:
     fit = ScaleFit(
         scale, low - 2 * error, high + 2 * error, r2, abs(slopes[0]) / max(error, 1e-12), np.where(there, left * data.rest, np.nan)
     )  # fmt: skip
-    # Rounding to bfloat16 scales logits by less than half its precision.
+    # Rounding to bfloat16 alone can scale logits, but by less than half of bfloat16's precision.
     return fit if fit.score >= CLEAR and r2 >= MIN_R2 and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a, its error and its log, or None if there are too few tokens.
+    """Return the ratio logits_b / logits_a, its error and its logarithm, or None if there are too few tokens.
 
     The ratio is fitted to logprob differences between tokens in the same context, where the normaliser cancels out. The
-    log is NaN if the logits are not proportional.
+    logarithm is NaN if the logits are not proportional.
     """
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
@@ -261,7 +261,7 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
 
 def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
-    # A fit over different contexts is exact only to first order in log T, and log-odds scale exactly only for two tokens.
+    # Across contexts, the fit is exact only to first order in log T: log-odds scale exactly only for two tokens.
     error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
         middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
@@ -281,7 +281,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
     if mode := declared(data.contract("b"), "logprobs_mode"):
         finding.numbers["logprobs_mode"] = str(mode)
     hypothesis = predicting(data, finding, fit.residual, 8.0)
-    # A recorded temperature is tested first.
+    # An explanation that agrees with a recorded temperature takes precedence.
     is_recorded = low / wider < 1 / nearest < high * wider and abs(np.log(nearest)) > 0.02 and nearest != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
 
@@ -375,14 +375,15 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         )
     finding = fault.finding(data, signal, mass < 1 - 1e-6, next=next, numbers=numbers)
     found = of_signs(data, finding, np.full(data.num_kept, raised.sign), 4.0)
-    # A recorded filter is tested first.
+    # An explanation by a recorded filter takes precedence.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised.own.name, size) else found]
 
 
 def _smoothed(data: PairData, side: Side) -> Hypothesis:
-    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary.
+    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean.
 
-    Smoothing lowers likely tokens most, while lost mass lowers them least.
+    `mean` is the mean logprob over the vocabulary. Smoothing lowers the logprobs of likely tokens most, while lost mass
+    lowers them least.
     """
     slope, mean = np.polyfit(side.others, side.values - side.others, 1)
     finding = SMOOTHED.finding(
@@ -530,7 +531,7 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
     usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
     other = (num >= 4) & (lean * usual < -0.9)
     chosen = other[place]
-    # A bias changes the normaliser and therefore all other tokens.
+    # A bias changes the normaliser and therefore the logprobs of all other tokens.
     if not (1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~chosen]) >= 0.2) or (off & chosen).sum() < 4:
         return []
     sign = np.where(chosen, -usual, usual)
@@ -569,7 +570,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
         return []
     after = np.r_[False, chosen[:-1] & (np.diff(data.seq) == 0)] & known & ~chosen
     if after.any() and np.median(np.abs(odds_a - odds_b)[after]) > 4 * usual:
-        return []  # the tokens after these ids differ, too, so the context has different ids
+        return []  # tokens after these ids differ, too, so the two sides read different ids
     moved = np.zeros(data.num_kept)
     moved[known] = middle[place]
     predicted = -np.logaddexp(0.0, -(odds_b + moved))

@@ -133,7 +133,7 @@ UNRELATED = Fault(
 )  # fmt: skip
 MIN_CORRELATION = 0.3
 """Passes with a lower correlation are reported as unrelated. With rounding, different weights or a different
-temperature, the correlation stays above 0.8. For unrelated values, it is 0."""
+temperature, the correlation stays above 0.8. For unrelated values, it is about 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
@@ -171,7 +171,7 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 def _functions(data: PairData, side: Side) -> list[Hypothesis]:
     some = data.within(scored(data))
     if some.num_kept < data.num_kept and not _functions(some, sides(some)[side.key == "b"]):
-        return []  # no function fits a part of the rows, so none fits all of them
+        return []  # if no function fits part of the rows, none fits all of them
     values, other = side.values, side.others
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
@@ -198,7 +198,7 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
 
 @once
 def _wrong_sides(data: PairData) -> str:
-    """Return the sides, `a` or `b`, whose values cannot be the sampled tokens' logprobs.
+    """Return the keys (`a`, `b`, `ab` or empty) of the sides whose values cannot be the sampled tokens' logprobs.
 
     A side is wrong if most of its values are above 0, if its probabilities in one context add up to more than 1, or if
     logprob + entropy averages 0 only on the other side.
@@ -229,7 +229,7 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
     off_by = {unit: np.where(np.isfinite(nats), np.abs(nats - other), np.inf) for unit, nats in known.items()}
     unit = min(off_by, key=lambda unit: float(np.median(off_by[unit])))
-    yield unit, known[unit], {}, 2.0  # where p is small, some units approximate others
+    yield unit, known[unit], {}, 2.0  # only the best, because some units are similar for small p
     large = other < (-1.0 if np.sum(other < -1.0) >= FEW else -0.05)
     if large.sum() >= 8:
         factor = float(np.median(values[large] / other[large]))
@@ -260,8 +260,8 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Predict the other side's logprobs [K] by interpolating between other bigrams. NaN if the relation is not
-    monotone."""
+    """Predict the other side's logprobs [K] by interpolating between other bigrams. Return NaN if the relation
+    is not monotone."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -326,7 +326,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 def find_clamped(data: PairData) -> list[Hypothesis]:
     """Detect clamping: one side was limited to a fixed distance from the other, so |d| piles up at its maximum."""
     if any(side.rounded is not None for side in precisions(data)):
-        return []  # on a grid, many differences are equal
+        return []  # if values are rounded to a grid, many differences are equal
     size = np.abs(data.d)
     limit = float(np.quantile(size, 0.999))
     error = np.maximum(2 * value_rounding(data), 1e-5 * limit)
@@ -397,7 +397,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # The right token's value from a different context shares the token's mean, but nothing else.
+        # Values of the right token ids from different contexts correlate only because each id has its own mean. Values
+        # with the same id must therefore correlate too.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
@@ -412,7 +413,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         side, cause = lower if is_improbable else side, "from_neither"
     elif is_improbable:
         side, cause = lower, "improbable"
-        # The engine sampled the tokens, so if either side is broken, they are improbable for the trainer.
+        # The engine sampled the tokens, so they must be probable for it. If they are not, the engine is at fault.
         broken = "engine" if lower.own.name == ROLLOUT else broken
     elif sampler is not None:
         side, cause, broken = sides(data)[sampler.key == "a"], "from_other", "recording"

@@ -47,7 +47,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series. They share a step axis, and the page draws the step markers."""
+    """Return one figure per series. The figures share a step axis, and the page draws the step markers."""
     charts = list(charts)
     if not charts:
         return []
@@ -208,7 +208,7 @@ def _bar_chart(one: BarChart) -> figure:
 
 
 def _ends(one: BarChart) -> Range1d:
-    """Cover 0 and the intervals, because Bokeh's default covers only the bars."""
+    """Return an axis range that includes 0 and the intervals, because Bokeh's default includes only the bars."""
     each = [bar for group in one.groups.values() for bar in group]
     ends = [0.0] + [end for bar in each for end in (bar.value, bar.low, bar.high) if end is not None]
     known = [end for end in ends if math.isfinite(end)]

@@ -51,7 +51,7 @@ def page(report: Report) -> str:
             theme=THEME,
             groups=grouped(report.mismatch),
             steps=[int(step) for step in first.steps],
-            style=Markup(_own("report.css")),  # ships with this package, so it needs no escaping
+            style=Markup(_own("report.css")),  # part of this package, so it needs no escaping
             script=Markup(_own("report.js")),
             packs={
                 "bokeh": pack_text(bokeh_script()),
@@ -85,7 +85,7 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, is secondary) for each distinct line. A line's index selects its colour."""
+    """Return (name, whether it is secondary) for each distinct line. A line's index in the list selects its colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -122,7 +122,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape text for HTML, and attach a hover note to the first use of each glossary term."""
+    """Escape text for HTML, and attach a hover note to the first occurrence of each glossary term."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -149,7 +149,7 @@ def pack(value: Any) -> str:
 
 
 def pack_text(text: str) -> str:
-    """Gzip and base64-encode. The same text always gives the same result."""
+    """Compress text with gzip and encode it as base64. Equal texts give equal results."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 
@@ -168,7 +168,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 
 def full_colour(subject: Subject) -> float:
-    """Return the |d| at which the colour saturates (nats): the run's 99.9% quantile, but at least 0.001."""
+    """Return the |d| (nats) at which the colour scale saturates: the run's 99.9% quantile, but at least 0.001."""
     return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 

@@ -23,7 +23,7 @@ from ..targets import explained, local
 from .figure import DPI, PLAIN, draw_lines, one_line, plain, set_ticks
 
 SIZE = (1200, 630)
-"""Width and height (pixels). Chats and social networks show this size uncropped in a preview."""
+"""Width and height (pixels). Chats and social networks show an image of this size uncropped in a preview."""
 _INK, _SOFT, _RULE = "#1B1F24", "#57606A", "#D0D7DE"
 _COLOURS = {GOOD: "#00724F", NOTICE: "#8A5A00", BAD: "#B3400A", OPEN: _SOFT}
 _LABELS = {"validity": "valid", "factor": "cause", "size": "size", "objective": "objective", "fall": "collapse"}
@@ -35,13 +35,14 @@ _MOST_RUNS = 3
 
 
 def write_card(made: Report, path: str | os.PathLike[str]) -> None:
-    """Write the card as PNG. Raises StorageError."""
+    """Write the card as a PNG file. Raises StorageError."""
     with explained(path), whole_file(local(path)) as temporary:
         card(made).savefig(temporary, format="png", dpi=DPI, metadata={"Software": None})
 
 
 def card(made: Report) -> Figure:
-    """Draw run, headline, answers, mismatch and reward of the first run, with the collapse marked."""
+    """Draw the run names, the first run's headline and answers, and charts of mismatch and reward with the collapse
+    marked."""
     with PLAIN.settings():
         figure = Figure(figsize=(SIZE[0] / DPI, SIZE[1] / DPI), facecolor="white")
         write = _Writer(figure)
@@ -66,7 +67,7 @@ def card(made: Report) -> Figure:
 
 
 class _Writer:
-    """Writes text of a given size into a given width, in pixels from the upper left corner."""
+    """Writes text that is wrapped to a given width. Sizes and positions are in pixels from the upper left corner."""
 
     def __init__(self, figure: Figure):
         self._figure, self._renderer = figure, FigureCanvasAgg(figure).get_renderer()
@@ -84,7 +85,7 @@ class _Writer:
 
 
 def _lines(text: str, most: int, fits: Callable[[str], bool]) -> list[str]:
-    """Break text into lines that fit. A word that is longer than a line is cut, and excess text becomes `...`."""
+    """Break text into at most `most` lines that fit. Words longer than a line are split. Excess text becomes `...`."""
     lines, words = [""], text.split()
     while words:
         word = words.pop(0)
@@ -118,7 +119,10 @@ def _charts(made: Report) -> Sequence[LineChart]:
 
 
 def _marked(made: Report, charts: Sequence[LineChart]) -> tuple[str, list[tuple[Mark, ...]]]:
-    """Return the meaning of the vertical lines, and each chart's lines: the collapse, or else its own changes."""
+    """Return a note that explains the vertical lines, and the vertical lines of each chart.
+
+    They mark the collapse or, if there is none, the changes in the chart's own series.
+    """
     attribution = made.subjects[0].attribution
     if attribution is not None and (fall := attribution.fall) is not None:
         low, high = fall.interval
@@ -128,7 +132,7 @@ def _marked(made: Report, charts: Sequence[LineChart]) -> tuple[str, list[tuple[
 
 
 def _draw(axes: Axes, chart: LineChart, marks: Sequence[Mark], note: str | None) -> None:
-    """Draw a chart. Only the last one has a `note` and step labels."""
+    """Draw a chart. The note and the step labels are drawn only if `note` is not None."""
     handles = draw_lines(axes, replace(chart, marks=(), bands=()))
     for mark in marks:
         axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0)
@@ -140,5 +144,5 @@ def _draw(axes: Axes, chart: LineChart, marks: Sequence[Mark], note: str | None)
     if note is not None:
         axes.set_xlabel(f"step{f' ({note})' if note else ''}", fontsize=17 * _PIXEL, color=_SOFT)
     if len(handles) > 1 and axes is axes.figure.axes[0]:
-        names = [f" {plain(name, 20)}" for name in handles]  # matplotlib leaves out names that begin with _
+        names = [f" {plain(name, 20)}" for name in handles]  # matplotlib omits names that begin with _
         axes.legend(list(handles.values()), names, fontsize=16 * _PIXEL, loc="best")

@@ -27,17 +27,17 @@ WIDTHS: dict[str, tuple[float, float]] = {
     "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
     "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
 }  # fmt: skip
-"""Inches for a single figure (one column) and for the run overview (full text width)."""
+"""Widths in inches by style: of a single figure (one column), and of the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
+"""Dash patterns of lines. Because 5 patterns and 8 colours have no common divisor, the first 40 lines differ."""
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
     "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
     "lines.linewidth": 1.2, "text.usetex": False, "figure.dpi": DPI, "savefig.dpi": "figure", "svg.hashsalt": "tim-trace",
-    # PDF embeds TrueType fonts, because journals require them. SVG stores outlines and needs no font.
+    # Embed TrueType fonts in PDF, because journals require this. Store text in SVG as outlines, which need no font.
     "pdf.fonttype": 42, "svg.fonttype": "path",
 }  # fmt: skip
 
@@ -47,9 +47,9 @@ class PaperStyle:
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
     font: str = FONT
-    """Name of an installed font. Characters missing from it are drawn in DejaVu Sans."""
+    """Name of an installed font. Characters that the font lacks are drawn in DejaVu Sans."""
     title: bool = False
-    """Off by default, because papers put the title in the caption."""
+    """Whether to draw the title. Off by default, because papers put it in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
         fonts = list(dict.fromkeys([self.font, FONT]))
@@ -60,7 +60,7 @@ PLAIN = PaperStyle()
 
 
 def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
-    """Return a style for a width in inches or a key of `WIDTHS`. Raises InvalidOption."""
+    """Return a style for a width, given in inches or as a key of `WIDTHS`. Raises InvalidOption."""
     try:
         column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
     except (TypeError, ValueError):
@@ -128,7 +128,7 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart without pyplot. `figure.savefig(path)` writes it."""
+    """Draw a chart as a figure that does not belong to pyplot. Write the figure with `figure.savefig(path)`."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)
@@ -165,7 +165,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    # Without a positive value, a logarithmic axis has no limits.
+    # Use a linear axis if no value is positive, because a logarithmic axis would have no limits.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
     handles: dict[str, Any] = {}
@@ -180,13 +180,13 @@ def draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = No
     for band in one.bands:
         patch = axes.axhspan(band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), zorder=0.5)
         if band.low <= high and band.high >= low:
-            handles["published range"] = patch  # the CSV names the source
-    axes.set_ylim(low, high)  # a distant band must not flatten the lines
+            handles["published range"] = patch  # the chart's CSV file names the source
+    axes.set_ylim(low, high)  # keep a distant band from flattening the lines
     near, row, last = 0.08 * float(np.ptp(axes.get_xlim())), 0, -np.inf
     for mark in sorted(one.marks, key=lambda mark: mark.x):
         axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0, zorder=0.6)
         axes.axvline(mark.x, color=MARK, linestyle=dash(1), linewidth=0.8, zorder=1.5)
-        row, last = row + 1 if mark.x - last < near else 0, mark.x  # stagger close labels
+        row, last = row + 1 if mark.x - last < near else 0, mark.x  # put close labels in separate rows
         _note(axes, f"{mark.x:g}", (mark.x, 1.0), "x", (1.2, -0.6 - 6.0 * row), va="top", color=MARK)
     return handles
 
@@ -249,14 +249,14 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
     figure, names = axes.figure, [plain(name, 46) for name in entries]
-    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points without the axis, divided by a letter's width
-    longest = max(map(len, names), default=0) + 6  # letters, including the legend handle
+    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width without the axis, in letter widths at 1 pt
+    longest = max(map(len, names), default=0) + 6  # in letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0
     if style.title:
         axes.set_title(wrapped(one.title, int(width / 8)), pad=4 + height)
     if height:
-        figure.set_figheight(figure.get_figheight() + height / 72)  # the axes keep their height
-        # matplotlib leaves out names that begin with _
+        figure.set_figheight(figure.get_figheight() + height / 72)  # so that the axes keep their height
+        # Add a space, because matplotlib leaves out names that begin with _.
         shown = [f" {name}" if name.startswith("_") else name for name in names]
         axes.legend(list(entries.values()), shown, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns)

@@ -22,7 +22,7 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Creator": "tim-trace", "Date": None},
     "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
 }
-"""No dates or versions, so that files are reproducible."""
+"""File metadata by format. Dates and versions are omitted, so that identical charts give identical files."""
 
 
 def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
@@ -32,8 +32,9 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart as KEY.png, KEY.svg or KEY.pdf, with its data as KEY.csv. Return the paths. Raises FileThere
-    if an output file exists and `force` is off, and StorageError if writing fails."""
+    """Write each chart to `folder` in the formats `kinds` (png, svg, pdf), and its data as CSV. A file's name is the
+    chart's key. Return the paths. Raises FileThere if an output file exists and `force` is off, and StorageError if
+    writing fails."""
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
     refuse(paths, force)
@@ -49,8 +50,8 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and CSV files to a folder next to it. Return the paths, PDF
-    first."""
+    """Write a PDF with a cover and one page per chart, and the charts' data as CSV files to a folder next to the PDF.
+    Return the paths, the PDF's first."""
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
     tables = [folder / f"{one.key}.csv" for one in charts]

@@ -1,1 +1,1 @@
-"""Forward pass whose bits depend only on a token and its context (the zero-mismatch baseline)."""
+"""A forward pass in which a token's result, to the bit, depends only on the token and its context (zero mismatch)."""

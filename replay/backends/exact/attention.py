@@ -1,6 +1,7 @@
 """Attention over a KV cache. A query's result does not depend on keys that it cannot see.
 
-Those keys get a weight of exactly 0 and do not affect scales, so prefill, chunks and decode give the same bits.
+Keys that are not visible get a weight of exactly 0 and do not affect any scale, so prefill, chunked and decode modes
+give the same bits.
 
 Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
 N query heads per key head, D head width.
@@ -17,10 +18,10 @@ from .functions import Precision, exp, power_of_two
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
-"""Maximum context length (tokens). Sums over more keys might not be exact."""
+"""Maximum context length (tokens). Sums over more keys may be inexact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Maximum number of attention scores to hold in memory at once. On CPU, this many fit into the processor's cache. On
-GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
+"""Maximum number of attention scores to hold in memory at once. On a CPU, these scores fit into the processor's cache.
+On a GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Seen:
     keys_BTS: Any
     first_T: list[int]
     last_T: list[int]
-    """First and last key that each query sees in any row. Copied to the host once per forward pass."""
+    """Indices of the first and last key that each query sees in any row. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:
@@ -56,7 +57,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return attention [B, A, T, D] float64."""
+        """Return the attention output [B, A, T, D] in float64."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
@@ -64,7 +65,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip keys that the block does not see.
+            # Skip keys that no query of the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]
@@ -85,6 +86,6 @@ class KeyValueCache:
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
         values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        # A 0/1 product, since branching would synchronise with the device.
+        # True where a query sees a broken key. A product finds these, because branching would wait for the device.
         lost_BCN = (seen_BCS.to(weights_BNGCS.dtype) @ self._broken[:, :, seen].to(weights_BNGCS.dtype).mT) > 0
         return result_BNGCD.masked_fill_(lost_BCN.mT[:, :, None, :, None], float("nan"))

@@ -1,7 +1,8 @@
 """Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
 
-torch's own functions may round a tensor's last elements differently from the rest, and differ between CPU and GPU. IEEE
-754 operations do not. Each step is a separate torch operation, since fusing may skip a rounding.
+torch's own functions may round a tensor's last elements differently from the rest, and give different results on CPU
+and GPU. Basic IEEE 754 operations give the same bits everywhere. Each step is a separate torch operation, because a
+fused operation may skip a rounding.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
-# ln 2 and pi / 2 as sums. The first parts have 33 bits, so multiplying by an integer below 2**20 is exact
-# (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+# ln 2 and pi / 2, each split into a sum. The first part has 33 bits, so multiplying it by an integer below 2**20 is
+# exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
 _HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
 _LEAST, _MOST = -708.0, 709.0
-"""Range where exp is a normal float64."""
+"""Range of x in which e**x is a normal float64 number."""
 _EXP = tuple(1 / math.factorial(order) for order in range(14))
 _SINE = tuple((-1) ** order / math.factorial(2 * order + 1) for order in range(9))
 _COSINE = tuple((-1) ** order / math.factorial(2 * order) for order in range(10))
@@ -26,7 +27,7 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """Return e**x in float64 (relative error around 1e-16). 0 for x < -708, e**709 for x > 709."""
+    """Return e**x in float64 (relative error around 1e-16), but 0 for x < -708 and e**709 for x > 709."""
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
@@ -81,8 +82,8 @@ def power_of_two(exponent: Any) -> Any:
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once. If `number` were a Python number, a GPU would multiply by its reciprocal
-    instead."""
+    """Return x / number, rounded once. The division uses a tensor, because a GPU would multiply by the reciprocal of a
+    Python number."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
@@ -94,20 +95,21 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Slices per number. Relative to a vector's largest element, two slices keep at least 36 bits, and three at
-        least 51."""
+        """Number of slices per value. Relative to a vector's largest element, two slices keep at least 36 bits, and
+        three keep at least 51."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:
-        """Round to transformers' dtype for norms, routing and logits: float64 for a float64 model, else float32."""
+        """Round to the dtype in which transformers computes norms, routing and logits: float32, or float64 for a
+        float64 model."""
         return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
-    """Round a float64 tensor through float32, so that CPU and GPU round the same way."""
+    """Round a float64 tensor to float32 first and then to `dtype`, so that CPU and GPU round the same way."""
     if dtype == torch.float64:
         return x
     single = x.to(torch.float32)

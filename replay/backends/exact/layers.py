@@ -54,7 +54,7 @@ class Rotary:
         self._precision = precision
 
     def table(self, positions: Any) -> tuple[Any, Any]:
-        """Return cosines and sines [..., D] for positions [...]. Computed in float32 as in transformers."""
+        """Return cosines and sines [..., D] for positions [...]. They are rounded to float32, as in transformers."""
         angles = rounded(positions[..., None].to(torch.float64) * self._frequencies, torch.float32)
         tables = []
         for values in cosine_and_sine(angles):
@@ -82,7 +82,7 @@ class Router:
     """Selects the J most probable experts for each token. Ties go to the lower index."""
 
     def __init__(self, linear: Linear, chosen: int, normalised: bool, precision: Precision):
-        """`chosen` is J. With `normalised`, a token's J weights sum to 1."""
+        """`chosen` is J, the number of experts per token. With `normalised`, a token's J weights sum to 1."""
         self._linear, self._chosen, self._normalised, self._precision = linear, chosen, normalised, precision
 
     def __call__(self, x_MH: Any) -> tuple[Any, Any, Any]:
@@ -105,11 +105,11 @@ class Experts:
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return weighted expert outputs [M, H], added in expert order."""
+        """Return each token's weighted sum of expert outputs [M, H], added in order of the experts' indices."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
-        # This layer's only copy from the device: where each expert's tokens end.
+        # Find where each expert's tokens end. This is the layer's only copy from the device to the host.
         numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
         ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
         parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
@@ -138,7 +138,7 @@ class ExactHead:
         self._precision, self._temperature = precision, temperature
 
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
-        """Return log-probabilities [M] for `ids_M`: float32 nats, or float64 for a float64 model."""
+        """Return the log-probabilities [M] of `ids_M` in nats, as float32 (float64 for a float64 model)."""
         wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
         parts = [hidden_MH.new_zeros(0)]
         for hidden_CH, ids_C in zip(hidden_MH.split(self._chunk), ids_M.split(self._chunk), strict=True):

@@ -24,7 +24,7 @@ def check(identity: Mapping[str, Any]) -> None:
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
-            f"engine exact cannot run {name or 'this model'}; it runs {', '.join(CLASSES)}; use {option('engine', 'hf')}"
+            f"engine exact cannot run {name or 'this model'}, only {', '.join(CLASSES)}; use {option('engine', 'hf')}"
         )
     if config.get("hidden_act", "silu") != "silu":
         raise CannotReplay(
@@ -86,7 +86,7 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Return the operators under transformers' names. `<attention>.attention` is the attention core."""
+        """Return the operators by their module names in transformers. `<attention>.attention` is the attention core."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
@@ -115,7 +115,7 @@ class ExactModel:
         """Return one empty cache per layer. Raises CannotReplay if `width` is too large for exact sums."""
         if width > MOST_KEYS:
             raise CannotReplay(
-                f"engine exact: got {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}; "
+                f"engine exact: a sequence has {width:,} tokens, but sums are exact only up to {MOST_KEYS:,} tokens; "
                 "replay shorter sequences"
             )
         shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
@@ -126,8 +126,8 @@ class ExactModel:
         return int(2 * len(self.held.base_model.rotary_emb.inv_freq))
 
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
-        """Return hidden states [B, T, H] for the last T tokens. A token attends only to tokens with the same number in
-        `rows_BS` (0 is padding)."""
+        """Return the hidden states [B, T, H] of the last T tokens. A token attends only to tokens with the same row
+        number in `rows_BS`, where 0 means padding."""
         self.prepare()
         B, T = ids_BT.shape
         start = rows_BS.shape[1] - T
@@ -155,7 +155,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return the keys visible to each query, by sliding window size. Copies to the host only once."""
+    """Return the keys visible to each query, by sliding window size. Key ranges are copied to the host only once."""
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
@@ -164,13 +164,13 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """Return a mask [B, T, S]: true for keys in the same row and window up to the token itself."""
+    """Return a mask [B, T, S] that is true for keys in the token's row and window, up to and including the token."""
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
     if window is not None:
         seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
-    # Padding must see at least one key, although its result is unused.
+    # A padding token must see at least one key, although its result is unused.
     return seen_BTS | (place_S == place_T1)
 
 

@@ -41,12 +41,12 @@ class ExactScorer(BatchScorer):
         ]
         scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
         head = self._model.head(self._temperature, self._head_dtype)
-        # The hidden state before a token predicts it.
+        # A token is predicted by the hidden state of the token before it.
         return head.logprobs(torch.cat(parts, dim=1).flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids, positions within the row, and row numbers (0 for padding), each [B, W]."""
+    """Return the token ids, their positions within the row, and their row numbers (0 for padding), each [B, W]."""
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, [row.num_tokens for row in batch.rows])
         return batch.ids_BW, batch.positions_W[None], rows_W[None]
@@ -58,7 +58,7 @@ class ExactArmScorer(HfScorer):
         super().__init__(run, arm, contract, device)
         if run.model_factory is not None:
             raise CannotReplay(
-                "engine exact: uses its own layers, so it cannot run a model factory's model; use "
+                "engine exact uses its own layers, so it cannot run a model factory's model; use "
                 f"{option('engine', 'hf')}"
             )
         check(run.model)
@@ -75,7 +75,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, or None for a model without adapters. Exact layers do not support separate adapters."""
+        """`off` or `merged`, or None for a model without adapters. Exact layers need the adapters merged or off."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:

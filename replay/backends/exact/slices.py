@@ -1,9 +1,9 @@
 """Exact products and sums that do not depend on summation order.
 
-A vector is cut into slices with a few bits each, stored as integers in float64. Their products and all partial sums
-stay below 2**53, so a BLAS may add them in any order and get the same bits (Ozaki, Ogita, Oishi and Rump, Numer.
-Algorithms 59, 2012). Each vector sets its own power-of-two scale, so a token's result does not depend on its neighbours
-in the batch.
+A vector is cut into slices with a few bits each, stored as integers in float64. Products of slices and all partial sums
+stay within 2**53, so a BLAS can add the products in any order and get the same bits (Ozaki, Ogita, Oishi and Rump,
+Numer. Algorithms 59, 2012). Each vector sets its own power-of-two scale, so a token's result does not depend on its
+neighbours in the batch.
 
 Shapes: M rows on the left, N rows on the right, K summed over.
 """
@@ -18,32 +18,33 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest scale exponent for which float64 products cannot overflow. No float32 number reaches it."""
+"""Largest scale exponent for which float64 products cannot overflow. All float32 numbers have smaller exponents."""
 _UNIT_BITS = 33
 UNITS = 1 << (53 - _UNIT_BITS)
-"""How many values `sum_of_units` can add exactly."""
+"""Maximum number of values that `sum_of_units` can add exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Vectors along the last axis, truncated: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...)."""
+    """Vectors along the last axis as truncated sums: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...)."""
 
     parts: tuple[Any, ...]
     """Integers stored as float64, with magnitudes up to 2**bits in the first tensor and 2**(bits - 1) in the others."""
     exponent: Any
-    """int64. Every element is below 2**exponent in magnitude."""
+    """int64 exponent of each vector. Every element is below 2**exponent in magnitude."""
     bits: int
 
 
 def bits_for(length: int, count: int) -> int:
     """Return the largest slice size (bits) for exact sums over `length` slice products."""
-    # First-slice products require 2 * bits + log2(length) <= 53. With three slices, sums are up to a quarter larger.
+    # Sums of first-slice products require 2 * bits + log2(length) <= 53. With three slices, sums of later slices can
+    # be a quarter larger, which costs one more bit.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
 def sliced(x: Any, bits: int, count: int) -> Slices:
-    """Cut vectors into `count` slices. The error is at most 2**-(count * bits) relative to the largest element. A
-    vector with a NaN or infinity becomes all NaN."""
+    """Cut vectors into `count` slices. The error is at most 2**-(count * bits) relative to a vector's largest element.
+    If a vector has a NaN or infinity, all its elements become NaN."""
     exponent, finite = exponents(x)
     rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
     parts = []
@@ -55,7 +56,8 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return a bounding exponent for each vector along the last axis, and whether it is finite."""
+    """Return an exponent that bounds each vector along the last axis, and whether all elements of the vector are
+    finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -65,8 +67,9 @@ def exponents(x: Any) -> tuple[Any, Any]:
 def matmul(left: Slices, right: Slices) -> Any:
     """Return left @ right.T in float64 for `left` [..., M, K] and `right` [..., N, K].
 
-    Slice products with order `count` or higher are dropped. With `count` slices (b bits each), the absolute error is at
-    most 6 K 2**(-count b) max|left row| max|right row|, plus a relative 2**-52.
+    Products of two slices whose indices add up to the number of slices or more are dropped. With `count` slices of b
+    bits each, the absolute error is at most 6 K 2**(-count b) max|left row| max|right row|, plus a relative error of
+    2**-52.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
@@ -74,20 +77,20 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, but `left` already includes the right scales, and right parts have shape [..., K, N]."""
+    """Like `matmul`, but `left` is already multiplied by the scales of `right`, whose parts have shape [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
 
 def sum_of_squares(x: Any, count: int) -> Any:
-    """Sum squares along the last axis, [..., 1] float64. Same error bound as `matmul`."""
+    """Return the sum of squares along the last axis, [..., 1] in float64, with the same error bound as `matmul`."""
     slices = sliced(x, bits_for(x.shape[-1], count), count)
     total = _total(slices, slices, lambda a, b: (a * b).sum(dim=-1, keepdim=True))
     return total.mul_(power_of_two(2 * (slices.exponent - slices.bits)))
 
 
 def sum_of_units(x: Any) -> Any:
-    """Sum up to UNITS numbers from 0 to 1 along the last axis, each rounded to 2**-66."""
+    """Return the sum along the last axis of at most UNITS numbers from 0 to 1, each rounded to a multiple of 2**-66."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
@@ -97,7 +100,8 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum the slice products of each order exactly, then add these sums, smallest first. Only the final additions round."""
+    """Return the sum of all slice products. Products of the same order (sum of both slices' indices) are added exactly;
+    adding these partial sums, smallest first, rounds."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
