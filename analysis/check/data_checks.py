@@ -38,7 +38,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
-        checks = (_values, _rewards, _groups, check_advantages, _repeats, _metrics, _ratios, _reward_parts)
+        checks = (_values, _rewards, _groups, check_advantages, _repeats, _metrics, _ratios, _reference, _reward_parts)
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
             of_tokens = token_findings(sample, partial(run.find, steps=sample.steps))
@@ -257,6 +257,24 @@ GROUP BY ALL ORDER BY a.step
 """
 
 
+_AT_START = """
+SELECT a.step, avg(list_avg(list_transform(list_zip(a.logprobs, b.logprobs), lambda two: abs(two[1] - two[2])))) AS mean
+FROM scores AS a JOIN scores AS b USING (run, step, seq_id)
+WHERE a."pass" = 'train' AND b."pass" = 'reference' AND a.iteration = 0 AND b.iteration = 0 AND a.policy_version = 0
+GROUP BY a.step ORDER BY a.step LIMIT 1
+"""
+_OTHER_WEIGHTS = 0.2
+"""Mean |d| between two passes that 16-bit rounding does not reach (nats)."""
+
+
+def _reference(run: DataRows) -> Iterator[DataFinding]:
+    """Find a reference that is not the initial policy."""
+    if {"train", "reference"} <= {*scored_passes(run.database)}:
+        for _, size in run.database.connection.execute(_AT_START).fetchall():
+            differs = np.full(len(run.rows["step"]), (size or 0.0) > _OTHER_WEIGHTS)
+            yield from run.find("reference_apart", differs, size=size, notice=True)
+
+
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
     """Find importance ratios that are all 1 although the weights were updated between passes or dtypes differ."""
     execute, sample = run.database.connection.execute, run.sample
@@ -470,8 +488,12 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]):
         least = int(max(3, np.ceil(0.5 * cut.sum())))
         yield from find("limit_contradicts", early, least=least, length=lengths, limit=limit)
-    beyond = np.isfinite(limit) & (limit > 0) & (lengths > limit)
-    yield from find("limit_exceeded", beyond, least=3, length=longest, limit=limit)
+    # Tool output between sampled tokens does not count. Without a loss mask, every token counts as sampled.
+    runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
+    partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
+    sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
+    beyond = np.isfinite(limit) & (limit > 0) & (sampled > limit)
+    yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     has_end = np.isin(last, ends[np.argsort(-counts)][:3])

@@ -443,3 +443,47 @@ def test_a_fitted_temperature_has_an_error_and_a_command_that_the_trace_can_run(
         first = check(run.write(tmp_path / str(planted))).findings[0]
         assert first.numbers["least"] < 1 / planted < first.numbers["largest"]
         assert first.next.command.startswith("tim-trace query context-odds")
+
+
+def tool_rows(step, number):
+    """[T] bool a row: which tokens the engine sampled. The third to sixth are a tool's."""
+    return [~np.isin(np.arange(len(row)), range(3, 7)) for row in step.responses]
+
+
+def rolled(rows, by):
+    return [np.roll(row, by(number)) for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("by", "text"),
+    [
+        (lambda row: 0, ""),
+        (lambda row: 1, "1 token late"),
+        (lambda row: -2, "2 tokens early"),
+        (lambda row: row % 5 - 2, "displaced, by different numbers of tokens"),
+    ],
+)
+def test_a_loss_mask_beside_the_tokens_with_logprobs_is_displaced(tmp_path, by, text):
+    def holes(step, number):
+        rows = zip(in_float32(step, number), tool_rows(step, number), strict=True)
+        return [np.where(sampled, row, np.nan) for row, sampled in rows]
+
+    run = Recording(
+        rollout=holes, contracts=BOTH_FP32, options={"longest": 40},
+        sequences=lambda step, number: {"response_mask": rolled(tool_rows(step, number), by)},
+    )  # fmt: skip
+    found = check(run.write(tmp_path / "trace"))
+    displaced = [one for one in found.findings if one.code == "mask"]
+    assert bool(displaced) == bool(text)
+    assert found.is_valid == (not text)
+    if text:
+        assert evidence_text(displaced[0]).endswith(f"the loss mask is {text}")
+
+
+def test_sampled_from_neither_names_the_side_whose_entropies_are_recorded(tmp_path):
+    def other_tokens(step, number):
+        return step.scored(moved(step.logits, 7, 5.0))
+
+    first = check(Recording(train=other_tokens).write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.numbers["sampled"]) == ("unrelated", "from_neither")
+    assert "train's logprob + entropy averages" in evidence_text(first)

@@ -531,3 +531,25 @@ def test_sampled_tokens_whose_logprobs_are_lost_are_no_tool_tokens(tmp_path):
 
     found = findings(write(tmp_path / "trace", passes=passes, longest=24))
     assert "unsampled_count" not in [each.code for each in found]
+
+
+@pytest.mark.parametrize(("num_tool", "is_found"), [(4, False), (0, True)])
+def test_tool_tokens_do_not_count_toward_the_limit(tmp_path, num_tool, is_found):
+    def columns(step, number):
+        masks = [~((np.arange(len(row)) >= 4) & (np.arange(len(row)) < 4 + num_tool)) for row in step.responses]
+        return {"response_mask": masks, "max_tokens": 8}
+
+    found = findings(write(tmp_path / "trace", columns=columns))
+    assert ("limit_exceeded" in [one.code for one in found]) == is_found
+
+
+@pytest.mark.parametrize(("apart", "is_found"), [(0.0, False), (1.0, True)])
+def test_a_reference_that_is_not_the_initial_policy_is_noted(tmp_path, apart, is_found):
+    def passes(recorder, batch, step, number):
+        policy = moved(table(), number, 0.3 * (number - 1))
+        recorder.add_scores("rollout", batch, logprobs=step.scored(policy))
+        recorder.add_scores("train", batch, logprobs=step.scored(policy), policy_version=number - 1)
+        recorder.add_scores("reference", batch, logprobs=step.scored(moved(table(), 50, apart)))
+
+    noted = [one for one in findings(write(tmp_path / "trace", passes=passes)) if one.code == "reference_apart"]
+    assert [one.is_notice for one in noted] == [True] * is_found

@@ -24,6 +24,8 @@ FEW_CONSTANTS = 3
 _REPEATED_FACTOR = 3
 """A value is a placeholder if its contexts outnumber those of nearby values by this factor, or by the factor's square
 if both passes have the value."""
+_MOST_LATE = 8
+"""Maximum displacement of a loss mask that is searched for (tokens)."""
 _WINDOW_NATS = 0.05
 """Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
 """
@@ -48,9 +50,8 @@ _EVIDENCE = {
     "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, but "
     "differ at {share_before:.0%} of the earlier tokens, with the same contracts, so one is a copy of the other "
     "from that step on",
-    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, nearly all at the {end} of a run of "
-    "such tokens, but has logprobs for {num_left_out:,} masked tokens next to such runs, so the loss mask is one token "
-    "{late}",
+    "shifted_mask": "{side} has no logprob for {num_tokens:,} tokens in the loss, but has logprobs for {num_left_out:,} "
+    "masked tokens of the same sequences, so the loss mask is {displaced_text}",
     "reference": "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, "
     "but train and rollout differ by more than rounding, so train may contain the reference's logprobs",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
@@ -84,6 +85,12 @@ def _differences(n: Mapping[str, Any]) -> dict[str, str]:
     return {"differing": " and ".join(differing), "copied_text": never if "dtype_a" in n else maybe}
 
 
+def _displaced(num_late: int) -> str:
+    if not num_late:
+        return "displaced, by different numbers of tokens"
+    return f"{abs(num_late)} token{'s' * (abs(num_late) != 1)} {'late' if num_late > 0 else 'early'}"
+
+
 _WORDS = {
     "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
     "equal_bits": lambda n: {
@@ -92,6 +99,7 @@ _WORDS = {
         else "no contract gives a reason for them to differ"
     },
     "equal_against_contracts": _differences, "copied_rows": _differences,
+    "shifted_mask": lambda n: {"displaced_text": _displaced(int(n["num_late"]))},
 }  # fmt: skip
 
 
@@ -121,7 +129,7 @@ COPIES = _fault(
     "copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps", "reference",
     reference="the reference's logprobs are stored as the trainer's",
 )  # fmt: skip
-SHIFTED_MASK = _fault("mask", "the loss mask is shifted by one token", "shifted_mask")
+SHIFTED_MASK = _fault("mask", "the loss mask is displaced", "shifted_mask")
 EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
@@ -194,20 +202,26 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
+    """Return the fault if the rows that lack logprobs in the loss have about as many of them outside of it."""
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
-    has, joined = np.isfinite(side.logprobs), np.diff(sample.seq) == 0
-    missing, left_out = sample.mask & ~has, has & ~sample.mask
-    before = [np.r_[False, each[:-1] & joined] for each in (sample.mask, has)]
-    after = [np.r_[each[1:] & joined, False] for each in (sample.mask, has)]
-    for late, end, inside, outside in (("late", "end", before, after), ("early", "beginning", after, before)):
-        at_end, beside = missing & inside[1] & ~outside[0], int((left_out & outside[0]).sum())
-        if at_end.sum() > 0.9 * missing.sum() and beside > 0.5 * missing.sum():
-            numbers: dict[str, Number] = {
-                "side": side.name, "num_tokens": int(missing.sum()), "num_left_out": beside, "end": end, "late": late,
-            }  # fmt: skip
-            return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
-    return None
+    has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
+    lost, out = (
+        np.bincount(sample.seq[each], minlength=sample.num_sequences)
+        for each in (sample.mask & ~has, has & ~sample.mask)
+    )
+    num, num_out = int(lost.sum()), int(out[lost > 0].sum())
+    if np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
+        return None
+    num_late, rows = 0, (lost > 0)[sample.seq]
+    for late in sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]:
+        origin = np.clip(place + late, 0, len(place) - 1)
+        inside = rows & (sample.seq[origin] == sample.seq)
+        if np.mean(sample.mask[origin][inside] == has[inside]) > 0.98:
+            num_late = late
+            break
+    numbers: dict[str, Number] = {"side": side.name, "num_tokens": num, "num_left_out": num_out, "num_late": num_late}
+    return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:

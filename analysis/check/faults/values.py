@@ -96,10 +96,10 @@ _SAMPLED = {
     "unknown": ": they come from different tokens, were reordered, or come from different models",
     "improbable": ", and they average {mean_lower:.3g} nats in {side} but {mean_higher:.3g} in {other}, so "
     "{side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and {other}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {other}'s "
+    "from_other": ", and {sampler}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {sampler}'s "
     "distribution and {side}'s values are not their logprobs",
-    "from_neither": ", and {other}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
-    "from {other}'s distribution, and one side has broken weights or scored different text",
+    "from_neither": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
+    "from {sampler}'s distribution, and one side has broken weights or scored different text",
 }
 UNRELATED = Fault(
     code="unrelated", title="one side's values do not belong to the sampled tokens", broken="recording",
@@ -422,6 +422,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         numbers=side.names | counts(data) | {
             "cause": cause, "sampled": cause, "correlation": correlation, "mean_lower": low, "mean_higher": high,
             "sampled_mean": None if sampler is None else sampler.sampled_mean,
+            "sampler": None if sampler is None else sampler.own.name,
         },
     )  # fmt: skip
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
