@@ -1,10 +1,12 @@
 """Predict the mismatch that a remedy would leave at steps that are not replayed.
 
-A remedy replaces the trainer's arm, the engine's or both. The replayed steps give the ratio of each statistic with and
-without it. The prediction is this ratio times the recorded statistic at the other steps. From 8 replayed steps, the
-interval is a bootstrap over steps. With fewer, it is a bootstrap over groups, widened by the scatter between steps: every
-step rounds new weights, with and without the remedy, so the ratio's logarithm is assumed to vary between steps with twice
-the variance of the recorded statistic's logarithm between neighbouring steps.
+A remedy replaces the trainer's arm, the engine's or both. The prediction is the statistic that it leaves at the replayed
+steps, times (recorded statistic at the other steps / recorded statistic at the replayed steps)^power. From 8 replayed steps,
+the power is the slope of one log statistic on the other over steps (the regression estimator of survey sampling; Cochran,
+Sampling Techniques, chapter 7), limited to 0 to 1: a constant ratio and no relation. The interval is a bootstrap over steps.
+With fewer steps, the power is 0.5, and the interval is a bootstrap over groups, widened by the scatter between steps: every
+step rounds new weights, with and without the remedy, so the logarithm is assumed to vary between steps with twice the
+variance of the recorded statistic's logarithm between neighbouring steps. The power's own error widens both.
 
 Shapes: N sequences, G groups, S steps.
 """
@@ -40,6 +42,8 @@ from .views import open_database
 CONFIDENCE, _NORMAL = 0.9, 1.645
 MOST_WIDTH = 0.4
 """A prediction is reported only if its interval is at most this wide, relative to the predicted value."""
+UNKNOWN_POWER = 0.5, 0.5
+"""Exponent with too few steps to estimate it, and the distance to its limits, 0 and 1."""
 SAME = 1.25
 """An engine's replay represents the recorded engine if their mean |d| agree within this factor."""
 ESS, BIAS = "ess_token", "relative_abs_bias"
@@ -223,35 +227,61 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
         return None, ("no_advantages", "")
     if not new["sum_abs_d"].any():
         return (0.0, 0.0, 0.0), None
+    if _are_equal(new, repeated):
+        return (size, size, size), None
     if not (size > 0 and min(seen) > 0):
         return None, ("none_seen", "")
     num_replayed, num_others = (len(np.unique(sums["step"])) for sums in (old, level))
     by_step = num_replayed >= MIN_GROUPS
-    one, other = (_log_ratio(metric, new, below, by_step) for below in (old, repeated))
+    power, error = _power(metric, old, new) if by_step else UNKNOWN_POWER
+    one, other = (_log_ratio(metric, new, below, by_step, power) for below in (old, repeated))
     if one is None or other is None:
         return None, ("no_interval", "")
     off, low, high = one[0], min(one[1], other[1]), max(one[2], other[2])
     scatter = (high - low) / 2 * sqrt(num_replayed / num_others)
     if not by_step:
-        sizes_S = size_of(metric, recorded, np.unique(recorded["step"], return_inverse=True)[1])
-        change = np.diff(np.log(sizes_S[sizes_S > 0]))
+        change = np.diff(_log_by_step(metric, recorded))
         scatter = _NORMAL * sqrt(np.mean(change**2) * (1 / num_replayed + 1 / num_others))
-    value = size * exp(off)
+    scatter = hypot(scatter, error * log(size / seen[0]))
+    value = size**power * exp(off)
     low, high = value * exp(-hypot(off - low, scatter)), value * exp(hypot(high - off, scatter))
     width = (high - low) / (1 - value if metric == ESS else value)
     return (value, low, high), None if width <= MOST_WIDTH else ("wide", f"{width:.2g}")
 
 
-def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool) -> Bounds | None:
-    """Return the log ratio of two statistics with its interval over steps or groups, or None."""
+def _power(metric: str, old: Sums, new: Sums) -> tuple[float, float]:
+    """Return the slope of one log statistic on the other over steps, limited to 0 to 1, and half its interval's width.
+
+    The other steps lie a number of standard deviations off the replayed ones in the recorded statistic. What the slope
+    leaves unexplained is assumed to do so, too.
+    """
+    x_S, y_S = (_log_by_step(metric, sums) for sums in (old, new))
+    if len(x_S) != len(y_S) or len(x_S) < MIN_GROUPS or not x_S.std():
+        return UNKNOWN_POWER
+    slope = np.cov(x_S, y_S, bias=True)[0, 1] / x_S.var()
+    return float(np.clip(slope, 0, 1)), _NORMAL * float(np.std(y_S - slope * x_S) / x_S.std())
+
+
+def _log_by_step(metric: str, sums: Sums) -> Array:
+    """Return the log of a statistic at each step where it is not 0."""
+    sizes_S = size_of(metric, sums, np.unique(sums["step"], return_inverse=True)[1])
+    return np.asarray(np.log(sizes_S[sizes_S > 0]))
+
+
+def _are_equal(one: Sums, other: Sums) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool, power: float = 1.0) -> Bounds | None:
+    """Return log(above / below^power) of two statistics with its interval over steps or groups, or None."""
     names = above.keys() - {"unit", "step"}
     columns = {f"{side} {name}": sums[name] for side, sums in (("above", above), ("below", below)) for name in names}
-    if all(np.array_equal(above[name], below[name]) for name in names):
+    if power == 1 and _are_equal(above, below):
         return 0.0, 0.0, 0.0
 
     def statistic(totals: Totals) -> Array:
         sizes = [SIZES[metric]({name: totals[f"{side} {name}"] for name in names}) for side in ("above", "below")]
-        return np.asarray(np.log(sizes[0] / sizes[1]))
+        return np.asarray(np.log(sizes[0]) - power * np.log(sizes[1]))
 
     found = ends(bootstrap({metric: statistic}, columns, above["step" if by_step else "unit"], CONFIDENCE)[metric])
     value = float(statistic({name: np.asarray(of_G.sum()) for name, of_G in columns.items()}))
