@@ -208,18 +208,14 @@ def _transformers_classes() -> Iterator[None]:
     try:
         yield
     finally:
-        for cls in _classes_below(torch.nn.Module):
-            init = vars(cls).get("__init__")
+        classes: list[type] = [torch.nn.Module]
+        for cls in classes:
+            classes += cls.__subclasses__()
+            init: Any = vars(cls).get("__init__")
             if cls.__module__.startswith("transformers.") and getattr(init, "__module__", "").startswith("vllm."):
                 _DECORATED[cls] = init
-                cls.__init__ = getclosurevars(init).nonlocals["old_init"]  # type: ignore[misc]
-                cls.do_not_compile = True  # vLLM's own instances have an attribute of this name
-
-
-def _classes_below(cls: type) -> Iterator[type]:
-    for below in cls.__subclasses__():
-        yield below
-        yield from _classes_below(below)
+                cls.__init__ = getclosurevars(init).nonlocals.get("old_init", init)  # type: ignore[misc]
+                cls.do_not_compile = True  # type: ignore[attr-defined]  # each of vLLM's instances has its own value
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
