@@ -203,8 +203,8 @@ def _transformers_classes() -> Iterator[None]:
 
     Otherwise, the trainer's model can neither be built in this process nor run, because both need vLLM's config.
     """
-    for cls, init in _DECORATED.items():
-        cls.__init__ = init  # type: ignore[misc]
+    for cls, decorated in _DECORATED.items():
+        cls.__init__ = decorated  # type: ignore[misc]
     try:
         yield
     finally:
