@@ -6,7 +6,7 @@ the power is the slope of one log statistic on the other over steps (the regress
 Sampling Techniques, chapter 7), limited to 0 to 1: a constant ratio and no relation. The interval is a bootstrap over steps.
 With fewer steps, the power is 0.5, and the interval is a bootstrap over groups, widened by the scatter between steps: every
 step rounds new weights, with and without the remedy, so the logarithm is assumed to vary between steps with twice the
-variance of the recorded statistic's logarithm between neighbouring steps. The power's own error widens both.
+variance of the recorded statistic's logarithm between neighbouring steps. The power's error is a lower limit of the width.
 
 Shapes: N sequences, G groups, S steps.
 """
@@ -242,18 +242,19 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
     if not by_step:
         change = np.diff(_log_by_step(metric, recorded))
         scatter = _NORMAL * sqrt(np.mean(change**2) * (1 / num_replayed + 1 / num_others))
-    scatter = hypot(scatter, error * log(size / seen[0]))
+    shift = error * abs(log(size / seen[0]))
     value = size**power * exp(off)
-    low, high = value * exp(-hypot(off - low, scatter)), value * exp(hypot(high - off, scatter))
+    below, above = (max(hypot(side, scatter), shift) for side in (off - low, high - off))
+    low, high = value * exp(-below), value * exp(above)
     width = (high - low) / (1 - value if metric == ESS else value)
     return (value, low, high), None if width <= MOST_WIDTH else ("wide", f"{width:.2g}")
 
 
 def _power(metric: str, old: Sums, new: Sums) -> tuple[float, float]:
-    """Return the slope of one log statistic on the other over steps, limited to 0 to 1, and half its interval's width.
+    """Return the slope of one log statistic on the other over steps, limited to 0 to 1, and the half-width of its interval.
 
-    The other steps lie a number of standard deviations off the replayed ones in the recorded statistic. What the slope
-    leaves unexplained is assumed to do so, too.
+    The other steps may lie as many standard deviations off the replayed ones in what the slope leaves unexplained as in the
+    recorded statistic.
     """
     x_S, y_S = (_log_by_step(metric, sums) for sums in (old, new))
     if len(x_S) != len(y_S) or len(x_S) < MIN_GROUPS or not x_S.std():
