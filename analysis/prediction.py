@@ -1,13 +1,16 @@
 """Predict the mismatch that a remedy would leave at steps that are not replayed.
 
-A remedy replaces the arm of the trainer, of the engine, or of both. The replayed steps give the ratio of each statistic
-with the remedy to the same statistic without it. The prediction is this ratio times the recorded statistic at the other
-steps.
+A remedy replaces the arm of the trainer, of the engine, or of both. The prediction is the statistic that the remedy
+leaves at the replayed steps, times (recorded statistic at the other steps / recorded statistic at the replayed steps)^power.
 
-With 8 or more replayed steps, the interval comes from a bootstrap over steps. With fewer, it comes from a bootstrap
-over groups, and is widened by the scatter between steps. The weights of every step are rounded anew, both with and
-without the remedy. The logarithm of the ratio is therefore assumed to have twice the variance between steps that the
-logarithm of the recorded statistic has between neighbouring steps.
+With 8 or more replayed steps, the power is the slope of a regression over steps: the log of the remedied statistic on the
+log of the recorded one (the regression estimator of survey sampling; Cochran, Sampling Techniques, chapter 7). It is
+limited to the range from 0 (no relation) to 1 (a constant ratio). The interval comes from a bootstrap over steps.
+
+With fewer steps, the power is 0.5, and the interval comes from a bootstrap over groups, widened by the scatter between
+steps. The weights of every step are rounded anew, both with and without the remedy. The logarithm is therefore assumed to
+have twice the variance between steps that the logarithm of the recorded statistic has between neighbouring steps. The
+interval is at least as wide as the error of the power implies.
 
 Shapes: N sequences, G groups, S steps.
 """
@@ -43,6 +46,8 @@ from .views import open_database
 CONFIDENCE, _NORMAL = 0.9, 1.645
 MOST_WIDTH = 0.4
 """A prediction is considered reliable only if its interval is at most this wide, relative to the predicted value."""
+UNKNOWN_POWER = 0.5, 0.5
+"""The power if there are too few steps to estimate it, and its distance from its limits, 0 and 1."""
 SAME = 1.25
 """A replayed engine is accepted in place of the recorded engine if their mean |d| agree within this factor."""
 ESS, BIAS = "ess_token", "relative_abs_bias"
@@ -233,38 +238,65 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
         return None, ("no_advantages", "")
     if not new["sum_abs_d"].any():
         return (0.0, 0.0, 0.0), None
+    if _are_equal(new, repeated):
+        return (size, size, size), None
     if not (size > 0 and min(seen) > 0):
         return None, ("none_seen", "")
     num_replayed, num_others = (len(np.unique(sums["step"])) for sums in (old, level))
     by_step = num_replayed >= MIN_GROUPS
-    one, other = (_log_ratio(metric, new, below, by_step) for below in (old, repeated))
+    power, error = _power(metric, old, new) if by_step else UNKNOWN_POWER
+    one, other = (_log_ratio(metric, new, below, by_step, power) for below in (old, repeated))
     if one is None or other is None:
         return None, ("no_interval", "")
     off, low, high = one[0], min(one[1], other[1]), max(one[2], other[2])
     scatter = (high - low) / 2 * sqrt(num_replayed / num_others)
     if not by_step:
-        sizes_S = size_of(metric, recorded, np.unique(recorded["step"], return_inverse=True)[1])
-        change = np.diff(np.log(sizes_S[sizes_S > 0]))
+        change = np.diff(_log_by_step(metric, recorded))
         scatter = _NORMAL * sqrt(np.mean(change**2) * (1 / num_replayed + 1 / num_others))
-    value = size * exp(off)
-    low, high = value * exp(-hypot(off - low, scatter)), value * exp(hypot(high - off, scatter))
+    shift = error * abs(log(size / seen[0]))
+    value = size**power * exp(off)
+    below, above = (max(hypot(side, scatter), shift) for side in (off - low, high - off))
+    low, high = value * exp(-below), value * exp(above)
     width = (high - low) / (1 - value if metric == ESS else value)
     return (value, low, high), None if width <= MOST_WIDTH else ("wide", f"{width:.2g}")
 
 
-def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool) -> Bounds | None:
-    """Return the log ratio of `metric` between `above` and `below`, with its interval over steps or groups.
+def _power(metric: str, old: Sums, new: Sums) -> tuple[float, float]:
+    """Return the power, limited to the range from 0 to 1, and the half-width of its interval.
+
+    The other steps may deviate from the replayed ones: in the part that the slope does not explain, by as many standard
+    deviations as in the recorded statistic.
+    """
+    x_S, y_S = (_log_by_step(metric, sums) for sums in (old, new))
+    if len(x_S) != len(y_S) or len(x_S) < MIN_GROUPS or not x_S.std():
+        return UNKNOWN_POWER
+    slope = np.cov(x_S, y_S, bias=True)[0, 1] / x_S.var()
+    return float(np.clip(slope, 0, 1)), _NORMAL * float(np.std(y_S - slope * x_S) / x_S.std())
+
+
+def _log_by_step(metric: str, sums: Sums) -> Array:
+    """Return the logarithm of a statistic at each step where it is not 0."""
+    sizes_S = size_of(metric, sums, np.unique(sums["step"], return_inverse=True)[1])
+    return np.asarray(np.log(sizes_S[sizes_S > 0]))
+
+
+def _are_equal(one: Sums, other: Sums) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool, power: float = 1.0) -> Bounds | None:
+    """Return log(above / below^power) for a statistic, with its interval over steps or groups.
 
     Return None if the interval cannot be computed.
     """
     names = above.keys() - {"unit", "step"}
     columns = {f"{side} {name}": sums[name] for side, sums in (("above", above), ("below", below)) for name in names}
-    if all(np.array_equal(above[name], below[name]) for name in names):
+    if power == 1 and _are_equal(above, below):
         return 0.0, 0.0, 0.0
 
     def statistic(totals: Totals) -> Array:
         sizes = [SIZES[metric]({name: totals[f"{side} {name}"] for name in names}) for side in ("above", "below")]
-        return np.asarray(np.log(sizes[0] / sizes[1]))
+        return np.asarray(np.log(sizes[0]) - power * np.log(sizes[1]))
 
     found = ends(bootstrap({metric: statistic}, columns, above["step" if by_step else "unit"], CONFIDENCE)[metric])
     value = float(statistic({name: np.asarray(of_G.sum()) for name, of_G in columns.items()}))

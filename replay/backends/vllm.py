@@ -8,7 +8,8 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from inspect import signature
+from contextlib import contextmanager
+from inspect import getclosurevars, signature
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,8 @@ class VllmEngine:
             utils.dispatch_cpu_unquantized_gemm = plain
         write_folder(self._model_folder, tensors, self.config, {})
         try:
-            self.llm = self._launched(LLM)
+            with _transformers_classes():
+                self.llm = self._launched(LLM)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise CannotReplay(f"engine vllm rejects this configuration: {first_line(error)}") from error
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
@@ -189,6 +191,31 @@ class VllmEngine:
                 raise
             self.way = LOGITS_PROCESSOR
             return self._launched(llm)
+
+
+_DECORATED: dict[type, Any] = {}
+"""vLLM's `__init__` for each of transformers' classes that it has decorated."""
+
+
+@contextmanager
+def _transformers_classes() -> Iterator[None]:
+    """Restore transformers' classes that vLLM decorates in place to run models that it does not implement.
+
+    Otherwise, the trainer's model can neither be built in this process nor run, because both need vLLM's config.
+    """
+    for cls, decorated in _DECORATED.items():
+        cls.__init__ = decorated  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        classes: list[type] = [torch.nn.Module]
+        for cls in classes:
+            classes += cls.__subclasses__()
+            init: Any = vars(cls).get("__init__")
+            if cls.__module__.startswith("transformers.") and getattr(init, "__module__", "").startswith("vllm."):
+                _DECORATED[cls] = init
+                cls.__init__ = getclosurevars(init).nonlocals.get("old_init", init)  # type: ignore[misc]
+                cls.do_not_compile = True  # type: ignore[attr-defined]  # each of vLLM's instances has its own value
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

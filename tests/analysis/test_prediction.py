@@ -16,7 +16,7 @@ METRICS = ["mean_abs_d", "k3", "share_outside", "ess_token", "relative_abs_bias"
 
 
 def make_run(path, *, steps=24, replayed=(), factor=0.1, spread=0.05, decode=1.0, advantage=True, groups=GROUPS,
-             lag=None):  # fmt: skip
+             lag=None, is_left_constant=False):  # fmt: skip
     """Write a trace whose engine lies off the trainer by noise, and off the arm of both sides by `factor` times as much.
 
     The arm's replays, and the engine's as `decode`, exist at the `replayed` steps. Return mean |d| that the arm leaves at
@@ -31,7 +31,8 @@ def make_run(path, *, steps=24, replayed=(), factor=0.1, spread=0.05, decode=1.0
             train = -draw.exponential(1.0, shape).astype(np.float32) - np.float32(1)
             level = 0.02 * np.exp(draw.normal(0, spread))
             rollout = (train - draw.normal(0, level, shape)).astype(np.float32)
-            changed = (train - factor * draw.normal(0, level, shape)).astype(np.float32)
+            off = draw.normal(0, 0.02 if is_left_constant else level, shape)
+            changed = (train - factor * off).astype(np.float32)
             more = {"advantage": draw.normal(0, 1, len(train))} if advantage else {}
             batch = recorder.add_sequences(
                 step=step, prompt_ids=np.zeros((len(train), 1), int), response_ids=np.zeros(shape, int),
@@ -72,6 +73,14 @@ def test_the_interval_holds_what_the_remedy_leaves_at_the_other_steps(tmp_path, 
     assert k3.low < 0.01 * k3.recorded < k3.high
     assert 1 - ess.value == pytest.approx(0.01 * (1 - ess.recorded), rel=0.2)
     assert (ess.low, ess.high) == pytest.approx((1 - 2 * k3.high, 1 - 2 * k3.low), rel=1e-5)
+
+
+def test_what_does_not_follow_the_recorded_mismatch_is_not_scaled_with_it(tmp_path):
+    left = make_run(tmp_path / "run", replayed=range(1, 24, 2), spread=0.5, is_left_constant=True)
+    size = predicted(tmp_path / "run", range(1, 24, 2))["dtype=fp16", "mean_abs_d"]
+    assert size.code is None
+    assert size.low < left < size.high
+    assert size.high < 1.1 * size.low
 
 
 def test_one_step_is_too_little_where_steps_differ(tmp_path):
@@ -130,7 +139,7 @@ def test_a_side_that_stays_needs_no_engine(tmp_path):
     found = predicted(tmp_path / "run", (5,), "train:dtype=fp16", engine=None)
     size = found["train:dtype=fp16", "mean_abs_d"]
     assert size.code is None
-    assert size.value == pytest.approx(size.recorded)
+    assert size.low == size.value == size.high == size.recorded
 
 
 def test_only_the_objective_s_bias_needs_advantages(tmp_path):

@@ -11,7 +11,14 @@ from tim_trace.replay.recorded import RecordedRow
 from tim_trace.schemas.errors import CannotReplay, TimTraceWarning
 from tim_trace.tracer.weights.chunks import bits_type
 from tim_trace.tracer.weights.reader import Tensor
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -32,6 +39,11 @@ ARGUMENTS = {"dtype": "bfloat16", "max_model_len": 64, "enforce_eager": True, "m
 def qwen3():
     shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True}
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, **shape))
+
+
+def olmo2():
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return Olmo2ForCausalLM(Olmo2Config(**SHAPE, **shape))
 
 
 def with_latent_attention():
@@ -128,3 +140,23 @@ def test_an_argument_that_a_release_does_not_know_is_named():
     with pytest.raises(CannotReplay, match=r"engine vllm rejects this configuration: .*no_such_argument"):
         engine.put(weights)
     engine.close()
+
+
+def test_the_trainer_s_model_is_built_and_runs_beside_an_engine_that_uses_its_class():
+    # vLLM runs Olmo2 with transformers' class, which it decorates in place.
+    config, (weights,) = versions(olmo2, 1)
+    ids = torch.arange(1, 20)[None]
+    before = olmo2()
+    expected = before(ids).logits
+    engine = VllmEngine(config, ARGUMENTS, decodes=False, device="cpu")
+    engine.put(weights)
+    first = logprobs(engine)
+    after = olmo2()
+    after.load_state_dict(before.state_dict())
+    assert torch.equal(before(ids).logits, expected)
+    assert torch.equal(after(ids).logits, expected)
+    engine.close()
+    again = VllmEngine(config, ARGUMENTS, decodes=False, device="cpu")
+    again.put(weights)
+    assert logprobs(again) == first
+    again.close()
