@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,12 @@ class VllmEngine:
         return not stale
 
     def score(
-        self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None
+        self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None,
+        preempt: int | None = None,
     ) -> list[np.ndarray]:
         """Return raw response logprobs [T] float32 for each row. If temperature, top-k or top-p is set, they are
-        applied in this order. Raises CannotReplay."""
+        applied in this order. Running requests are preempted after every `preempt` steps that generate tokens.
+        Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
@@ -98,7 +101,8 @@ class VllmEngine:
         ]
         try:
             params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            with preempting(self.llm.llm_engine.engine_core, preempt) if preempt else nullcontext():
+                outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise CannotReplay(f"engine vllm cannot run this model here: {first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
@@ -189,6 +193,29 @@ class VllmEngine:
                 raise
             self.way = LOGITS_PROCESSOR
             return self._launched(llm)
+
+
+@contextmanager
+def preempting(core: Any, every: int) -> Iterator[None]:
+    """Preempt all running requests after every `every` steps in which a request got a token.
+
+    Steps without a token do not count, because a long prefill in chunks would never end.
+    """
+    get_output, num_steps = core.get_output, 0
+
+    def get_and_preempt() -> Any:
+        nonlocal num_steps
+        outputs = get_output()
+        num_steps += bool(outputs.outputs)
+        if outputs.outputs and num_steps % every == 0:
+            core.reset_prefix_cache(reset_running_requests=True)
+        return outputs
+
+    core.get_output = get_and_preempt
+    try:
+        yield
+    finally:
+        del core.get_output
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
