@@ -4,15 +4,22 @@ import json
 
 import pytest
 import torch
+from adapted import identity
 from builders import tim_trace
 from tim_trace import certify, gate
 from tim_trace.replay.certify.batches import Batch, shrunk
 from tim_trace.replay.certify.results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED
 from tim_trace.schemas.errors import InvalidOption
+from tim_trace.tracer.recorder import Recorder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PINNED = "padding=left,mode=prefill,threads=1"
 SMALL = {"max_batch": 6, "max_length": 10, "arm": PINNED}
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 128,
+}  # fmt: skip
 
 FACTORY = """
 import torch
@@ -57,12 +64,8 @@ FACTORY += "\n".join(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128,
-    )  # fmt: skip
     folder = tmp_path_factory.mktemp("certify") / "model"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     (folder.parent / "lookups.py").write_text(FACTORY)
     return folder
 
@@ -146,6 +149,50 @@ def test_time_that_runs_out_gives_no_certificate(model, tmp_path):
     assert (found.verdict, found.file) == (UNDECIDED, None)
     assert any(each.startswith("row_counts: ") for each in found.not_covered)
     assert not (tmp_path / "out" / "certificate.json").exists()
+
+
+@pytest.fixture
+def vllm_run(tmp_path):
+    """A step whose engine ran without compiling, with heads that vLLM's attention supports."""
+    whole = LlamaForCausalLM(LlamaConfig(**SIZES | {"hidden_size": 64}))
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(model=identity(whole))
+        recorder.add_contract("train", {"engine": "transformers"})
+        recorder.add_contract("rollout", {"engine": "vllm", "engine_arguments": {"enforce_eager": True}})
+        recorder.add_weights(0, whole.state_dict())
+        step = recorder.add_sequences(step=0, prompt_ids=[[0]], response_ids=[[0]], policy_version=0)
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, step, logprobs=[[-1.0]])
+    return tmp_path / "run"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # vLLM runs in this process, with warnings of its own
+def test_a_break_that_only_a_preempted_request_shows_is_found_in_vllm(vllm_run, tmp_path, monkeypatch):
+    """Without preemption, a step has prompts of up to 5 tokens, or one token of each of up to 3 rows."""
+    from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+
+    broken = False
+
+    def forward(self, input_ids, positions, *rest, **words):
+        is_recomputed = len(positions) > 3 and int(positions.max()) >= 5
+        return self.embed_input_ids(input_ids) + (1e-2 if broken and is_recomputed else 0.0)
+
+    def compute_logits(self, hidden):
+        return (hidden.double() @ self.lm_head.weight.double().T).float()
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", compute_logits)
+    arm = "engine=vllm,dtype=fp32,mode=decode,batch-tokens=64,prefix-caching=off"
+    asked = {"arm": arm, "max_batch": 3, "max_length": 5, "minutes": 2, "output": tmp_path / "out"}
+    found = certify(vllm_run, **asked)
+    assert (found.verdict, found.covered.layouts, found.not_covered) == (CERTIFIED, ("", "preempt=2"), ())
+    broken = True
+    one = certify(vllm_run, **asked).counterexample
+    assert (one.layout, one.needs_history, one.repeats, one.num_different > 0) == ("preempt=2", False, True, True)
+    assert len(one.prompt_lengths) == 1
+    assert f"--arm {arm},preempt=2 " in one.replay
 
 
 @pytest.mark.slow
