@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...schemas.documents import Contract, contract_hash
+from ...schemas.documents import Contract
 from ...schemas.errors import InvalidOption, TimTraceError
 from ...schemas.layout import MANIFEST
 from ...schemas.passes import TRAIN
@@ -35,7 +35,7 @@ from ..loaded import LoadedModel, Scorer, device_here, scorer_of
 from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
 from .batches import Batch, Drawer, Sequence_, mutated, probes, shrunk
-from .results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED, Certificate, Counterexample, Coverage, ranges
+from .results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED, Certificate, Counterexample, Coverage, hash_of, ranges
 
 AGAINST = "against"
 _LAYOUTS = {
@@ -99,13 +99,12 @@ def certify(
         with closing(search), progress("searching", int(minutes * 60)) as advance:
             found = search.run(minutes * 60, advance)
             example = None if found is None else search.write(found, output)
-        a, b = search.settings
         made = Certificate(
             verdict=COUNTEREXAMPLE if example else CERTIFIED if search.is_complete else UNDECIDED,
             of=os.fspath(trace), arm=search.a.text, against=search.b.text if search.b else None, max_batch=max_batch,
             max_length=search.draw.max_length, seed=seed, seconds=monotonic() - begun, covered=search.coverage(),
-            not_covered=search.not_covered(), counterexample=example, settings=(a, b),
-            settings_hash=contract_hash({"a": a, "b": b}),
+            not_covered=search.not_covered(), counterexample=example, settings=search.settings,
+            settings_hash=hash_of(search.settings),
         )  # fmt: skip
     if made.is_certified:
         Path(output).mkdir(parents=True, exist_ok=True)

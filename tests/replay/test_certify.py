@@ -170,13 +170,13 @@ def vllm_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # vLLM runs in this process, with warnings of its own
 def test_a_break_that_only_a_preempted_request_shows_is_found_in_vllm(vllm_run, tmp_path, monkeypatch):
-    """Without preemption, a step has prompts of up to 5 tokens, or one token of each of up to 3 rows."""
+    """Without preemption, a step has prompts of up to 4 tokens, or one token of each of up to 2 rows."""
     from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
 
     broken = False
 
     def forward(self, input_ids, positions, *rest, **words):
-        is_recomputed = len(positions) > 3 and int(positions.max()) >= 5
+        is_recomputed = len(positions) > 2 and int(positions.max()) >= 4
         return self.embed_input_ids(input_ids) + (1e-2 if broken and is_recomputed else 0.0)
 
     def compute_logits(self, hidden):
@@ -185,7 +185,7 @@ def test_a_break_that_only_a_preempted_request_shows_is_found_in_vllm(vllm_run, 
     monkeypatch.setattr(LlamaModel, "forward", forward)
     monkeypatch.setattr(LlamaForCausalLM, "compute_logits", compute_logits)
     arm = "engine=vllm,dtype=fp32,mode=decode,batch-tokens=64,prefix-caching=off"
-    asked = {"arm": arm, "max_batch": 3, "max_length": 5, "minutes": 2, "output": tmp_path / "out"}
+    asked = {"arm": arm, "max_batch": 2, "max_length": 4, "minutes": 1, "output": tmp_path / "out"}
     found = certify(vllm_run, **asked)
     assert (found.verdict, found.covered.layouts, found.not_covered) == (CERTIFIED, ("", "preempt=2"), ())
     broken = True
