@@ -1114,8 +1114,8 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
     """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
 
     MODEL is a Hugging Face model folder. What an arm sets is fixed. Padding side, cached decoding, chunks and threads
-    that it leaves open are searched (for vLLM: decoding, chunks and the prefix cache). The exit code is 1 if bits
-    differ, or if time runs out before every planned batch was tried.
+    that it leaves open are searched (for vLLM: decoding, preemption, chunks and the prefix cache). The exit code is 1
+    if bits differ, or if time runs out before every planned batch was tried.
     """
     found = _asked(analysis.certify, trace, held_back=True, **options)
     form.result(found)

@@ -86,7 +86,11 @@ class VllmEngine:
         return not stale
 
     def score(
-        self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None,
+        self,
+        rows: Sequence[RecordedRow],
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
         preempt: int | None = None,
     ) -> list[np.ndarray]:
         """Return raw response logprobs [T] float32 for each row. If temperature, top-k or top-p is set, they are

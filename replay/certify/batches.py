@@ -171,7 +171,7 @@ def _tokens(draw: Drawer) -> _Family:
 def mutated(batch: Batch, draw: Drawer, layouts: Sequence[str]) -> Batch:
     """Return a batch with one to three changes: its rows, their order and lengths, padding or layout."""
     for _ in range(1 + draw.below(3)):
-        rows, place, choice = list(batch.rows), draw.below(len(batch.rows)), draw.below(8)
+        rows, place, choice = list(batch.rows), draw.below(len(batch.rows)), draw.below(7)
         if choice == 0:
             del rows[place]
         elif choice == 1:
@@ -183,8 +183,6 @@ def mutated(batch: Batch, draw: Drawer, layouts: Sequence[str]) -> Batch:
         elif choice == 4:
             rows = [rows[at] for at in draw.random.permutation(len(rows))]
         elif choice == 5:
-            rows.sort(key=lambda row: len(row[0]) + len(row[1]), reverse=bool(draw.below(2)))
-        elif choice == 6:
             num = int(draw.random.choice((0, *PADS)))
             batch = replace(batch, pad_left=num) if draw.below(2) else replace(batch, pad_right=num)
         else:

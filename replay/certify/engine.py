@@ -46,7 +46,6 @@ _LAYOUTS = {
 """Options to search by engine, unless an arm sets them. With few tokens per step, vLLM recomputes a preempted request
 in chunks, beside requests that decode."""
 _LAYOUTS[EXACT] = (*_LAYOUTS[HF], "padding=left,mode=chunked:7")
-_BOUNDED = ("row_counts", "prompt_lengths", "response_lengths")
 _MOST_KEPT, _MOST_TRIALS, _NUM_VLLM = 400, 400, 600
 CERTIFICATE = "certificate.json"
 DEFAULT_LENGTH = 256
@@ -77,7 +76,7 @@ def certify(
     responses of up to `max_length` tokens (default: 256, or what the model's positions allow), as it gives the sequence
     alone. With `against`, both arms run each batch, and their bits are compared. Options that an arm sets are fixed.
     The search varies padding side, cached decoding, chunks and threads if the arm does not set them (for vLLM:
-    decoding, chunks and the prefix cache).
+    decoding, preemption, chunks and the prefix cache).
 
     The search tries every row count and length, paddings, orders, duplicates, shared prefixes and token ids, then
     random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
@@ -208,6 +207,7 @@ class _Search:
             self.b = _Execution(other, against, self.contract, self.version, 2 * max_length)
             if self.a.arm == self.b.arm and model_factory == against_factory:
                 self.b.loaded = self.a.loaded
+        self._sides = [self.a] if self.b is None else [self.a, self.b]
         self.is_vllm = self.a.arm.engine == VLLM
         self.draw = Drawer(int(config["vocab_size"]), max_batch, max_length, np.random.default_rng(seed))
         self._unsupported: dict[str, str] = {}
@@ -224,21 +224,21 @@ class _Search:
 
     def _open_layouts(self) -> Iterator[str]:
         """Yield layouts that change no option of an arm, without the words that the arms share with them."""
-        sides = [self.a, *([self.b] if self.b else [])]
-        words = [set(side.text.replace(" ", "").split(",")) for side in sides]
+        words = [set(side.text.replace(" ", "").split(",")) for side in self._sides]
         named = {word.partition("=")[0].replace("_", "-") for word in set.union(*words)}
-        engines = {side.arm.engine for side in sides}
+        engines = {side.arm.engine for side in self._sides}
         if VLLM in engines and len(engines) > 1:
             return  # vLLM makes its own batches
-        for layout in _LAYOUTS[HF if HF in engines else self.a.arm.engine]:
-            options = [word for word in layout.split(",") if word not in set.intersection(*words)]
+        for searched in _LAYOUTS[HF if HF in engines else self.a.arm.engine]:
+            options = [word for word in searched.split(",") if word not in set.intersection(*words)]
+            layout = ",".join(options)
             if options and named.isdisjoint(word.partition("=")[0] for word in options):
                 try:
-                    for side in sides:
-                        side.scorer(",".join(options))
-                    yield ",".join(options)
+                    for side in self._sides:
+                        side.scorer(layout)
+                    yield layout
                 except TimTraceError as error:
-                    self._unsupported[",".join(options)] = first_line(error)
+                    self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
         """Return the smallest batch that differs, preceded by the batch that must run before it if any, or None."""
@@ -289,7 +289,7 @@ class _Search:
             self.layouts.remove(batch.layout)
             return False, False
         if not self.num_batches:  # while vLLM's engine runs with the arm's own layout
-            self.settings = self.a.scorer().made_by(), (self.b or self.a).scorer().made_by()
+            self.settings = self.a.scorer().made_by(), self._sides[-1].scorer().made_by()
         self._shapes.add(shape)
         self._note(batch)
         return is_new or len(self._calls) > num_calls, differs
@@ -349,16 +349,16 @@ class _Search:
 
     def not_covered(self) -> tuple[str, ...]:
         found = [f"{layout}: {why}" for layout, why in self._unsupported.items()]
-        most_tokens = self.draw.max_length
-        for name, most in zip(_BOUNDED, (self.draw.max_batch, most_tokens, most_tokens), strict=True):
+        longest = self.draw.max_length
+        bounds = {"row_counts": self.draw.max_batch, "prompt_lengths": longest, "response_lengths": longest}
+        for name, most in bounds.items():
             if left := sorted({*range(1, most + 1)} - self._tried[name]):
                 found.append(f"{name}: {ranges(left)}")
         return (*found, *(f"layout: {one}" for one in self.layouts if one not in self._tried["layouts"]))
 
     def close(self) -> None:
-        for side in (self.a, self.b):
-            if side is not None:
-                side.loaded.close()
+        for side in self._sides:
+            side.loaded.close()
 
     def write(self, batches: Sequence[Batch], output: Any) -> Counterexample:
         """Write a trace with the batches and return what differs in the last one."""
