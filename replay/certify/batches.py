@@ -132,10 +132,9 @@ def _grid(draw: Drawer) -> _Family:
 def _pads(draw: Drawer) -> _Family:
     rows = tuple(draw.short(min(3, draw.max_batch)))
     for num in PADS:
-        yield Batch(rows, pad_left=num)
-        yield Batch(rows, pad_right=num)
-        yield Batch(rows[:1], pad_left=num)
-        yield Batch(rows[:1], pad_right=num)
+        for chosen in (rows, rows[:1]):
+            yield Batch(chosen, pad_left=num)
+            yield Batch(chosen, pad_right=num)
 
 
 def _orders(draw: Drawer) -> _Family:

@@ -296,17 +296,12 @@ class _Search:
 
     def _differs(self, batches: Sequence[Batch]) -> bool:
         """Run the batches in order, and return whether the last one's bits differ."""
-        bits = self._bits(batches)
+        for batch in batches[:-1]:
+            self.a.score(batch)
+        bits = self.a.score(batches[-1], empties=self.b is not None), self._expected(batches[-1])
         if differs := bool(_different(bits)):
             self._found = bits
         return differs
-
-    def _bits(self, batches: Sequence[Batch]) -> _Bits:
-        """Run the batches in order, and return the last one's logprobs under both executions."""
-        for batch in batches[:-1]:
-            self.a.score(batch)
-        a = self.a.score(batches[-1], empties=self.b is not None)
-        return a, self._expected(batches[-1])
 
     def _expected(self, batch: Batch) -> list[np.ndarray]:
         if self.b is not None:
