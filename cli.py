@@ -1122,8 +1122,8 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
     """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
 
     MODEL is a Hugging Face model folder. What an arm sets stays fixed. If it does not set the padding side, cached
-    decoding, chunks or threads, these are varied (for vLLM: decoding, chunks and the prefix cache). The exit code is
-    1 if bits differ, or if time runs out before every planned batch was tried.
+    decoding, chunks or threads, these are varied (for vLLM: decoding, preemption, chunks and the prefix cache). The
+    exit code is 1 if bits differ, or if time runs out before every planned batch was tried.
     """
     found = _asked(analysis.certify, trace, held_back=True, **options)
     form.result(found)

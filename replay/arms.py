@@ -86,6 +86,11 @@ class Arm:
         "Run the whole sequence in one forward pass, or the response through the KV cache 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
+    preempt: int | None = arm_option(
+        "Preempt all running requests after every N steps that generate tokens. vLLM then recomputes their KV cache.",
+        users=(VLLM,), metavar="N",
+        clashes=(Clash(other="mode", others=("prefill", "chunked"), why="only decoding generates several tokens"),),
+    )  # fmt: skip
     kv_dtype: str | None = arm_option(
         "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",

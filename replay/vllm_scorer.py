@@ -116,7 +116,7 @@ class VllmScorer:
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Score rows at the arm's temperature, which vLLM's own logprobs ignore."""
         assert self._engine is not None
-        values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
+        values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.arm.preempt)
         advance(sum(row.num_tokens for row in rows))
         return Scored(rows=rows, logprobs=values)
 

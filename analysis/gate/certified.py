@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from ...schemas.documents import Contract, contract_hash, differences
+from ...replay.certify.results import Certificate, hash_of
+from ...schemas.documents import differences
 from ...schemas.errors import InvalidOption
 from ..trace.database import Database
 from .condition import CERTIFICATE, FAILED, PASSED, Verdict
@@ -22,14 +22,6 @@ SELECT (SELECT max(n) FROM (SELECT count(*) AS n FROM scores WHERE "pass" = $nam
         GROUP BY step, writer, forward_id)),
     max(num_prompt_tokens), max(num_response_tokens) FROM sequences
 """
-
-
-class _Settings(msgspec.Struct):
-    verdict: str
-    max_batch: int
-    max_length: int
-    settings: tuple[Contract, Contract]
-    settings_hash: str
 
 
 def certified(database: Database, file: str | os.PathLike[str]) -> Verdict:
@@ -50,10 +42,8 @@ def certified(database: Database, file: str | os.PathLike[str]) -> Verdict:
     else:
         changes = (each.replace("recorded", "certified") for each in compared[closest])
         deviations = [f"pass {closest}: {each}" for each in (*changes, *beyond[closest])]
-    listed = "; ".join(deviations[:_SHOWN]) + (
-        f"; and {len(deviations) - _SHOWN} more" if len(deviations) > _SHOWN else ""
-    )
-    how = listed or (
+    more = [f"and {len(deviations) - _SHOWN} more"] if len(deviations) > _SHOWN else []
+    how = "; ".join(deviations[:_SHOWN] + more) or (
         f"pass {closest} has the certified settings, at most {found.max_batch} rows per batch and at most "
         f"{found.max_length} tokens per prompt and response"
     )
@@ -63,32 +53,22 @@ def certified(database: Database, file: str | os.PathLike[str]) -> Verdict:
     )  # fmt: skip
 
 
-def _read(file: str | os.PathLike[str]) -> _Settings:
+def _read(file: str | os.PathLike[str]) -> Certificate:
     try:
-        found = msgspec.json.decode(Path(file).read_bytes(), type=_Settings)
+        found = msgspec.json.decode(Path(file).read_bytes(), type=Certificate)
+        if found.is_certified and found.settings_hash == hash_of(found.settings):
+            return found
+        problem = "is not a certificate, or its settings were changed"
     except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidOption(
-            f"{file} cannot be read as a certificate ({error}); write one with tim-trace certify", option="certificate"
-        ) from error
-    if (
-        found.verdict != "certified"
-        or contract_hash({"a": found.settings[0], "b": found.settings[1]}) != found.settings_hash
-    ):
-        raise InvalidOption(
-            f"{file} is not a certificate, or its settings were changed; write one with tim-trace certify",
-            option="certificate",
-        )
-    return found
+        problem = f"cannot be read as a certificate ({error})"
+    raise InvalidOption(f"{file} {problem}; write one with tim-trace certify", option="certificate")
 
 
-def _beyond(database: Database, name: str, found: _Settings) -> Iterator[str]:
-    (sizes,) = database.connection.execute(_LARGEST, {"name": name}).fetchall()
-    bounds: tuple[tuple[str, Any, int], ...] = (
-        ("rows per batch", sizes[0], found.max_batch), ("tokens per prompt", sizes[1], found.max_length),
-        ("tokens per response", sizes[2], found.max_length),
-    )  # fmt: skip
-    if sizes[0] is None:
+def _beyond(database: Database, name: str, found: Certificate) -> Iterator[str]:
+    (largest,) = database.connection.execute(_LARGEST, {"name": name}).fetchall()
+    if largest[0] is None:
         yield _UNKNOWN
-    for what, largest, most in bounds:
-        if largest is not None and largest > most:
-            yield f"{largest} {what}, certified up to {most}"
+    kinds = ("rows per batch", "tokens per prompt", "tokens per response")
+    for what, num, most in zip(kinds, largest, (found.max_batch, found.max_length, found.max_length), strict=True):
+        if num is not None and num > most:
+            yield f"{num} {what}, certified up to {most}"

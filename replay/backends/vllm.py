@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import getclosurevars, signature
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,16 @@ class VllmEngine:
         return not stale
 
     def score(
-        self, rows: Sequence[RecordedRow], temperature: float, top_k: int | None, top_p: float | None
+        self,
+        rows: Sequence[RecordedRow],
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        preempt: int | None = None,
     ) -> list[np.ndarray]:
         """Return each row's response logprobs [T] as float32, in nats. Temperature, top-k and top-p are applied in this
-        order. If none is set, the logprobs are vLLM's raw values. Raises CannotReplay."""
+        order. If none is set, the logprobs are vLLM's raw values. Running requests are preempted after every `preempt`
+        steps that generate tokens. Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
@@ -99,7 +105,8 @@ class VllmEngine:
         ]
         try:
             params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            with preempting(self.llm.llm_engine.engine_core, preempt) if preempt else nullcontext():
+                outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise CannotReplay(f"engine vllm cannot run this model here: {first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
@@ -216,6 +223,29 @@ def _transformers_classes() -> Iterator[None]:
                 _DECORATED[cls] = init
                 cls.__init__ = getclosurevars(init).nonlocals.get("old_init", init)  # type: ignore[misc]
                 cls.do_not_compile = True  # type: ignore[attr-defined]  # each of vLLM's instances has its own value
+
+
+@contextmanager
+def preempting(core: Any, every: int) -> Iterator[None]:
+    """Preempt all running requests after every `every` steps in which a request got a token.
+
+    Steps without a token do not count, because a long prefill in chunks would never end.
+    """
+    get_output, num_steps = core.get_output, 0
+
+    def get_and_preempt() -> Any:
+        nonlocal num_steps
+        outputs = get_output()
+        num_steps += bool(outputs.outputs)
+        if outputs.outputs and num_steps % every == 0:
+            core.reset_prefix_cache(reset_running_requests=True)
+        return outputs
+
+    core.get_output = get_and_preempt
+    try:
+        yield
+    finally:
+        del core.get_output
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, zip_longest
-from typing import Any
+from itertools import chain, count, zip_longest
 
 import numpy as np
 
 Sequence_ = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and response token ids."""
-Layout = tuple[tuple[str, Any], ...]
-"""Searched arm options, with their values in this batch. If empty, the arm's own values apply."""
 
 SHORT = 12
 """Maximum length of prompts and responses whose length is not tested."""
-_MOST_SHORT = 48
-"""Distinct rows whose length is not tested."""
+_NUM_SHORT = 48
+"""Distinct rows whose length is not tested. Few, because every row must also be scored alone."""
 MOST_TOKENS = 8192
 """Maximum tokens in a batch, including padding."""
 PADS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128)
@@ -32,7 +29,8 @@ class Batch:
     """One forward pass, or one call of an engine."""
 
     rows: tuple[Sequence_, ...]
-    layout: Layout = ()
+    layout: str = ""
+    """Searched options in the words of an arm, such as `mode=decode`. If empty, the arm's own values apply."""
     pad_left: int = 0
     """Padding columns before the longest prompt."""
     pad_right: int = 0
@@ -51,39 +49,37 @@ class Batch:
     def width(self) -> int:
         return self.before + self.after
 
+    def fits(self, max_batch: int) -> bool:
+        num = len(self.rows)
+        return num <= max_batch and (num == 1 or num * self.width <= MOST_TOKENS)
+
 
 @dataclass(slots=True)
 class Drawer:
-    """Draws token ids. Ids are handed out in turn, so that all of them occur after enough tokens."""
+    """Draws token ids, rows and lengths."""
 
     vocab_size: int
     max_batch: int
     max_length: int
     random: np.random.Generator
-    _next: int = 0
-    _short: list[Sequence_] = field(default_factory=list)
+    _short: list[Sequence_] = field(init=False)
 
-    def ids(self, num: int, *, in_turn: bool = False) -> tuple[int, ...]:
-        if in_turn:
-            found = (np.arange(num) + self._next) % self.vocab_size
-            self._next += num
-        else:
-            found = self.random.integers(0, self.vocab_size, num)
-        return tuple(found.tolist())
+    def __post_init__(self) -> None:
+        lengths = self.random.integers(1, min(SHORT, self.max_length) + 1, (_NUM_SHORT, 2))
+        self._short = [self.row(*pair) for pair in lengths.tolist()]
 
-    def row(self, prompt: int | None = None, response: int | None = None) -> Sequence_:
-        """Draw a row. Rows whose lengths do not matter repeat, because every new row must also be scored alone."""
-        if prompt is None and response is None and len(self._short) == _MOST_SHORT:
-            return self._short[int(self.random.integers(0, _MOST_SHORT))]
-        short = min(SHORT, self.max_length)
-        lengths = [int(self.random.integers(1, short + 1)) if num is None else num for num in (prompt, response)]
-        row = self.ids(lengths[0]), self.ids(lengths[1])
-        if prompt is None and response is None:
-            self._short.append(row)
-        return row
+    def below(self, most: int) -> int:
+        return int(self.random.integers(0, most))
 
-    def rows(self, num: int, prompt: int | None = None, response: int | None = None) -> list[Sequence_]:
-        return [self.row(prompt, response) for _ in range(num)]
+    def ids(self, num: int) -> tuple[int, ...]:
+        return tuple(self.random.integers(0, self.vocab_size, num).tolist())
+
+    def row(self, prompt: int, response: int) -> Sequence_:
+        return self.ids(prompt), self.ids(response)
+
+    def short(self, num: int) -> list[Sequence_]:
+        """Draw rows whose lengths do not matter."""
+        return [self._short[self.below(_NUM_SHORT)] for _ in range(num)]
 
     def length(self) -> int:
         return int(min(self.random.geometric(min(4 / self.max_length, 1.0)), self.max_length))
@@ -99,13 +95,10 @@ def special(most: int) -> list[int]:
 def probes(draw: Drawer) -> Iterator[Batch]:
     """Yield batches in which one property at a time takes every value up to the bounds, the properties in turn."""
     families = [family(draw) for family in (_counts, _lengths, _grid, _pads, _orders, _tokens)]
-    for step in zip_longest(*families):
-        for rows in step:
-            if rows is None:
-                continue
-            made = rows if isinstance(rows, Batch) else Batch(tuple(rows))
-            if len(made.rows) <= draw.max_batch and (len(made.rows) * made.width <= MOST_TOKENS or len(made.rows) == 1):
-                yield made
+    for made in chain.from_iterable(zip_longest(*families)):
+        batch = made if isinstance(made, Batch) else Batch(tuple(made or ()))
+        if batch.rows and batch.fits(draw.max_batch):
+            yield batch
 
 
 _Family = Iterator[list[Sequence_] | Batch]
@@ -113,17 +106,17 @@ _Family = Iterator[list[Sequence_] | Batch]
 
 def _counts(draw: Drawer) -> _Family:
     for num in special(draw.max_batch):
-        yield draw.rows(num)
-        yield [(row[0][-1:] * 4, row[1][:1] * 4) for row in draw.rows(num)]
+        yield draw.short(num)
+        yield [(row[0][-1:] * 4, row[1][:1] * 4) for row in draw.short(num)]
 
 
 def _lengths(draw: Drawer) -> _Family:
     """Yield rows whose prompt, response or total has each length, along with one short row."""
     for num in special(2 * draw.max_length):
-        prompt = min(max(1, num // 2), draw.max_length)
-        rows = [draw.row(num), draw.row(None, num)] if num <= draw.max_length else []
-        rows += [draw.row(prompt, num - prompt)] if 1 <= num - prompt <= draw.max_length else []
-        rows = [*rows, draw.row()][-draw.max_batch :]
+        half, (prompt, response) = num // 2, draw.short(1)[0]
+        rows = [(draw.ids(num), response), (prompt, draw.ids(num))] if num <= draw.max_length else []
+        rows += [draw.row(half, num - half)] if half and num - half <= draw.max_length else []
+        rows = [*rows, (prompt, response)][-draw.max_batch :]
         yield [rows[place] for place in draw.random.permutation(len(rows))]
 
 
@@ -133,17 +126,15 @@ def _grid(draw: Drawer) -> _Family:
     for length in special(draw.max_length)[:24]:
         for num in counts:
             if num * 2 * length <= MOST_TOKENS:
-                rows = draw.rows(min(num, 2), length, length)
-                yield [rows[place % len(rows)] for place in range(num)]
+                yield ([draw.row(length, length), draw.row(length, length)] * num)[:num]
 
 
 def _pads(draw: Drawer) -> _Family:
-    rows = tuple(draw.rows(min(3, draw.max_batch)))
+    rows = tuple(draw.short(min(3, draw.max_batch)))
     for num in PADS:
-        yield Batch(rows, pad_left=num)
-        yield Batch(rows, pad_right=num)
-        yield Batch(rows[:1], pad_left=num)
-        yield Batch(rows[:1], pad_right=num)
+        for chosen in (rows, rows[:1]):
+            yield Batch(chosen, pad_left=num)
+            yield Batch(chosen, pad_right=num)
 
 
 def _orders(draw: Drawer) -> _Family:
@@ -162,102 +153,91 @@ def _orders(draw: Drawer) -> _Family:
                 yield [(prefix, draw.ids(1 + n % 5)) for n in range(num)]
         longest = draw.row(draw.max_length, draw.max_length)
         if num * 2 * draw.max_length <= MOST_TOKENS:
-            yield [longest, *draw.rows(num - 1)]
-            yield [*draw.rows(num - 1), longest]
-            yield [*draw.rows(num // 2), longest, *draw.rows(num - 1 - num // 2)]
+            for before in (0, num - 1, num // 2):
+                yield [*draw.short(before), longest, *draw.short(num - 1 - before)]
 
 
 def _tokens(draw: Drawer) -> _Family:
     """Yield every token id, in prompts and in responses, and runs of a single id."""
     size = min(16, draw.max_length)
-    for _ in range(0, min(draw.vocab_size, 40_000), 2 * size):
-        yield [(draw.ids(size, in_turn=True), draw.ids(size, in_turn=True)), *draw.rows(min(2, draw.max_batch - 1))]
+    for start in range(0, min(draw.vocab_size, 40_000), 2 * size):
+        ids = tuple(num % draw.vocab_size for num in range(start, start + 2 * size))
+        yield [(ids[:size], ids[size:]), *draw.short(min(2, draw.max_batch - 1))]
     for token in (0, 1, 2, draw.vocab_size - 1, *draw.ids(4)):
-        yield [((token,) * size, (token,) * size), *draw.rows(min(2, draw.max_batch - 1))]
+        yield [((token,) * size, (token,) * size), *draw.short(min(2, draw.max_batch - 1))]
 
 
-def mutated(batch: Batch, draw: Drawer, layouts: Sequence[Layout], known: Sequence[Sequence_]) -> Batch:
+def mutated(batch: Batch, draw: Drawer, layouts: Sequence[str]) -> Batch:
     """Return a batch with one to three changes: its rows, their order and lengths, padding or layout."""
-    for _ in range(int(draw.random.integers(1, 4))):
-        rows, choice = list(batch.rows), int(draw.random.integers(0, 9))
-        place = int(draw.random.integers(0, len(rows)))
+    for _ in range(1 + draw.below(3)):
+        rows, place, choice = list(batch.rows), draw.below(len(batch.rows)), draw.below(7)
         if choice == 0:
-            rows.append(known[int(draw.random.integers(0, len(known)))] if len(known) else draw.row())
-        elif choice == 1:
             del rows[place]
-        elif choice == 2:
+        elif choice == 1:
             rows[place] = draw.row(draw.length(), draw.length())
-        elif choice == 3:
+        elif choice == 2:
             rows.append(rows[place])
+        elif choice == 3:
+            rows += draw.short(1 + draw.below(draw.max_batch))
         elif choice == 4:
             rows = [rows[at] for at in draw.random.permutation(len(rows))]
         elif choice == 5:
-            rows.sort(key=lambda row: len(row[0]) + len(row[1]), reverse=bool(draw.random.integers(0, 2)))
-        elif choice == 6:
-            rows += draw.rows(int(draw.random.integers(1, draw.max_batch + 1)))
-        elif choice == 7:
             num = int(draw.random.choice((0, *PADS)))
-            batch = replace(batch, pad_left=num) if draw.random.integers(0, 2) else replace(batch, pad_right=num)
+            batch = replace(batch, pad_left=num) if draw.below(2) else replace(batch, pad_right=num)
         else:
-            batch = replace(batch, layout=layouts[int(draw.random.integers(0, len(layouts)))])
-        while len(rows) > 1 and (
-            len(rows) > draw.max_batch or len(rows) * replace(batch, rows=tuple(rows)).width > MOST_TOKENS
-        ):
-            del rows[int(draw.random.integers(0, len(rows)))]
-        batch = replace(batch, rows=tuple(rows or batch.rows))
+            batch = replace(batch, layout=layouts[draw.below(len(layouts))])
+        batch = replace(batch, rows=tuple(rows) or batch.rows)
+        while not batch.fits(draw.max_batch):
+            batch = _without(batch, draw.below(len(batch.rows)), 1)
     return batch
 
 
 def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
     """Return the smallest batch found that still differs, by delta debugging with at most `most` trials."""
     trials = count(1)
-
-    def better(candidate: Batch) -> bool:
-        return candidate != batch and next(trials) <= most and differs(candidate)
-
-    for layout in ((), *(batch.layout[:at] + batch.layout[at + 1 :] for at in range(len(batch.layout)))):
-        batch = candidate if better(candidate := replace(batch, layout=layout)) else batch
-    size = len(batch.rows) // 2
-    while size:
-        for start in range(0, len(batch.rows), size):
-            rows = batch.rows[:start] + batch.rows[start + size :]
-            fewer = next(filter(better, _without(batch, rows)), None) if rows else None
-            if fewer is not None:
-                batch = fewer
-                break
-        else:
-            size //= 2
-    for name in ("pad_left", "pad_right"):
-        for num in (0, getattr(batch, name) // 2):
-            fewer_pads: Any = {name: min(num, getattr(batch, name))}
-            batch = candidate if better(candidate := replace(batch, **fewer_pads)) else batch
-    for place in range(len(batch.rows)):
-        for side in (0, 1):
-            size = len(batch.rows[place][side]) // 2
-            while size:
-                row = batch.rows[place]
-                short = (row[0][size:], row[1]) if side == 0 else (row[0], row[1][:-size])
-                if short[side] and better(candidate := _with(batch, place, short)):
-                    batch = candidate
-                else:
-                    size //= 2
-    common = batch.rows[0][0][0]
-    for place, row in enumerate(batch.rows):
-        for side in (0, 1):
-            same = tuple((common,) * len(row[at]) if at == side else batch.rows[place][at] for at in (0, 1))
-            if better(candidate := _with(batch, place, (same[0], same[1]))):
-                batch = candidate
+    for smaller in (_fewer_options, _fewer_rows, _less_padding, _shorter_rows):
+        candidates = smaller(batch)
+        while (candidate := next(candidates, None)) is not None and next(trials) <= most:
+            if differs(candidate):
+                batch, candidates = candidate, smaller(candidate)
     return batch
 
 
-def _without(batch: Batch, rows: tuple[Sequence_, ...]) -> Iterator[Batch]:
-    """Yield batches of only these rows: first as narrow as possible, then as wide as before."""
-    narrow = replace(batch, rows=rows)
-    yield narrow
-    if narrow.width < batch.width:
-        left, right = batch.before - narrow.before, batch.after - narrow.after
-        yield replace(narrow, pad_left=batch.pad_left + left, pad_right=batch.pad_right + right)
+def _fewer_options(batch: Batch) -> Iterator[Batch]:
+    words = batch.layout.split(",")
+    layouts = ["", *(",".join(words[:at] + words[at + 1 :]) for at in range(len(words)))]
+    yield from (replace(batch, layout=layout) for layout in dict.fromkeys(layouts) if layout != batch.layout)
 
 
-def _with(batch: Batch, place: int, row: Sequence_) -> Batch:
-    return replace(batch, rows=(*batch.rows[:place], row, *batch.rows[place + 1 :]))
+def _fewer_rows(batch: Batch) -> Iterator[Batch]:
+    """Yield batches without some rows, first as narrow as possible, then as wide as before."""
+    for size in _halves(len(batch.rows)):
+        for start in range(0, len(batch.rows), size):
+            narrow = _without(batch, start, size)
+            yield narrow
+            if narrow.width < batch.width:
+                left, right = batch.before - narrow.before, batch.after - narrow.after
+                yield replace(narrow, pad_left=batch.pad_left + left, pad_right=batch.pad_right + right)
+
+
+def _less_padding(batch: Batch) -> Iterator[Batch]:
+    left, right = batch.pad_left, batch.pad_right
+    yield from (replace(batch, pad_left=num) for num in (0, left // 2) if num < left)
+    yield from (replace(batch, pad_right=num) for num in (0, right // 2) if num < right)
+
+
+def _shorter_rows(batch: Batch) -> Iterator[Batch]:
+    for place, (prompt, response) in enumerate(batch.rows):
+        shorter = [(prompt[size:], response) for size in _halves(len(prompt))]
+        shorter += [(prompt, response[:-size]) for size in _halves(len(response))]
+        for row in shorter:
+            yield replace(batch, rows=(*batch.rows[:place], row, *batch.rows[place + 1 :]))
+
+
+def _halves(num: int) -> list[int]:
+    """Return num // 2, num // 4, ..., 1."""
+    return [num >> shift for shift in range(1, num.bit_length())]
+
+
+def _without(batch: Batch, start: int, size: int) -> Batch:
+    return replace(batch, rows=batch.rows[:start] + batch.rows[start + size :])

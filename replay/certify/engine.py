@@ -4,10 +4,11 @@ import math
 import os
 import shlex
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import cycle
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...schemas.documents import Contract, contract_hash
+from ...schemas.documents import Contract
 from ...schemas.errors import InvalidOption, TimTraceError
 from ...schemas.layout import MANIFEST
 from ...schemas.passes import TRAIN
@@ -28,21 +29,24 @@ from ...tracer.rows import Forward
 from ...tracer.store import first_line
 from ...tracer.weights.attach import load_folder
 from ..arm_option import EXACT, HF, VLLM
-from ..arms import Arm, arm_text, parse_arm
+from ..arms import parse_arm
 from ..backends.model import to_torch
 from ..loaded import LoadedModel, Scorer, device_here, scorer_of
 from ..recorded import RecordedRow, RecordedRun
-from .batches import Batch, Drawer, Layout, Sequence_, mutated, probes, shrunk
-from .results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED, Certificate, Counterexample, Coverage, ranges
+from ..vllm_scorer import VllmScorer
+from .batches import Batch, Drawer, Sequence_, mutated, probes, shrunk
+from .results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED, Certificate, Counterexample, Coverage, hash_of, ranges
 
 AGAINST = "against"
-_LAYOUTS: dict[str, tuple[Layout, ...]] = {
-    HF: ((("padding", "right"),), (("padding", "packed"),), (("mode", "decode"),), (("mode", "chunked:3"),),
-         (("mode", "chunked:16"),), (("threads", 1),), (("threads", 2),)),
-    VLLM: ((("mode", "decode"),), (("batch_tokens", 32),), (("prefix_caching", "on"),), (("prefix_caching", "off"),)),
+_LAYOUTS = {
+    HF: ("padding=right", "padding=packed", "mode=decode", "mode=chunked:3", "mode=chunked:16", "threads=1", "threads=2"),
+    VLLM: ("mode=decode", "mode=decode,preempt=2", "batch-tokens=32", "mode=decode,preempt=5,batch-tokens=32",
+           "prefix-caching=on", "prefix-caching=off"),
 }  # fmt: skip
-_LAYOUTS[EXACT] = (*_LAYOUTS[HF], (("padding", "left"), ("mode", "chunked:7")))
-_MOST_KEPT, _MOST_TRIALS = 400, 400
+"""Options to search by engine, unless an arm sets them. With few tokens per step, vLLM recomputes a preempted request
+in chunks, beside requests that decode."""
+_LAYOUTS[EXACT] = (*_LAYOUTS[HF], "padding=left,mode=chunked:7")
+_MOST_KEPT, _MOST_TRIALS, _NUM_VLLM = 400, 400, 600
 CERTIFICATE = "certificate.json"
 DEFAULT_LENGTH = 256
 
@@ -72,7 +76,7 @@ def certify(
     responses of up to `max_length` tokens (default: 256, or what the model's positions allow), as it gives the sequence
     alone. With `against`, both arms run each batch, and their bits are compared. Options that an arm sets are fixed.
     The search varies padding side, cached decoding, chunks and threads if the arm does not set them (for vLLM:
-    decoding, chunks and the prefix cache).
+    decoding, preemption, chunks and the prefix cache).
 
     The search tries every row count and length, paddings, orders, duplicates, shared prefixes and token ids, then
     random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
@@ -94,13 +98,12 @@ def certify(
         with closing(search), progress("searching", int(minutes * 60)) as advance:
             found = search.run(minutes * 60, advance)
             example = None if found is None else search.write(found, output)
-        a, b = search.settings
         made = Certificate(
             verdict=COUNTEREXAMPLE if example else CERTIFIED if search.is_complete else UNDECIDED,
             of=os.fspath(trace), arm=search.a.text, against=search.b.text if search.b else None, max_batch=max_batch,
             max_length=search.draw.max_length, seed=seed, seconds=monotonic() - begun, covered=search.coverage(),
-            not_covered=search.not_covered(), counterexample=example, settings=(a, b),
-            settings_hash=contract_hash({"a": a, "b": b}),
+            not_covered=search.not_covered(), counterexample=example, settings=search.settings,
+            settings_hash=hash_of(search.settings),
         )  # fmt: skip
     if made.is_certified:
         Path(output).mkdir(parents=True, exist_ok=True)
@@ -132,38 +135,32 @@ class _Calls(TorchDispatchMode):  # type: ignore[misc]  # torch declares no type
 
     def __init__(self, found: set[Any]):
         super().__init__()
-        self.found, self.order = found, 0
+        self.found = found
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             sizes = tuple((size.bit_length(), size % 16 == 0) for size in result.shape)
             self.found.add((function, result.dtype, sizes))
-            self.order = hash((self.order, function))
         return result
 
 
 class _Execution:
-    def __init__(self, run: RecordedRun, text: str | None, contract: Contract, version: int, most: int):
-        self.given = arm = parse_arm(text or "")
-        if arm.engine == VLLM and arm.max_model_len is None:
-            arm = replace(arm, max_model_len=2 * most + 1, name="")
-        self.run, self.arm, self.text = run, arm, text or ""
-        self.named = {part.partition("=")[0].strip().replace("-", "_") for part in (text or "").split(",")}
-        self._contract, self._version = contract, version
+    def __init__(self, run: RecordedRun, text: str | None, contract: Contract, version: int, max_tokens: int):
+        self.run, self.text, self.arm = run, text or "", parse_arm(text or "")
+        self._contract, self._version, self._max_tokens = contract, version, max_tokens
         self.loaded = LoadedModel(run.weights)
-        self._scorers: dict[Layout, Scorer] = {}
+        self._scorers: dict[str, Scorer] = {}
 
-    def arm_of(self, layout: Layout) -> Arm:
-        return replace(self.arm, **dict(layout), name="") if layout else self.arm
+    def text_of(self, layout: str) -> str:
+        return ",".join(filter(None, (self.text, layout)))
 
-    def shown_arm(self, layout: Layout) -> Arm:
-        """Return the arm for a replay. A replay chooses vLLM's maximum length itself."""
-        return replace(self.given, **dict(layout), name="")
-
-    def scorer(self, layout: Layout = ()) -> Scorer:
+    def scorer(self, layout: str = "") -> Scorer:
         if layout not in self._scorers:
-            self._scorers[layout] = scorer_of(self.run, self.arm_of(layout), self._contract, device_here())
+            arm = parse_arm(self.text_of(layout))
+            if arm.engine == VLLM and arm.max_model_len is None:
+                arm = replace(arm, max_model_len=self._max_tokens + 1, name="")
+            self._scorers[layout] = scorer_of(self.run, arm, self._contract, device_here())
         return self._scorers[layout]
 
     def score(self, batch: Batch, *, empties: bool = False) -> list[np.ndarray]:
@@ -178,9 +175,9 @@ class _Execution:
             )
             for place, (prompt, response) in enumerate(batch.rows)
         ]  # fmt: skip
-        if empties and self.arm.engine == VLLM:
+        if empties and isinstance(scorer, VllmScorer):
             self.loaded.ready(scorer, self._version, None)
-            scorer.forget()  # type: ignore[union-attr]
+            scorer.forget()
         scored = self.loaded.score(scorer, rows, unheard)
         found = {row.seq_id: values for row, values in zip(scored.rows, scored.logprobs, strict=True)}
         return [np.asarray(found[str(place)], np.float32) for place in range(len(rows))]
@@ -195,28 +192,29 @@ class _Search:
         rows = run.step(run.steps(run.replayed_pass)[-1])
         config = run.model["config"].get("text_config") or run.model["config"]
         positions = int(config.get("max_position_embeddings") or config.get("n_positions") or 1 << 20)
-        if max_length is not None and 2 * max_length >= positions:
+        most = (positions - 1) // 2
+        if max_length is not None and max_length > most:
             raise InvalidOption(
-                f"got {max_length}, but the model has {positions:,} positions for prompt and response; pass at most "
-                f"{(positions - 1) // 2}", option="max_length",
-            )  # fmt: skip
-        max_length = max_length or max(min(DEFAULT_LENGTH, (positions - 1) // 2), 1)
+                f"got {max_length}, but the model has {positions:,} positions for prompt and response; pass at most {most}",
+                option="max_length",
+            )
+        max_length = max_length or max(min(DEFAULT_LENGTH, most), 1)
         self.contract, self.version = run.train_contract(rows[0].contract), rows[0].policy_version
-        self.a = _Execution(run, arm, self.contract, self.version, max_length)
+        self.a = _Execution(run, arm, self.contract, self.version, 2 * max_length)
         self.b: _Execution | None = None
         if against is not None or against_factory is not None:
             other = RecordedRun(path, model_factory=against_factory, weights_from=weights_from)
-            self.b = _Execution(other, against, self.contract, self.version, max_length)
+            self.b = _Execution(other, against, self.contract, self.version, 2 * max_length)
             if self.a.arm == self.b.arm and model_factory == against_factory:
                 self.b.loaded = self.a.loaded
+        self._sides = [self.a] if self.b is None else [self.a, self.b]
+        self.is_vllm = self.a.arm.engine == VLLM
         self.draw = Drawer(int(config["vocab_size"]), max_batch, max_length, np.random.default_rng(seed))
-        self._unsupported: dict[Layout, str] = {}
-        self.layouts = [(), *self._open_layouts()]
+        self._unsupported: dict[str, str] = {}
+        self.layouts = ["", *self._open_layouts()]
         self._alone: dict[Sequence_, np.ndarray] = {}
-        self._known: list[Sequence_] = []
-        self._tried: dict[str, set[Any]] = {name: set() for name in ("rows", "prompts", "responses", "widths", "ids")}
-        self._seen: set[Layout] = set()
-        self._calls: set[Any] = set()
+        self._tried: dict[str, set[Any]] = defaultdict(set)
+        self._ids, self._rows, self._shapes, self._calls = (set[Any]() for _ in range(4))
         self.num_batches = self.num_tokens = self.num_planned = 0
         self.is_complete = False
         self._before: Batch | None = None
@@ -224,36 +222,35 @@ class _Search:
         """Logprobs of the smallest batch so far that differed."""
         self.settings: tuple[Contract, Contract] = ({}, {})
 
-    def _open_layouts(self) -> Iterator[Layout]:
-        sides = [self.a, *([self.b] if self.b else [])]
-        named = set().union(*(side.named for side in sides))
-        engines = {side.arm.engine for side in sides}
+    def _open_layouts(self) -> Iterator[str]:
+        """Yield layouts that change no option of an arm, without the words that the arms share with them."""
+        words = [set(side.text.replace(" ", "").split(",")) for side in self._sides]
+        named = {word.partition("=")[0].replace("_", "-") for word in set.union(*words)}
+        engines = {side.arm.engine for side in self._sides}
         if VLLM in engines and len(engines) > 1:
             return  # vLLM makes its own batches
-        for layout in _LAYOUTS[HF if HF in engines else self.a.arm.engine]:
-            if not named & {name for name, _ in layout} and self._builds(sides, layout):
-                yield layout
-
-    def _builds(self, sides: Sequence[_Execution], layout: Layout) -> bool:
-        try:
-            for side in sides:
-                side.scorer(layout)
-        except TimTraceError as error:
-            self._unsupported[layout] = first_line(error)
-            return False
-        return True
+        for searched in _LAYOUTS[HF if HF in engines else self.a.arm.engine]:
+            options = [word for word in searched.split(",") if word not in set.intersection(*words)]
+            layout = ",".join(options)
+            if options and named.isdisjoint(word.partition("=")[0] for word in options):
+                try:
+                    for side in self._sides:
+                        side.scorer(layout)
+                    yield layout
+                except TimTraceError as error:
+                    self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
         """Return the smallest batch that differs, preceded by the batch that must run before it if any, or None."""
-        is_vllm, last, until = self.a.arm.engine == VLLM, monotonic(), math.inf
-        planned, kept = self._planned(is_vllm), list[Batch]()
+        last, until = monotonic(), math.inf
+        planned, kept = iter(self._planned()), list[Batch]()
         while (now := monotonic()) < until:
             advance(int(now) - int(last))
             last = now
             if (batch := next(planned, None)) is None:
                 self.is_complete = True
-                start = kept[int(self.draw.random.integers(0, len(kept)))]
-                batch = mutated(start, self.draw, self.layouts[-1:] if is_vllm else self.layouts, self._known)
+                layouts = self.layouts[-1:] if self.is_vllm else self.layouts
+                batch = mutated(kept[self.draw.below(len(kept))], self.draw, layouts)
             if batch.layout in self._unsupported:
                 continue
             is_new, differs = self._try(batch)
@@ -265,75 +262,57 @@ class _Search:
             self._before = batch
         return None
 
-    def _planned(self, is_vllm: bool) -> Iterator[Batch]:
-        """Yield the planned batches. vLLM restarts for each layout, so it runs all batches of a layout in one go."""
-        if is_vllm:
-            unpadded = (replace(batch, pad_left=0, pad_right=0) for batch in probes(self.draw))
-            first = list(dict.fromkeys(islice(unpadded, 600)))
-            self.num_planned = len(first) * len(self.layouts)
-            for layout in self.layouts:
-                yield from (replace(batch, layout=layout) for batch in first)
-            return
-        others = cycle(self.layouts[1:] or [()])
+    def _planned(self) -> list[Batch]:
+        """Return the planned batches. vLLM restarts for some layouts, so it runs all batches of a layout in one go."""
         planned = list(probes(self.draw))
-        self.num_planned = len(planned) * (2 if self.layouts[1:] else 1)
-        for batch in planned:
-            yield batch
-            if self.layouts[1:]:
-                yield replace(batch, layout=next(others))
+        if self.is_vllm:
+            first = list(dict.fromkeys(replace(batch, pad_left=0, pad_right=0) for batch in planned))[:_NUM_VLLM]
+            planned = [replace(batch, layout=layout) for layout in self.layouts for batch in first]
+        elif self.layouts[1:]:
+            others = cycle(self.layouts[1:])
+            planned = [one for batch in planned for one in (batch, replace(batch, layout=next(others)))]
+        self.num_planned = len(planned)
+        return planned
 
     def _try(self, batch: Batch) -> tuple[bool, bool]:
-        """Return whether the batch reached new operator calls, and whether its bits differ."""
-        size = len(self._calls)
-        shape = (len(batch.rows), batch.width, batch.layout)
-        is_new = shape not in self._tried["widths"]
-        is_watched = is_new and self.a.arm.engine != VLLM and self.num_batches % 4 == 0
-        calls = _Calls(self._calls) if is_watched else nullcontext()
+        """Return whether the batch reached new operator calls or has a new shape, and whether its bits differ."""
+        num_calls, shape = len(self._calls), (len(batch.rows), batch.width, batch.layout)
+        is_new = shape not in self._shapes
+        is_watched = is_new and not self.is_vllm and self.num_batches % 4 == 0
         try:
-            bits = self._bits(batch, calls)
-            if isinstance(calls, _Calls):
-                self._calls.add(calls.order)
+            with _Calls(self._calls) if is_watched else nullcontext():
+                differs = self._differs([batch])
         except TimTraceError as error:
             if not batch.layout:
                 raise
             self._unsupported[batch.layout] = first_line(error)
-            self.layouts = [layout for layout in self.layouts if layout != batch.layout]
+            self.layouts.remove(batch.layout)
             return False, False
         if not self.num_batches:  # while vLLM's engine runs with the arm's own layout
-            self.settings = self.a.scorer().made_by(), (self.b or self.a).scorer().made_by()
-        self._note(batch, shape)
-        if differs := _first_different(bits) is not None:
-            self._found = bits
-        return len(self._calls) > size or is_new, differs
+            self.settings = self.a.scorer().made_by(), self._sides[-1].scorer().made_by()
+        self._shapes.add(shape)
+        self._note(batch)
+        return is_new or len(self._calls) > num_calls, differs
 
-    def _bits(self, batch: Batch, within: AbstractContextManager[Any] | None = None) -> _Bits:
-        """Run the batch under both executions, the first one in the block `within`."""
-        with within or nullcontext():
-            a = self.a.score(batch, empties=self.b is not None)
-        return a, self._expected(batch)
+    def _differs(self, batches: Sequence[Batch]) -> bool:
+        """Run the batches in order, and return whether the last one's bits differ."""
+        for batch in batches[:-1]:
+            self.a.score(batch)
+        bits = self.a.score(batches[-1], empties=self.b is not None), self._expected(batches[-1])
+        if differs := bool(_different(bits)):
+            self._found = bits
+        return differs
 
     def _expected(self, batch: Batch) -> list[np.ndarray]:
         if self.b is not None:
             return self.b.score(batch, empties=True)
+        # vLLM would restart for another layout, except for preemption.
+        words = batch.layout.split(",") if self.is_vllm else []
+        layout = ",".join(word for word in words if not word.startswith("preempt="))
         for row in batch.rows:
             if row not in self._alone:
-                self._alone[row] = self.a.score(
-                    Batch((row,), batch.layout if self.a.arm.engine == VLLM else ()), empties=True
-                )[0]
-                self._known.append(row)
+                (self._alone[row],) = self.a.score(Batch((row,), layout), empties=True)
         return [self._alone[row] for row in batch.rows]
-
-    def _bits_after(self, batches: Sequence[Batch]) -> _Bits:
-        """Run the batches in order, and return the last one's logprobs."""
-        for batch in batches[:-1]:
-            self.a.score(batch)
-        return self._bits(batches[-1])
-
-    def _differs(self, batches: Sequence[Batch]) -> bool:
-        bits = self._bits_after(batches)
-        if differs := _first_different(bits) is not None:
-            self._found = bits
-        return differs
 
     def _shrink(self, batch: Batch) -> tuple[Batch, ...]:
         before = self._before
@@ -344,67 +323,55 @@ class _Search:
             return shrunk(before, lambda small: self._differs([small, batch]), _MOST_TRIALS // 2), batch
         return (batch,) if before is None else (before, batch)
 
-    def _note(self, batch: Batch, shape: Any) -> None:
+    def _note(self, batch: Batch) -> None:
         self.num_batches += 1
         self.num_tokens += sum(len(response) for _, response in batch.rows)
-        self._seen.add(batch.layout)
-        self._tried["rows"].add(len(batch.rows))
-        self._tried["widths"].add(shape)
-        for prompt, response in batch.rows:
-            self._tried["prompts"].add(len(prompt))
-            self._tried["responses"].add(len(response))
-            self._tried["ids"].update(prompt, response)
+        prompts, responses = zip(*batch.rows, strict=True)
+        self._tried["row_counts"].add(len(batch.rows))
+        self._tried["prompt_lengths"].update(map(len, prompts))
+        self._tried["response_lengths"].update(map(len, responses))
+        self._tried["widths"].add(batch.width)
+        self._tried["layouts"].add(batch.layout)
+        self._rows.update(map(hash, batch.rows))
+        self._ids.update(*prompts, *responses)
 
     def coverage(self) -> Coverage:
         return Coverage(
-            num_batches=self.num_batches, num_planned=self.num_planned, num_sequences=len(self._known), num_tokens=self.num_tokens,
-            row_counts=tuple(sorted(self._tried["rows"])), prompt_lengths=tuple(sorted(self._tried["prompts"])),
-            response_lengths=tuple(sorted(self._tried["responses"])),
-            widths=tuple(sorted({width for _, width, _ in self._tried["widths"]})),
-            layouts=tuple(sorted(_text(layout) for layout in self._seen)),
-            vocabulary=len(self._tried["ids"]) / self.draw.vocab_size, num_calls=len(self._calls),
+            num_batches=self.num_batches, num_planned=self.num_planned, num_sequences=len(self._rows),
+            num_tokens=self.num_tokens, vocabulary=len(self._ids) / self.draw.vocab_size, num_calls=len(self._calls),
+            **{name: tuple(sorted(values)) for name, values in self._tried.items()},
         )  # fmt: skip
 
     def not_covered(self) -> tuple[str, ...]:
-        found = [f"{_text(layout)}: {why}" for layout, why in self._unsupported.items()]
-        for name, most, tried in (
-            ("row_counts", self.draw.max_batch, self._tried["rows"]),
-            ("prompt_lengths", self.draw.max_length, self._tried["prompts"]),
-            ("response_lengths", self.draw.max_length, self._tried["responses"]),
-        ):
-            if left := sorted({*range(1, most + 1)} - tried):
+        found = [f"{layout}: {why}" for layout, why in self._unsupported.items()]
+        longest = self.draw.max_length
+        bounds = {"row_counts": self.draw.max_batch, "prompt_lengths": longest, "response_lengths": longest}
+        for name, most in bounds.items():
+            if left := sorted({*range(1, most + 1)} - self._tried[name]):
                 found.append(f"{name}: {ranges(left)}")
-        left_layouts = [_text(layout) for layout in self.layouts if layout not in self._seen]
-        return (*found, *(f"layout: {text}" for text in left_layouts))
+        return (*found, *(f"layout: {one}" for one in self.layouts if one not in self._tried["layouts"]))
 
     def close(self) -> None:
-        for side in (self.a, self.b):
-            if side is not None:
-                side.loaded.close()
+        for side in self._sides:
+            side.loaded.close()
 
     def write(self, batches: Sequence[Batch], output: Any) -> Counterexample:
         """Write a trace with the batches and return what differs in the last one."""
-        folder = Path(output) / COUNTEREXAMPLE
-        batch, run = batches[-1], self.a.run
-        bits, repeats = self._bits_after(batches), True
-        if _first_different(bits) is None and self._found is not None:
-            bits, repeats = self._found, False
-        a, b = bits
-        row, token = _first_different(bits) or (0, 0)
-        own = self.a.shown_arm(batch.layout)
+        folder, batch, run = Path(output) / COUNTEREXAMPLE, batches[-1], self.a.run
+        repeats = self._differs(batches)
+        assert self._found is not None
+        a, b = self._found
         recorded_execution = _Execution(run, None, self.contract, self.version, 1)
         with closing(recorded_execution.loaded):
-            plain = [recorded_execution.score(replace(one, layout=())) for one in batches]
+            plain = [recorded_execution.score(replace(one, layout="")) for one in batches]
+        rows = [row for each in batches for row in each.rows]
         with Recorder(folder, force=True) as recorder:
             recorder.describe(model=run.model)
             recorder.add_contract(TRAIN, self.contract)
-            recorder.add_contract(
-                AGAINST, (self.b or self.a).scorer(batch.layout if self.b else ()).made_by() | {"source": "certify"}
-            )
-            recorder.add_weights(
-                self.version, {name: to_torch(tensor) for name, tensor in run.weights.load(self.version).items()}
-            )
-            rows = [one for each in batches for one in each.rows]
+            made_by = self.b.scorer(batch.layout).made_by() if self.b else self.settings[1]
+            recorder.add_contract(AGAINST, made_by | {"source": "certify"})
+            tensors = run.weights.load(self.version)
+            recorder.add_weights(self.version, {name: to_torch(tensor) for name, tensor in tensors.items()})
             recorded = recorder.add_sequences(
                 step=1, prompt_ids=[list(prompt) for prompt, _ in rows], response_ids=[list(response) for _, response in rows],
                 policy_version=self.version,
@@ -415,40 +382,35 @@ class _Search:
             )  # fmt: skip
             places = np.arange(len(rows) - len(batch.rows), len(rows))
             recorder.add_scores(AGAINST, recorded, logprobs=b, rows=places, policy_version=self.version)
-        differs = [one.view(np.uint32) != other.view(np.uint32) for one, other in zip(a, b, strict=True)]
-        d = [np.abs(one.astype(np.float64) - other)[at] for one, other, at in zip(a, b, differs, strict=True)]
+        at = _different((a, b))
+        row, token = next(iter(at), (0, 0))
+        text = self.a.text_of(batch.layout)
+        words = f" --arm {shlex.quote(text)}" if text else ""
         factory = f" --model-factory {run.model_factory}" if run.model_factory else ""
-        words = "" if own.is_identity else f" --arm {arm_text(own.changes)}"
         command = (
             f"tim-trace replay {shlex.quote(str(folder))}{words}{factory} && "
-            f"tim-trace stats {shlex.quote(str(folder))} --pair replay/{own.name}:{AGAINST}"
+            f"tim-trace stats {shlex.quote(str(folder))} --pair replay/{parse_arm(text).name}:{AGAINST}"
         )
         return Counterexample(
-            folder=str(folder), replay=command, layout=_text(batch.layout), prompt_lengths=tuple(len(row[0]) for row in batch.rows),
+            folder=str(folder), replay=command, layout=batch.layout, prompt_lengths=tuple(len(row[0]) for row in batch.rows),
             response_lengths=tuple(len(row[1]) for row in batch.rows), pad_left=batch.pad_left, pad_right=batch.pad_right,
-            row=row, token=token, value=float(a[row][token]), other=float(b[row][token]),
-            num_different=int(sum(at.sum() for at in differs)), max_abs_d=float(np.nanmax(np.concatenate([*d, [0.0]]))),
+            row=row, token=token, value=float(a[row][token]), other=float(b[row][token]), num_different=len(at),
+            max_abs_d=float(np.nanmax([0.0, *(abs(float(a[row][token]) - float(b[row][token])) for row, token in at)])),
             needs_history=len(batches) > 1, repeats=repeats,
         )  # fmt: skip
 
 
-def _text(layout: Layout) -> str:
-    return ",".join(f"{name.replace('_', '-')}={value}" for name, value in layout)
-
-
-def _first_different(bits: _Bits) -> tuple[int, int] | None:
-    """Return the first row and token with different bits."""
-    for place, (one, other) in enumerate(zip(*bits, strict=True)):
-        if (at := np.flatnonzero(one.view(np.uint32) != other.view(np.uint32))).size:
-            return place, int(at[0])
-    return None
+def _different(bits: _Bits) -> list[tuple[int, int]]:
+    """Return the rows and tokens with different bits."""
+    pairs = enumerate(zip(*bits, strict=True))
+    return [(row, int(at)) for row, (a, b) in pairs for at in np.flatnonzero(a.view(np.uint32) != b.view(np.uint32))]
 
 
 def _forward(batches: Sequence[Batch]) -> Forward:
-    sizes = [len(batch.rows) for batch in batches]
-    rows = [(batch, row) for batch in batches for row in batch.rows]
-    return Forward(
-        ids=np.repeat(np.arange(len(sizes)), sizes), places=np.concatenate([np.arange(size) for size in sizes]),
-        rows=np.repeat(sizes, sizes), pad_left=np.array([batch.before - len(own[0]) for batch, own in rows]),
-        pad_right=np.array([batch.after - len(own[1]) for batch, own in rows]),
-    )  # fmt: skip
+    rows = [
+        (forward, place, len(batch.rows), batch.before - len(prompt), batch.after - len(response))
+        for forward, batch in enumerate(batches)
+        for place, (prompt, response) in enumerate(batch.rows)
+    ]
+    ids, places, sizes, left, right = np.array(rows).T
+    return Forward(ids=ids, places=places, rows=sizes, pad_left=left, pad_right=right)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...schemas.documents import Contract
+from ...schemas.documents import Contract, contract_hash
 from ...schemas.results import Result
 
 CERTIFIED, COUNTEREXAMPLE, UNDECIDED = "certified", "counterexample", "undecided"
@@ -100,6 +100,10 @@ class Certificate(Result):
     @property
     def is_certified(self) -> bool:
         return self.verdict == CERTIFIED
+
+
+def hash_of(settings: tuple[Contract, Contract]) -> str:
+    return contract_hash(dict(zip("ab", settings, strict=True)))
 
 
 def ranges(numbers: Any) -> str:

@@ -37,6 +37,10 @@ def test_an_arm_is_read_and_named_for_what_it_changes(text, changes, name):
         ("mode=chunked:0", "use prefill, decode, chunked:N"),
         ("temperature=0", "pass a number above 0"),
         ("top-p=1.5", "above 0 and up to 1"),
+        (
+            "engine=vllm,preempt=2",
+            "preempt: 2 cannot be combined with mode prefill: only decoding generates several tokens",
+        ),
         ("kv-dtype=fp8", "a prefill does not read the cache; use mode='decode', chunked:N"),
         ("padding=packed,mode=decode", "packed cannot be combined with mode decode: .*; use mode='prefill'"),
         ("compile,mode=decode", "compile: cannot be combined with mode decode: .*; use mode='prefill'"),

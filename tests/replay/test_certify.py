@@ -4,15 +4,22 @@ import json
 
 import pytest
 import torch
+from adapted import identity
 from builders import tim_trace
 from tim_trace import certify, gate
 from tim_trace.replay.certify.batches import Batch, shrunk
 from tim_trace.replay.certify.results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED
 from tim_trace.schemas.errors import InvalidOption
+from tim_trace.tracer.recorder import Recorder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PINNED = "padding=left,mode=prefill,threads=1"
 SMALL = {"max_batch": 6, "max_length": 10, "arm": PINNED}
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 128,
+}  # fmt: skip
 
 FACTORY = """
 import torch
@@ -57,12 +64,8 @@ FACTORY += "\n".join(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128,
-    )  # fmt: skip
     folder = tmp_path_factory.mktemp("certify") / "model"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     (folder.parent / "lookups.py").write_text(FACTORY)
     return folder
 
@@ -148,6 +151,50 @@ def test_time_that_runs_out_gives_no_certificate(model, tmp_path):
     assert not (tmp_path / "out" / "certificate.json").exists()
 
 
+@pytest.fixture
+def vllm_run(tmp_path):
+    """A step whose engine ran without compiling, with heads that vLLM's attention supports."""
+    whole = LlamaForCausalLM(LlamaConfig(**SIZES | {"hidden_size": 64}))
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(model=identity(whole))
+        recorder.add_contract("train", {"engine": "transformers"})
+        recorder.add_contract("rollout", {"engine": "vllm", "engine_arguments": {"enforce_eager": True}})
+        recorder.add_weights(0, whole.state_dict())
+        step = recorder.add_sequences(step=0, prompt_ids=[[0]], response_ids=[[0]], policy_version=0)
+        for name in ("rollout", "train"):
+            recorder.add_scores(name, step, logprobs=[[-1.0]])
+    return tmp_path / "run"
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # vLLM runs in this process, with warnings of its own
+def test_a_break_that_only_a_preempted_request_shows_is_found_in_vllm(vllm_run, tmp_path, monkeypatch):
+    """Without preemption, a step has prompts of up to 4 tokens, or one token of each of up to 2 rows."""
+    from vllm.model_executor.models.llama import LlamaForCausalLM, LlamaModel
+
+    broken = False
+
+    def forward(self, input_ids, positions, *rest, **words):
+        is_recomputed = len(positions) > 2 and int(positions.max()) >= 4
+        return self.embed_input_ids(input_ids) + (1e-2 if broken and is_recomputed else 0.0)
+
+    def compute_logits(self, hidden):
+        return (hidden.double() @ self.lm_head.weight.double().T).float()
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    monkeypatch.setattr(LlamaForCausalLM, "compute_logits", compute_logits)
+    arm = "engine=vllm,dtype=fp32,mode=decode,batch-tokens=64,prefix-caching=off"
+    asked = {"arm": arm, "max_batch": 2, "max_length": 4, "minutes": 1, "output": tmp_path / "out"}
+    found = certify(vllm_run, **asked)
+    assert (found.verdict, found.covered.layouts, found.not_covered) == (CERTIFIED, ("", "preempt=2"), ())
+    broken = True
+    one = certify(vllm_run, **asked).counterexample
+    assert (one.layout, one.needs_history, one.repeats, one.num_different > 0) == ("preempt=2", False, True, True)
+    assert len(one.prompt_lengths) == 1
+    assert f"--arm {arm},preempt=2 " in one.replay
+
+
 @pytest.mark.slow
 def test_layouts_that_an_arm_leaves_open_are_searched(model, tmp_path):
     found = certify(model, arm="engine=exact", max_batch=2, max_length=3, minutes=0.2, output=tmp_path / "out")
@@ -167,6 +214,6 @@ def test_lengths_beyond_the_model_are_refused(model, tmp_path):
 
 
 def test_shrinking_keeps_what_matters():
-    batch = Batch(tuple(((5,) * n, (6,) * n) for n in range(1, 20)), (("mode", "decode"),), 3, 4)
+    batch = Batch(tuple(((5,) * n, (6,) * n) for n in range(1, 20)), "mode=decode", 3, 4)
     small = shrunk(batch, lambda each: any(len(row[1]) >= 7 for row in each.rows) and each.layout == batch.layout, 400)
-    assert small == Batch((((5,), (5,) * 7),), (("mode", "decode"),))
+    assert small == Batch((((5,), (6,) * 7),), "mode=decode")

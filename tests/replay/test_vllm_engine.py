@@ -71,13 +71,13 @@ def versions(build, count):
     return model.config.to_dict() | {"architectures": [type(model).__name__]}, found
 
 
-def logprobs(engine):
+def logprobs(engine, **options):
     ids = np.arange(1, 20, dtype=np.int32)
     row = RecordedRow(
         seq_id="a", prompt_ids=ids[:8], response_ids=ids[8:], logprobs=np.zeros(11, np.float32), scored=np.ones(11, bool),
         policy_version=0, contract="", writer="", forward_id=0, forward_row=0, pad_left=0, pad_right=0,
     )  # fmt: skip
-    return engine.score([row], 1.0, None, None)[0].tolist()
+    return engine.score([row], 1.0, None, None, **options)[0].tolist()
 
 
 def test_other_weights_are_compared_with_what_the_engine_holds(monkeypatch):
@@ -131,6 +131,23 @@ def test_where_vllm_has_no_trace_replay_tokens_are_forced_by_a_logits_processor(
     engine.put(weights)
     assert engine.way == (TRACE_REPLAY if torch.cuda.is_available() else LOGITS_PROCESSOR)
     assert len(logprobs(engine)) == 11
+    engine.close()
+
+
+def test_a_preempted_request_is_recomputed_and_goes_on(monkeypatch):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    config, (weights,) = versions(qwen3, 1)
+    engine = VllmEngine(config, ARGUMENTS, decodes=True, device="cpu")
+    engine.put(weights)
+    plain, preempted = logprobs(engine), []
+    preempt = Scheduler._preempt_request
+    monkeypatch.setattr(
+        Scheduler, "_preempt_request",
+        lambda self, request, *rest, **words: (preempted.append(request.num_output_tokens), preempt(self, request, *rest, **words)),
+    )  # fmt: skip
+    assert logprobs(engine, preempt=3) == pytest.approx(plain, abs=0.05)  # bfloat16 activations
+    assert preempted == [3, 6, 9]
     engine.close()
 
 
