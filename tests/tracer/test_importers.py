@@ -551,13 +551,13 @@ def test_paths_that_hold_nothing_are_named(tmp_path):
         import_parquet(tmp_path / "x.tsv", output=tmp_path / "run")
     for content in (b"", b"a", b"PAR1" + b"\0" * 40 + b"PAR1"):
         (tmp_path / "x.parquet").write_bytes(content)
-        with pytest.raises(ImportFailed, match=r"x\.parquet: cannot be read as Parquet") as caught:
+        with pytest.raises(ImportFailed, match=r"x\.parquet cannot be read as Parquet") as caught:
             import_parquet(tmp_path / "x.parquet", output=tmp_path / "run")
         assert "\n" not in str(caught.value)
     with pytest.raises(StorageError, match="unsupported file system"):
         import_parquet("moon://x.parquet", output=tmp_path / "run")
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROW).encode())[:-12])
-    with pytest.raises(ImportFailed, match=r"x\.jsonl\.gz: cannot be read as JSON"):
+    with pytest.raises(ImportFailed, match=r"x\.jsonl\.gz cannot be read as JSON"):
         import_parquet(tmp_path / "x.jsonl.gz", output=tmp_path / "run")
 
 

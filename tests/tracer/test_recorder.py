@@ -340,7 +340,7 @@ def test_a_pass_scores_a_sequence_once(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_scores("train", added, logprobs=[[-1.0]])
-        with pytest.raises(InvalidRecord, match="'a': pass 'train' has already scored it"):
+        with pytest.raises(InvalidRecord, match="'a': pass 'train' has already scored this sequence"):
             recorder.add_scores("train", added, logprobs=[[-1.0]])
 
 
