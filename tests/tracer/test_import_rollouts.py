@@ -430,7 +430,7 @@ def test_a_graph_whose_branches_repeat_a_long_prefix_is_refused(tmp_path):
     nodes = [{"token_ids": [1] * 500_000, "mask": [0] * 500_000}]
     nodes += [{"parent": 0, "sampled": True, "token_ids": [1], "mask": [1]}] * 5_000
     dumps.write_lines(tmp_path / "dump/step_1/train/effective/traces.jsonl", [{"traces": [{"nodes": nodes}]}])
-    refused(tmp_path / "dump", tmp_path / "run", "more than 64 times its size in memory")
+    refused(tmp_path / "dump", tmp_path / "run", "more than 64 times the file size in memory")
 
 
 # Any damage

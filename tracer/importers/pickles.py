@@ -39,7 +39,7 @@ class Budget:
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
-                f"{self._where}: not read, because this would take more memory than {self.TIMES} times the file size. "
+                f"{self._where}: not read, because it would take more than {self.TIMES} times the file size in memory. "
                 "No framework writes such a file"
             )
 
