@@ -136,7 +136,7 @@ def _slice(reading: Reading, name: str, meta: _Slice, where: str, num_recent: in
     if end > path.stat().st_size:
         raise ImportFailed(f"{where}: {name} ends before byte {end:,}. Copy the whole bank again")
     if (said := too_large(num_recent, _TIMES)) is not None:
-        raise ImportFailed(f"{where}: {name} {said}. Import it on a larger machine")
+        raise ImportFailed(f"{where}: {name}: {said}. Import it on a larger machine")
     with opened(path) as file:
         file.seek(meta.offset)
         return file.read(meta.bytes)

@@ -31,7 +31,7 @@ def whole_content(path: Path, times: int = 2) -> bytes:
     """Return a file's content. Raises ImportFailed if `times` the file size exceeds the available memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
-            raise ImportFailed(f"{path} {said}. Split the file, or import it on a larger machine")
+            raise ImportFailed(f"{path}: {said}. Split the file, or import it on a larger machine")
         return path.read_bytes()
     except OSError as error:
         raise ImportFailed(
@@ -106,7 +106,7 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
-                raise ImportFailed(f"{name} {said}. Write one object per line in a .jsonl file")
+                raise ImportFailed(f"{name}: {said}. Write one object per line in a .jsonl file")
             text = file.read()
             values = parsed(text, name, "a .json file that begins with [ must be an array of objects")
             for row, value in enumerate(values, start=1):
