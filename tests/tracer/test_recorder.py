@@ -484,5 +484,5 @@ def test_sequences_without_ids_of_their_own_are_named_by_their_row(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[7], [8, 9]])
         with pytest.raises(InvalidRecord, match="step 1, row 1: got 1 values of logprobs"):
             recorder.add_scores("train", batch, logprobs=[[-1.0], [-1.0]])
-        with pytest.raises(InvalidRecord, match=r"step 1, row 1: logprob 0\.5"):
+        with pytest.raises(InvalidRecord, match=r"step 1, row 1: pass 'train' has logprob 0\.5"):
             recorder.add_scores("train", batch, rows=[1], logprobs=[[-1.0, 0.5]])
