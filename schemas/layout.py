@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 FORMAT_VERSION = 2
-"""Version 1, which had no checksums, was never released and cannot be read."""
+"""Version of the trace format. Version 1 had no checksums. It was never released and cannot be read."""
 
 MANIFEST = "trace.json"
 SEQUENCES, SCORES, METRICS = "sequences", "scores", "metrics"
@@ -21,15 +21,15 @@ SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SC
 
 HYPERPARAMETER = "hyperparameter/"
 ROUTING = "_routing"
-"""Prefix for Zarr groups with router choices. Pass names never start with an underscore, so the two cannot clash."""
+"""Prefix for Zarr groups with router choices. It cannot be a pass name, because none starts with an underscore."""
 TEMPORARY_PREFIX = ".tmp-"
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Prefix for folders holding a complete trace that has been replaced."""
+"""Prefix for folders that hold a complete old trace, moved aside for a new one."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Prefix for folders that an old trace is moved into. Some of its files may still be at the old path."""
+"""Prefix for folders that an old trace is being moved into. Some of its files may not have been moved yet."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
-"""Prefix for folders that a trace is written to before they get their final name."""
+"""Prefix for folders in which a trace is written before its files are moved to their final place."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)
 
 _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
@@ -111,7 +111,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_own(relative: str) -> bool:
-    """Return True if tim-trace writes to this path in a trace. Unusually named tokenizer files are not recognized.
+    """Return True if tim-trace writes to this path of a trace. Unusually named tokenizer files are not recognized.
 
     >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
     (True, False)

@@ -18,8 +18,10 @@ from .errors import WrongType, telling_missing
 
 
 class LazyPackage(ModuleType):
-    """A package that imports its public names on first use. They take precedence over submodules, so `analysis.check`
-    is always the function."""
+    """A package that imports its public names on first use.
+
+    A public name takes precedence over a submodule of the same name: `analysis.check` is always the function.
+    """
 
     _sources: Mapping[str, str]
 
@@ -32,7 +34,7 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule sets it as an attribute on its package. That would shadow a public name.
+        # Importing a submodule sets it as an attribute of its package, which would hide a public name that is the same.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -42,7 +44,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which otherwise takes a sixth of the import time for torch and transformers."""
+    """Pause the garbage collector, which otherwise takes a sixth of the time to import torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -69,7 +71,7 @@ def checked(public: _Public) -> _Public:
     """Wrap a function to raise WrongType if an argument does not match its annotation. Return classes unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
-    from inspect import signature as signature_of  # a top-level import would cost every process milliseconds
+    from inspect import signature as signature_of  # importing it at the top would slow every process down
 
     signature = signature_of(public)
 
@@ -77,7 +79,7 @@ def checked(public: _Public) -> _Public:
     def call(*args: Any, **options: Any) -> Any:
         try:
             given = signature.bind(*args, **options).arguments
-        except TypeError:  # the call below raises the usual TypeError
+        except TypeError:  # wrong arguments, for which the call below raises the usual TypeError
             given = {}
         check_arguments(public, given)
         with telling_missing():

@@ -47,34 +47,34 @@ class Loss:
     clip_high: float = 0.2
     """For ppo_clip, the ratio's upper bound minus 1. For cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, an upper bound on the ratio whatever the advantage's sign (TRL's delta), or None."""
+    """For ppo_clip, an upper bound on the ratio for advantages of either sign (TRL's delta). None for no such bound."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     """sapo's tau is sapo_temperature_pos where A > 0, else sapo_temperature_neg."""
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
-    """vespo's k and lambda where A >= 0."""
+    """vespo's k (vespo_k_pos) and lambda (vespo_lambda_pos) where A >= 0."""
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
-    """vespo's k and lambda where A < 0."""
+    """vespo's k (vespo_k_neg) and lambda (vespo_lambda_neg) where A < 0."""
     denominator: str = TRAIN
-    """Pass in the ratio's denominator: `train` (recomputed by the trainer), `rollout` (bypass mode), or `current` (rho
-    is always 1)."""
+    """Pass whose logprobs are the ratio's denominator: `train` (recomputed by the trainer), `rollout` (bypass mode), or
+    `current` (rho is always 1)."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: sum
-    over tokens / (tokens in the recorded step * share of its micro-batches in the optimizer step). `micro_token_mean`:
-    mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each sequence's tokens,
-    then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences. `sequence`: mean
-    over sequences with a single term each (level sequence_sum). `constant`: sum over tokens / (sequences *
-    max_tokens). Masked tokens are excluded, but fully masked sequences still count as sequences."""
+    over tokens / (tokens in the recorded step * share of that step's micro-batches that are in the optimizer step).
+    `micro_token_mean`: mean over each micro-batch's tokens, then over micro-batches. `sequence_mean`: mean over each
+    sequence's tokens, then over sequences. `sequence_sum`: sum over each sequence's tokens, then mean over sequences.
+    `sequence`: mean over sequences, each of which has a single term (level sequence_sum). `constant`: sum over tokens
+    / (sequences * max_tokens). Masked tokens are excluded, but fully masked sequences still count as sequences."""
     max_tokens: int | None = None
     """Tokens per sequence that the `constant` aggregation divides by. None for other aggregations."""
     kl_coefficient: float = 0.0
     """Coefficient for the KL term (k3 estimate against the `reference` pass)."""
     kl_weighted: bool = False
-    """True if the KL term is multiplied by the ratio and gradients flow through it."""
+    """True if the KL term is multiplied by the ratio and gradients flow through that ratio."""
     kl_level: str | None = None
-    """`level` for the ratio in the KL term, or None if the same as the loss's."""
+    """Level (see `level`) for the ratio in the KL term, or None if it is the same as the loss's `level`."""
     correction: str = "none"
     """Importance weight for each token's term, where r = train / rollout. `token_truncate`: min(r, cap). `token_mask`:
     r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by
@@ -105,12 +105,15 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss can clip ratios. See analysis.statistics.loss.is_clipped for single tokens."""
+        """True if the loss can clip ratios. To test single tokens, use analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Settings to pass to Recorder.add_hyperparameters, except other losses' settings at their defaults."""
+        """Settings to pass to Recorder.add_hyperparameters.
+
+        A setting that only another kind of loss uses is left out if it has its default.
+        """
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -136,7 +139,7 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
     """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`. Raises InvalidOption.
 
-    Missing fields come from `recorded` or keep their defaults.
+    Fields that `text` does not set come from `recorded`, or keep their defaults if `recorded` is None.
 
     >>> parse_loss("clip_high=0.28").clip_high
     0.28
@@ -198,7 +201,7 @@ _GRPO_OPTIONS = (
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Follows GRPOTrainer._compute_loss in TRL 1.16."""
+    """Return the loss that GRPOTrainer._compute_loss of TRL 1.16 computes, or None if its type is unknown."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -222,7 +225,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Return the aggregation. TRL averages over a generation batch, which may span several optimizer steps."""
+    """Return the aggregation. TRL's token mean covers a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -231,7 +234,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Follows RLOOTrainer._compute_loss in TRL 1.16. The KL term is part of the reward."""
+    """Return the loss that RLOOTrainer._compute_loss of TRL 1.16 computes. RLOO's KL term is part of the reward."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),
@@ -246,7 +249,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""Other TRL settings that can change the loss, each with its neutral value."""
+"""Other TRL settings that can change the loss, each with the value at which it has no effect."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:

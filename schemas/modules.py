@@ -30,7 +30,7 @@ def module_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return a tensor's module kind. A norm inside attention counts as a norm, and a tied head as an embedding."""
+    """Return the kind of a tensor's module. A norm inside attention counts as a norm, a tied head as an embedding."""
     for kind, words in _WORDS:
         if re.search(words, name):
             return kind

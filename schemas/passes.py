@@ -9,7 +9,7 @@ from .layout import PASS_NAME
 ROLLOUT, TRAIN, CURRENT, REFERENCE = "rollout", "train", "current", "reference"
 STANDARD = (ROLLOUT, TRAIN, CURRENT, REFERENCE)
 LOGPROBS = "_logprobs"
-"""Suffix for logprob columns in an import file (`train_logprobs`)."""
+"""Suffix for logprob columns in an import file, e.g. `train_logprobs`."""
 REPLAY_PREFIX = "replay/"
 
 _NAME = re.compile(PASS_NAME)
@@ -33,7 +33,10 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return train:rollout if recorded, else another pass with rollout, else the first two passes. None if only one."""
+    """Return the pair of passes to compare by default, or None if there are fewer than two passes.
+
+    It is train:rollout if both are recorded, else another pass with rollout, else the first two passes.
+    """
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

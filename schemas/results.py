@@ -9,12 +9,12 @@ from .errors import NotInstalled
 
 
 class Result:
-    """A command's result. Its text form is the command's output."""
+    """A command's result. Converted to a string, it is the command's text output."""
 
     __slots__ = ()
 
     _text: ClassVar[str]
-    """Renderer, as module:function."""
+    """Function that renders the result as text, in the form module:function."""
 
     def __str__(self) -> str:
         return rendered(self, self._text)

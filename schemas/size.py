@@ -9,7 +9,7 @@ _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kKmMgGtT]?[bB]?)\s*")
 
 
 def parse_size(text: str, *, option: str = "size") -> int:
-    """Parse a size such as `500MB` or `1.5 GB` and return bytes. Raises InvalidOption.
+    """Parse a size such as `500MB` or `1.5 GB` and return the number of bytes. Raises InvalidOption.
 
     >>> parse_size("1.5GB")
     1500000000

@@ -1,4 +1,4 @@
-"""Tables in sums/: per-sequence sums for pairs of passes, so that statistics need not read tokens."""
+"""Tables in sums/: per-sequence sums for pairs of passes, from which statistics are computed without reading tokens."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ class Column:
     is_made: bool = False
     """True if the recorder fills in the column. Callers and imports cannot set it."""
     is_sampling: bool = False
-    """True for a sampler setting. `compare` reports those that differ between the runs."""
+    """True for a sampler setting. `compare` reports sampler settings that differ between two runs."""
     is_name: bool = False
     """True for identifiers. Integers are accepted and stored as text."""
     takes_flags: bool = False
-    """True if booleans are accepted as 1 and 0 (pass/fail rewards)."""
+    """True if booleans are accepted and stored as 1 and 0 (for pass/fail rewards)."""
     repeats: bool = False
-    """True if many rows share the same text, so that Parquet dictionary-encodes the column."""
+    """True if many rows share the same text. Parquet dictionary-encodes such a column."""
 
     @property
     def field(self) -> pa.Field:
@@ -59,7 +59,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Fill columns that older releases lacked with NULL. Return None if the batch belongs to another table."""
+        """Return the batch, with NULL in columns that older releases lacked, or None if it belongs to another table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -359,8 +359,11 @@ ARRAYS = {
         Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factors of their outputs", alignment=PER_TOKEN),
     )
 }  # fmt: skip
-"""A pass's per-token values in dense/. `alignment` is the shape of one sequence's array, `keyword` the field of TopK,
-Logits or Routing, and `null` is empty for required values."""
+"""Arrays in dense/ with a pass's per-token values.
+
+`alignment` is the shape of one sequence's array. `keyword` is the field of TopK, Logits or Routing that holds the
+values, if its name differs from the array's. `null` is empty for required values.
+"""
 
 GIVEN = {column.name: column for column in SEQUENCES_TABLE.columns if not column.is_made}
 SAMPLING = tuple(column.name for column in SEQUENCES_TABLE.columns if column.is_sampling)

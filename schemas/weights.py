@@ -1,7 +1,7 @@
 """Storage format for weights: every tensor's bits for each policy version.
 
 A segment has one array per dtype and one row per version. The first row is a keyframe (full bits). Later rows are
-deltas: the elements changed since an earlier row or, if many changed, an XOR with the previous version.
+deltas: the elements that changed since an earlier row or, if many changed, the XOR with the previous version's bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StoredTensor:
     whole_shape: tuple[int, ...] | None = None
     """Full tensor shape, if several writers store shards."""
     offsets: tuple[int, ...] | None = None
-    """The shard's start in the full tensor, per dimension. A single index into a multi-dimensional tensor is the start
-    of a contiguous range in the flattened tensor (FSDP1)."""
+    """Index in the full tensor at which the shard starts, per dimension. If there is a single index for a tensor with
+    several dimensions, the shard is a contiguous range of the flattened tensor that starts at that index (FSDP1)."""
 
     @property
     def numel(self) -> int:
@@ -77,17 +77,17 @@ class WeightVersion:
     previous: int | None
     """Policy version in the previous row, or None for a keyframe."""
     hashes: dict[str, str]
-    """SHA-256 per tensor."""
+    """SHA-256 of each tensor, by tensor name."""
     num_changed: dict[str, int] | None
-    """Changed elements per tensor since the previous version, or None for the first version."""
+    """Number of elements changed since the previous version, by tensor name. None for the first version."""
     chunks: dict[str, list[int]]
-    """Non-zero chunk indices by dtype. All-zero chunks have no file."""
+    """Indices of the chunks with non-zero values, by dtype. Chunks of only zeros have no file."""
     chain: str
-    """SHA-256 over the previous version's `chain` and this version's hashes. Identifies the whole history."""
+    """SHA-256 over the previous version's `chain` and this version's hashes. It identifies the whole history."""
     num_bytes: int
     stored_at: str
     base_row: int | None = None
-    """Base row for an element delta (a power of 4 rows earlier). None for a keyframe or an XOR."""
+    """Row that an element delta is relative to (a power of 4 rows earlier). None for a keyframe or an XOR."""
     layout_hash: str
 
     @property

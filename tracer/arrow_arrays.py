@@ -17,7 +17,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Build an array, NULL where `valid_B` is False. It shares memory with `values_B` if the dtype matches."""
+    """Build an array that is NULL where `valid_B` is False and shares memory with `values_B` if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:
@@ -33,7 +33,7 @@ def text_array(texts: Sequence[str | None]) -> pa.Array:
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # Arrow raises its own error for such lengths
+        return pa.array(texts, pa.string())  # too long for 32-bit offsets, for which Arrow raises its own error
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)

@@ -98,14 +98,14 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count another scoring by the pass for these rows. Return how often each was scored before."""
+        """Count one more scoring of these rows by the pass. Return how often the pass had scored each row before."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
             row = int(rows[np.flatnonzero(iteration)[0]])
             raise InvalidRecord(
-                f"step {self.step}, {self.label(row)}: pass {pass_name!r} has already scored it. A pass "
-                f"scores each sequence once, except {CURRENT!r} (once per inner iteration)"
+                f"step {self.step}, {self.label(row)}: pass {pass_name!r} has already scored this sequence. Each "
+                f"pass scores a sequence once, except {CURRENT!r}, which scores it once per inner iteration"
             )
         counts[rows] += 1
         return iteration
@@ -136,18 +136,18 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Minimum number of identical tokens at a row's edge to suspect padding. A single one is usually the end token."""
+"""Suspect padding if a row starts or ends with this many identical tokens. A single token is usually the end token."""
 MIN_LONGEST_RUN = 4
-"""Warn only if a batch's longest run is at least this long. Shorter runs occur by chance."""
+"""Warn only if the batch's longest run of identical tokens is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25
 """Warn only if at least this share of rows start or end with the same repeated token."""
 
 Warn = Callable[[str, str], None]
-"""Takes a key and a warning. Each key is reported only once."""
+"""Function that takes a key and a warning text. Only the first warning with a key is reported."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """Return the padding given by a mask, or None without a mask. Warns if unmasked ids look padded.
+    """Return the padding that a mask describes, or None if there is no mask. Warns if ids without a mask look padded.
 
     `side` is `response` or `prompt`. `warn` is None for framework data, where rows may be empty.
     """

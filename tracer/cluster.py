@@ -26,19 +26,19 @@ AUTO = "auto"
 LOCAL = "local"
 """Address that means a temporary cluster on this machine."""
 STORE_BYTES = 10**8
-"""Object store size for a local cluster (bytes). Units and results are small."""
+"""Object store size of a local cluster in bytes. It can be low, because units of work and their results are small."""
 CONNECT_S = 10.0
 TRIES = 3
-"""Give up once this many actors have died on the same unit, or before they were ready."""
+"""Give up once this many actors have died while running the same unit of work, or before they were ready."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether an actor fits on any node."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 PATIENCE = 6
-"""Give up after this many consecutive checks without room for an actor. Autoscaling takes time."""
+"""Give up after this many consecutive checks without room for an actor. The wait leaves time for autoscaling."""
 
 HELD_UP = 3
-"""Consecutive checks without a running actor before a warning about missing resources."""
+"""Number of consecutive checks without a running actor before warning that resources are missing."""
 
 
 class Worker(Protocol):
@@ -141,7 +141,7 @@ def connected(address: str | None) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        if place := _host_and_port(address):  # Ray itself would retry for minutes
+        if place := _host_and_port(address):  # fails early, while Ray itself would retry for minutes
             socket.create_connection(place, timeout=CONNECT_S).close()
         with _without_future_warnings():
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
@@ -280,7 +280,7 @@ class _Pool:
             )(_Actor)
             actor = kind.remote()
         self._actors.append(actor)
-        # Ray replaces a bare reference with its value before the call, but passes on a reference inside a list.
+        # Ray would replace a bare reference with its value before the call, so the reference is passed in a list.
         self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:

@@ -47,7 +47,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # without file locks, another process can create it first
+            if not is_first:  # without file locks, another process may have been faster
                 raise TraceExists(f"{path}: another process has just created a trace there. Use another folder")
         try:
             yield folder
@@ -117,7 +117,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Lock a trace's folder for this block. Folders created here are removed if the block raises."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file. Pass a new folder")
+        raise TraceExists(f"{path} is a file. Pass a new folder")
     made = [above for above in (folder, *folder.parents) if not above.exists()]
     with ExitStack() as claim:
         with _explained(path):
@@ -127,7 +127,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
                 folder.mkdir(parents=True, exist_ok=True)
                 try:
                     is_there = claim.enter_context(alone(folder))
-                except FileNotFoundError:  # another process created and removed the folder
+                except FileNotFoundError:  # another process removed the folder before it was locked
                     continue
         try:
             yield folder
@@ -138,7 +138,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder. The first process to call this creates the trace."""
+    """Return a trace's folder, after creating the trace unless another process has already created it."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
             ):
                 if not (folder / MANIFEST).exists():
                     raise TraceExists(
-                        f"{path}: exists but is not a trace, so it was left unchanged. Choose another folder"
+                        f"{path} exists but is not a trace, so it was left unchanged. Choose another folder"
                     )
             else:
                 write_once(folder / MANIFEST, manifest.to_json().encode())
@@ -168,7 +168,7 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
         pass
     except (OSError, DamagedTrace) as error:
         raise TraceExists(
-            f"{path}: exists but is not a trace, so it was left unchanged. Choose another folder"
+            f"{path} exists but is not a trace, so it was left unchanged. Choose another folder"
         ) from error
     if not force:
         raise TraceExists(
@@ -180,8 +180,8 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     if foreign:
         more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
         raise TraceExists(
-            f"{path}: contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) and will not be replaced. "
-            "Move them elsewhere, or use another folder"
+            f"{path} contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) "
+            "and will not be replaced. Move them elsewhere, or use another folder"
         )
 
 
@@ -199,7 +199,7 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
     for state in store.writers()[0]:
         if liveness(state, store).is_alive:
             raise TraceExists(
-                f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a growing "
+                f"{path} is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a growing "
                 f"trace {what}. End that process, or use another folder"
             )
 
@@ -210,7 +210,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
             f"{path}: only `tim-trace record` and `tim-trace compact` write to URLs. Record to a local folder and upload it "
             f"with: tim-trace compact FOLDER -o {path}"
         )
-    with _explained(path):  # raises if the working directory was removed
+    with _explained(path):  # realpath raises an error if the working directory was removed
         return Path(os.path.realpath(os.path.expanduser(path)))
 
 
@@ -222,7 +222,7 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}). Use a folder with write permission"
+            f"{path} cannot be written ({error.strerror or error}). Use a folder with write permission"
         ) from error
 
 
@@ -284,7 +284,11 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace. Its manifest is removed first, so that `remove_unfinished` completes the move."""
+    """Move an addition's files into a trace.
+
+    The addition's manifest is removed first. If the process then dies, the missing manifest makes `remove_unfinished`
+    complete the move.
+    """
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]

@@ -37,7 +37,7 @@ class TopK:
     logprobs: Any
     """[N, K] float32 (nats)."""
     tail_logprob: Any
-    """[N] float32 (nats): log probability of all other tokens, or -inf if they have none."""
+    """[N] float32 (nats): log of the total probability of all other tokens, -inf if that probability is 0."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position, up to a constant per row, before temperature and truncation."""
+    """The full distribution at each position before temperature and truncation. A constant may be added to each row."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""
@@ -85,7 +85,7 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def tail_of(logprobs_TK: np.ndarray) -> np.ndarray:
-    """Return [T] log probability (nats) of all other tokens. Mass below 1e-7 may be lost (-inf)."""
+    """Return [T] values in nats: the log probability of all tokens outside the top K. Below 1e-7, it may be -inf."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
         return np.asarray(np.log(np.maximum(left_T, 0.0)).astype(np.float32))
@@ -99,12 +99,12 @@ def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) ->
 
 
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
-    """Write journal blocks as one Zarr group and return its root's SealedFile. Raises DamagedTrace."""
+    """Write journal blocks as one Zarr group, and return the SealedFile of its root document. Raises DamagedTrace."""
     import zarr
 
     from .dense_store import write_files
 
-    # Let Zarr write to memory: Python waits at exit for Zarr's threads, even if one is stuck in the file system.
+    # Zarr writes only to memory, because Python waits for Zarr's threads at exit and the file system may block them.
     made: dict[str, Any] = {}
     root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}
@@ -120,7 +120,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
     storage, (dtype, trailing) = blocks[0].values.dtype, blocks[0].kind
     if any(block.kind != blocks[0].kind for block in blocks):
-        raise DamagedTrace(f"{name}: its rows differ in shape")
+        raise DamagedTrace(f"the rows of {name} differ in shape")
     num_rows = sum(len(block.values) for block in blocks)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
     chunk = max(1, min(num_rows, CHUNK_BYTES // row_bytes))
@@ -150,11 +150,11 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
 
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    """Read one score row's distributions as [rows, ...] arrays by name, widening bfloat16 to float32.
+    """Return one score row's distributions as [rows, ...] arrays by name. bfloat16 is widened to float32.
 
-    `group` and `start` are the row's `dense` and `dense_start`, and `rows` is its response token count. A top-K capture
-    has `token_ids`, `logprobs` and `tail_logprob`. Others have `logits` (`logprobs` [rows, V] from engines that return
-    no logits) or `hidden`. Raises DamagedTrace if they are missing.
+    `group` and `start` are the row's values in the columns `dense` and `dense_start`, and `rows` is its number of
+    response tokens. A top-K capture has `token_ids`, `logprobs` and `tail_logprob`. Other captures have `logits`, or
+    `logprobs` [rows, V] from engines that return no logits, or `hidden`. Raises DamagedTrace if they are missing.
     """
     return open_dense(store, group).read(start, rows)
 
@@ -195,7 +195,7 @@ def multiplier(config: Any) -> float | None:
 
 
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """Return ids [T, K], logprobs [T, K] and tail [T], the remaining log probability.
+    """Return token ids [T, K], their logprobs [T, K], and the tail [T]: the log probability of all other tokens.
 
     Logprobs are float32 (nats). The tail is -inf if K is the vocabulary size.
     """
@@ -210,7 +210,7 @@ def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, An
 
 
 LOGITS_BYTES = 256 << 20
-"""Maximum size for temporary float32 logits."""
+"""Maximum size of temporary float32 logits in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

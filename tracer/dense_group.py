@@ -17,7 +17,7 @@ from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Takes a first row and a row count, and returns the bits in those rows."""
+"""Function that takes the first row and the number of rows, and returns the bits of those rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,25 @@ def open_dense(store: Store, group: str) -> DenseGroup:
         raise InvalidRecord(
             f"{group!r} is not a Zarr group of a trace. Pass a value from the column `dense` of `scores`"
         )
-    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would lead outside the trace
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would point outside the trace
     if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
         return _journaled(store, segment, group)
-    if is_sealed(store, segment):  # The journal was sealed after the check above.
+    if is_sealed(store, segment):  # The journal may have been sealed after the first check.
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
-        f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/, "
+        f"{store.shown(f'{DENSE}/{group}')} is missing, but scores refer to it: the trace was copied without dense/, "
         "or the folder was removed. Restore it from a backup"
     )
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return False if distributions must be read from the journal. A killed process may leave journal and group."""
+    """Return False if distributions must be read from the journal.
+
+    A killed process may leave both a journal and a group. The journal then counts unless the writer's state lists the
+    group.
+    """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
         return False
@@ -88,7 +92,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
             f"{store.shown(where)}: its writer's state is missing. Restore writers/ from a backup"
         ) from error
     if where not in files:
-        raise DamagedTrace(f"{store.shown(where)}: not listed in its writer's state. Remove the folder")
+        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove the folder")
     return files[where]
 
 
@@ -137,7 +141,7 @@ def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[B
                 yield _block({name: batch[name][row] for name in batch.schema.names}, segment)
             except (ValueError, TypeError, KeyError, AttributeError, InvalidRecord) as error:
                 raise DamagedTrace(
-                    f"{segment.journal(DENSE_TABLE)}: contains an invalid block ({first_line(error)}). Remove the file"
+                    f"{segment.journal(DENSE_TABLE)} contains an invalid block ({first_line(error)}). Remove the file"
                 ) from error
 
 

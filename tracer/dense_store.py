@@ -27,7 +27,7 @@ FILES = "tim-trace files"
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed chunk size. Enough for a row with 128 million 16-bit values."""
+"""Maximum uncompressed chunk size in bytes, enough for a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _INDEX_CODECS = ["bytes", "crc32c"]
 _CHUNK_CODECS = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -101,7 +101,7 @@ class SealedGroup:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where}: is larger than any such file in a trace. Restore it from a backup")
+            raise DamagedTrace(f"{where} is larger than any zarr.json of a trace. Restore it from a backup")
         return content
 
     def _shown(self, name: str) -> str:
@@ -116,7 +116,7 @@ class _Array:
             self.shape = tuple(int(size) for size in document["shape"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedTrace(
-                f"{where}: was not opened, since it is not an array written by tim-trace ({first_line(error)})"
+                f"{where} was not opened, because it is not an array written by tim-trace ({first_line(error)})"
             ) from error
         self._row_bytes = math.prod(self.shape[1:]) * np.dtype(document["data_type"]).itemsize
         self._group, self._name = group, name
@@ -125,7 +125,7 @@ class _Array:
     def rows(self, start: int, count: int) -> np.ndarray:
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
+                f"{self._group._shown(self._name)} has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
                 f"{start + count:,}"
             )
         row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -153,11 +153,11 @@ class _Array:
 class _Chunks(NamedTuple):
     num_bytes: int
     num_in_shard: int | None
-    """Chunks per shard (file), or None if each chunk has its own file."""
+    """Number of chunks per shard (one file), or None if each chunk has its own file."""
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a chunk's header claims an impossible size. blosc allocates the claimed size."""
+        """Raise ValueError if a chunk's header claims an impossible size, because blosc would allocate that size."""
         starts = [0]
         if is_whole and self.num_in_shard is not None:
             index = content[-16 * self.num_in_shard - _CRC_BYTES :][: 16 * self.num_in_shard]
@@ -174,7 +174,7 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
     if not _are_sizes(shape) or not 1 <= len(shape) <= 4:
         raise ValueError(f"its shape is {shape!r:.80}")
     if data_type not in DATA_TYPES:
-        raise ValueError(f"its data type is {data_type!r:.80}")
+        raise ValueError(f"its data type {data_type!r:.80} is unsupported")
     meant = document["attributes"]["dtype"]
     if data_type != ("uint16" if meant == BFLOAT16 else meant):
         raise ValueError(f"its data type {data_type} cannot represent {meant!r:.80}")
@@ -182,7 +182,7 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
         raise ValueError("it has storage transformers")
     item = np.dtype(data_type).itemsize
     if math.prod(shape[1:]) * item > MAX_CHUNK_BYTES:
-        raise ValueError(f"its rows have the shape {shape[1:]!r:.80}")
+        raise ValueError(f"its rows, of shape {shape[1:]!r:.80}, are too large")
     grid, chunk = document["chunk_grid"], document["chunk_grid"]["configuration"]["chunk_shape"]
     if grid["name"] != "regular" or document["chunk_key_encoding"]["name"] != "default":
         raise ValueError("its chunk grid or chunk names are unsupported")
@@ -193,14 +193,14 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
         if len(outer) > 1 or _names(sharding["index_codecs"]) != _INDEX_CODECS:
             raise ValueError("its codecs are nested or in the wrong order")
         if not (_are_sizes(shard) and _are_sizes(chunk)) or len(shard) != len(chunk) or min(chunk) < 1:
-            raise ValueError(f"its shards have the shape {shard!r:.80}")
+            raise ValueError(f"its shards have the unsupported shape {shard!r:.80}")
         num_chunks = math.prod(-(-whole // part) for whole, part in zip(shard, chunk, strict=True))
         if num_chunks > MAX_CHUNKS_A_SHARD or sharding.get("index_location", "end") != "end":
-            raise ValueError(f"its shards have the shape {shard!r:.80} of chunks {chunk!r:.80}")
+            raise ValueError(f"shards of shape {shard!r:.80} with chunks of shape {chunk!r:.80} are unsupported")
     if names not in _CHUNK_CODECS:
         raise ValueError("its codecs are nested or in the wrong order")
     if not _are_sizes(chunk) or len(chunk) != len(shape) or min(chunk) < 1 or math.prod(chunk) * item > MAX_CHUNK_BYTES:
-        raise ValueError(f"its chunks have the shape {chunk!r:.80}")
+        raise ValueError(f"its chunks have the unsupported shape {chunk!r:.80}")
     return _Chunks(math.prod(chunk) * item, num_chunks, "blosc" in names)
 
 
@@ -222,16 +222,16 @@ def _listed_files(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, b
         listed = root["attributes"][FILES]
         return {name: (int(entry["num_bytes"]), base64.b64decode(entry["blocks"])) for name, entry in listed.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedTrace(f"{where}: does not list the group's files ({first_line(error)})") from error
+        raise DamagedTrace(f"{where} does not list the group's files ({first_line(error)})") from error
 
 
 def _json(content: bytes, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not JSON ({first_line(error)}). Restore it from a backup") from error
+        raise DamagedTrace(f"{where} is not JSON ({first_line(error)}). Restore it from a backup") from error
     if not isinstance(found, dict):
-        raise DamagedTrace(f"{where}: not a JSON object. Restore it from a backup")
+        raise DamagedTrace(f"{where} is not a JSON object. Restore it from a backup")
     return found
 
 

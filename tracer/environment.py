@@ -49,7 +49,7 @@ def numeric_versions() -> dict[str, str]:
 
 def all_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
+    for folder in reversed(sys.path):  # the first folder on the path wins, as it does for imports
         try:
             names = os.listdir(folder or ".")
         except OSError:
@@ -80,7 +80,7 @@ def torch_settings() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
-        # Querying a device would initialise CUDA, and the process could no longer fork engines.
+        # No device is queried here: that would initialise CUDA, and the process could no longer fork engines.
         "cudnn": cudnn.version() if torch.version.cuda else None,
         "cuda_matmul_allow_tf32": _setting(matmul, "allow_tf32"),
         "cudnn_allow_tf32": _setting(cudnn, "allow_tf32"),
@@ -99,7 +99,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Torch raises if a setting is read through its old interface after the new one was used.
+    # Torch raises an error if a setting is read through the old interface after the new one was used.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:

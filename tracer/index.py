@@ -29,9 +29,9 @@ MANY_FOOTERS = 1024
 """Maximum footers stored per table. Opening a trace reads every stored footer, but most queries need only a few."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed index size. Larger indexes are ignored."""
+"""Maximum size of an uncompressed index (bytes). Larger indexes are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Tables in indexing order. Footers are added until the index is full."""
+"""Tables in the order in which their footers are added, until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
@@ -54,12 +54,12 @@ class _Footer(msgspec.Struct, array_like=True):
 
 
 class KnownFile(msgspec.Struct, array_like=True):
-    """A file without an indexed footer."""
+    """A file whose footer is not in the index."""
 
     num_bytes: int
     schema: int
     tail_bytes: int
-    """Footer size, including the length field and the magic number."""
+    """Footer size (bytes), including the length field and the magic number."""
     hash: str
 
 
@@ -76,14 +76,14 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """A trace's indexes combined. Keys are paths in the trace."""
+    """All index files of a trace, combined. Keys are paths in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """For each index file: the files without an indexed footer, and the schemas that they refer to."""
+    """For each index file: the files whose footers are not in the index, and the schemas that they refer to."""
     documents: dict[str, bytes] = field(default_factory=dict)
-    """Contents by path for files named after their hash. The reader verifies the hash."""
+    """Contents of files that are named after their hash, by path. The reader verifies the hash."""
 
     @property
     def paths(self) -> set[str]:

@@ -56,7 +56,7 @@ _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends one table's record batches to a segment's journal. They survive if the process is killed."""
+    """Appends one table's record batches to a segment's journal. The batches survive if the process is killed."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -65,7 +65,7 @@ class JournalStream:
         self.path = folder / relative
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
-        # Some FUSE file systems report no link count.
+        # Some FUSE file systems report a link count of 0 for files that exist.
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False

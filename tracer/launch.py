@@ -40,7 +40,7 @@ class Recording:
     note: str | None = None
     """Why this node recorded nothing, or which hosts are still recording."""
     is_stuck: bool = False
-    """True if a thread still waits for an unresponsive file system."""
+    """True if a thread is still waiting for an unresponsive file system."""
 
     @property
     def num_sequences(self) -> int:
@@ -133,7 +133,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Start or join a recording. Return options, run id, whether this launcher is first, and earlier writers."""
+        """Start or join a recording. Return options, run id, whether no launcher came before, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
@@ -296,7 +296,7 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
     known = store.manifest()
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
-            f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}. "
+            f"{output} was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}. "
             f"Resume with the same options"
         )
     refuse_live(store, output, "cannot be extended")

@@ -18,9 +18,9 @@ from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""How often an open writer touches its state file."""
+"""Interval in seconds at which an open writer touches its state file."""
 SILENT_S = 900.0
-"""A writer on another machine counts as ended after this long without a heartbeat."""
+"""A writer on another machine counts as ended after this many seconds without a heartbeat."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
 """Evidence for a verdict: a normal close, the process, a machine reboot, or the last heartbeat."""
@@ -45,7 +45,7 @@ def this_process() -> dict[str, Any]:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Decide whether a writer is alive, from its process if visible here, otherwise from its last heartbeat."""
+    """Decide whether a writer is alive, from its process if that is visible, otherwise from its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -192,7 +192,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return journal sizes (bytes) by unsealed segment and table."""
+    """Return the size of each journal (bytes), by unsealed segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:

@@ -21,7 +21,7 @@ from .whole_file import write_part
 A, B = "a", "b"
 """`a` is the execution under examination, and `b` is the reference."""
 ROUTES = "routes"
-"""Patch that replaces one execution's expert choices with the other's."""
+"""Name of the patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
 """Rounding cannot explain an error above this multiple of the rounding bound."""
 FORMAT = 1
@@ -32,7 +32,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """Arguments to `locate`. A call with the same arguments replaces the earlier result."""
+    """Arguments of a `locate` call. Another call with the same arguments replaces the earlier result."""
 
     step: int
     arm: str | None
@@ -57,11 +57,11 @@ class OperatorError:
     side: str
     """Execution, `a` or `b`."""
     order: int
-    """Position in the forward pass."""
+    """Position of the operator in the forward pass."""
     operator: str
     """Module name, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
-    """Last part of the name."""
+    """Last part of the operator's name."""
     layer: int | None
     """Layer index from 0, or None outside the layers."""
     dtype: str
@@ -73,15 +73,15 @@ class OperatorError:
     ratio: float
     """Largest introduced error, divided by the rounding bound. Rounding explains ratios up to 1."""
     seq_id: str
-    """Sequence with the largest `ratio`."""
+    """Sequence in which `ratio` is largest."""
     token: int
-    """Token with the largest error, counted from 0 over the prompt and response."""
+    """Index of the token with the largest error, counted from 0 over the prompt and response."""
     inherited: float | None
-    """RMS difference between the inputs in a and b, relative to a's RMS, or None if they have no common input."""
+    """RMS difference between the inputs in `a` and `b`, relative to the RMS in `a`. None if they share no input."""
     difference: float | None
-    """RMS difference between the outputs in a and b, relative to a's RMS, or None if they have no common output."""
+    """RMS difference between the outputs in `a` and `b`, relative to the RMS in `a`. None if they share no output."""
     in_double: float | None
-    """Largest relative error at any token when the operator's code runs in float64, or None if not tried."""
+    """Largest relative error at any token when the operator's code runs in float64. None if this was not tried."""
 
     @property
     def is_beyond(self) -> bool:
@@ -109,7 +109,7 @@ class WeightDifference:
     largest: float
     """Largest absolute difference between corresponding elements."""
     version: int | None
-    """Policy version with an identical recorded tensor, or None."""
+    """Policy version whose recorded tensor is identical, or None if there is no such version."""
     share: float = 1.0
 
 
@@ -121,10 +121,11 @@ class Router:
     layer: int | None
     num_tokens: int
     num_flipped: int
-    """Tokens where the two executions select different experts."""
+    """Number of tokens at which the two executions select different experts."""
     margin: float | None = None
-    """Largest margin among these tokens: in execution a, lowest selected score minus highest score not selected. None
-    if there are no such tokens, or if the choice depends on more than the scores."""
+    """Largest margin among the flipped tokens. A token's margin is the lowest score of a selected expert minus the
+    highest score of an expert not selected, both in execution `a`. None if no token is flipped, or if the choice
+    depends on more than the scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ class Patch:
     """Execution in which operators are replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """For each sequence in the result: remaining sum of d^2 (nats^2)."""
+    """Sum of d^2 (nats^2) that remains for each sequence in the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,30 +169,30 @@ class Findings:
     a: str
     b: str
     only: str = ""
-    """Limits such as `layers 2:8` or `operators q_proj,rotary`, or empty."""
+    """Limits of the search, such as `layers 2:8` or `operators q_proj,rotary`. Empty if there are none."""
     chosen: str
     num_tokens: int
-    """Response tokens compared."""
+    """Number of response tokens compared."""
     mean_abs_d: float
     """Mean |d| over the compared tokens (nats), where d = logprob(b) - logprob(a)."""
     max_abs_d: float
     operators: tuple[OperatorError, ...]
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
-    """In forward order. Empty if the model is not a mixture of experts."""
+    """Routers in the order of the forward pass. Empty if the model is not a mixture of experts."""
     unseen: tuple[str, ...]
     """Operator kinds that only one execution has."""
     engines: tuple[str, ...]
-    """Executions (`a` or `b`) run in vLLM (eager mode, no compilation, CUDA graphs or prefix cache)."""
+    """Executions (`a` or `b`) that ran in vLLM, in eager mode without compilation, CUDA graphs or prefix cache."""
     first: Divergence | None
-    """None if rounding can explain all errors."""
+    """First divergence, or None if rounding can explain all errors."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Checks that could not be made, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Findings):
-    """Findings, and the values for computing each operator's share of the mismatch."""
+    """Findings, with the values from which each operator's share of the mismatch is computed."""
 
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
@@ -244,20 +245,20 @@ def read_result(store: Store, result: str) -> KeptResult:
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made} from a newer release. This release reads up to format {FORMAT}")
+        raise NewerTrace(f"{where} has format {made} from a newer release. This release reads up to format {FORMAT}")
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}
         # JSON has no NaN and no infinities, so they are stored as strings.
         kept = msgspec.convert(values, KeptResult, strict=False)
     except (msgspec.ValidationError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}). Run locate again") from error
+        raise DamagedTrace(f"{where} is not {_WHAT} ({str(error).splitlines()[0]}). Run locate again") from error
     if kept.id != result:
-        raise DamagedTrace(f"{where}: belongs to result {kept.id}. {_AGAIN}")
+        raise DamagedTrace(f"{where} belongs to result {kept.id}. {_AGAIN}")
     if kept.run_id != store.manifest().run_id:
-        raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one. Delete it")
+        raise DamagedTrace(f"{where} belongs to run {kept.run_id}, not to this one. Delete it")
     if not _is_possible(kept.found):
-        raise DamagedTrace(f"{where}: contains values that locate does not write. {_AGAIN}")
+        raise DamagedTrace(f"{where} contains values that locate does not write. {_AGAIN}")
     return kept
 
 

@@ -6,7 +6,7 @@ from typing import Any
 PREFIX = "optimizer/"
 
 CHUNK_BYTES = 56 << 20
-"""Maximum chunk size on a GPU. A CPU chunk is a third as large, because it needs three temporary tensors."""
+"""Maximum chunk size on a GPU (bytes). A CPU chunk is a third as large, because it needs three temporary tensors."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     - optimizer/second_moment: mean v_hat over all elements. Adam variants only.
     - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: the largest over all parameter groups.
 
-    Empty before the first step and for other optimizers. Does not synchronise with the device.
+    The result is empty before the first step and for other optimizers. The device is not synchronised.
     """
     import torch
 
@@ -123,7 +123,7 @@ def _squared_norm(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _squared_norm_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Sum squared norms over short pieces. torch.norm would add all values sequentially, which loses precision."""
+    """Sum the squared norms of short pieces. torch.norm would add all values in order, which loses precision."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
@@ -146,7 +146,7 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count, or None if it is on a device. Device counts are assumed equal for all tensors."""
+    """Return the step count, or None if it is on a GPU. All tensors are then assumed to have the same count."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None

@@ -37,7 +37,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Maximum number of values a footer may claim: a constant, plus this many per byte in the file."""
+"""Maximum number of values that a footer may claim: a constant, plus this number for each byte in the file."""
 
 
 def write_checked(
@@ -156,7 +156,7 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
         )  # fmt: skip
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DamagedTrace(
-            f"{where}: cannot be read as Parquet ({first_line(error)}). Restore it from a backup"
+            f"{where} cannot be read as Parquet ({first_line(error)}). Restore it from a backup"
         ) from error
 
 
@@ -166,12 +166,12 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
         if len(tail) < 12 or tail[-4:] != MAGIC:
             raise DamagedTrace(
-                f"{where}: cannot be read as Parquet (no Parquet magic number at the end). Restore it from a backup"
+                f"{where} cannot be read as Parquet (no Parquet magic number at the end). Restore it from a backup"
             )
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
             raise DamagedTrace(
-                f"{where}: cannot be read as Parquet (its footer cannot have {length - 8:,} bytes). Restore it from a "
+                f"{where} cannot be read as Parquet (its footer cannot have {length - 8:,} bytes). Restore it from a "
                 "backup"
             )
         return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
@@ -179,12 +179,12 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         raise
     except OSError as error:
         raise DamagedTrace(
-            f"{where}: cannot be read ({error.strerror or first_line(error)}). Restore it from a backup"
+            f"{where} cannot be read ({error.strerror or first_line(error)}). Restore it from a backup"
         ) from error
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
-    """Raise ValueError for implausible counts. With run-length encoding, a few bytes could claim any number."""
+    """Raise ValueError for implausible counts. With run-length encoding, a few bytes could claim any count."""
     most = _FREE_VALUES + _VALUES_A_BYTE * num_bytes
     groups = [found.row_group(number) for number in range(found.num_row_groups)]
     rows = [group.num_rows for group in groups]

@@ -12,7 +12,7 @@ from typing import Any
 from ..schemas.errors import InvalidOption, StorageStalled
 
 MAX_WAIT_S = 60.0
-"""Default timeout for an unresponsive file system."""
+"""Default timeout for an unresponsive file system (seconds)."""
 _TELLS_EVERY_S = 5.0
 _LOOKS_EVERY_S = 0.5
 
@@ -60,7 +60,7 @@ class Patience:
             if signs is not None and (new := signs()) != seen:
                 seen, still_s, told_s = new, 0.0, 0.0
             if still_s >= self.max_wait_s and is_blocked():
-                raise StorageStalled(f"{self._path}: did not respond within {self.max_wait_s:g} s ({self._mount()})")
+                raise StorageStalled(f"{self._path} did not respond within {self.max_wait_s:g} s ({self._mount()})")
             if self._path and still_s >= told_s + _TELLS_EVERY_S:
                 told_s = still_s
                 self._tell(still_s)

@@ -20,11 +20,11 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Environment variables used by launchers to number nodes and processes from 0. PET_ is torchrun's prefix."""
+"""Environment variables in which launchers number nodes and processes from 0. The prefix PET_ is torchrun's."""
 SIGN_S = 5.0
-"""Heartbeat interval for `tim-trace record`."""
+"""Seconds between two heartbeats of `tim-trace record`."""
 SIGNED_S = 2 * SIGN_S
-"""A launcher counts as ended after this long without a heartbeat."""
+"""A `tim-trace record` process counts as ended after this many seconds without a heartbeat."""
 _LOOK_S = 0.2
 
 _NUMBER = re.compile(r"--(?:node|machine)[-_]rank[ =](\d+)")
@@ -32,7 +32,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting that marks this as a later node (e.g. RANK=1), or None on the first node."""
+    """Return the setting that shows that this is not the first node (e.g. RANK=1), or None on the first node."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
@@ -59,8 +59,9 @@ def running_launchers(
 ) -> list[WriterState]:
     """Wait up to `wait_s` for `tim-trace record` processes on this folder and return those that are running.
 
-    A remote process counts only if it sends a heartbeat during the wait, because a killed process looks alive at first.
-    `beside` names the only writers to consider, and writers that closed normally are then returned too.
+    A process on another machine counts only if it sends a heartbeat during the wait, because a process that was killed
+    a moment ago still looks alive. If `beside` is given, only the writers that it names are considered, and those that
+    closed normally are returned too.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:
@@ -96,7 +97,7 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. Until `wait` returns, signals to this process are blocked so that they can be forwarded."""
+    """A running command. Until `wait` returns, signals to this process are blocked, so that it can forward them."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
@@ -124,7 +125,10 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Return the command's exit code, or 128 + the signal that killed it. Forwards signals from other processes."""
+        """Wait for the command and return its exit code, or 128 + the number of the signal that killed it.
+
+        Signals that other processes send to this process are forwarded to the command.
+        """
         try:
             while (code := self._process.poll()) is None:
                 found = signal.sigtimedwait(_WATCHED, every_s)

@@ -9,7 +9,7 @@ Advance = Callable[[int], None]
 """Takes the number of units completed since the last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Takes a description and the total number of units."""
+"""Takes a description and the total number of units. Returns a context manager that yields an `Advance`."""
 
 
 def unheard(units: int) -> None:

@@ -20,11 +20,11 @@ from .staging import is_tensor, to_numpy
 @dataclass(frozen=True, slots=True)
 class Ragged:
     values: np.ndarray
-    """[N] elements, one list after another."""
+    """[N] elements of all rows, one row after another."""
     lengths: np.ndarray
     """[B] int64. The lengths sum to N."""
     valid: np.ndarray | None = None
-    """[N] bool, False if not recorded. None if all were."""
+    """[N] bool: False where an element was not recorded. None if all elements were recorded."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -54,25 +54,25 @@ def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the positions in the flat values that belong to the selected rows."""
+    """Return the positions of the selected rows' elements in the flat values."""
     counts = lengths[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)
 
 
 _LONG = 1024
-"""Batches at least this wide are copied row by row. Copying a row takes as long as masking 1,500 cells."""
+"""Minimum width of a batch that is flattened row by row. Copying one row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Which cells in a [B, T] batch hold tokens."""
+    """Positions of the tokens in a padded [B, T] batch."""
 
     width: int
     lengths: np.ndarray
     """[B] int64, tokens per row."""
     starts: np.ndarray | None
-    """[B] int64, column where each row's tokens begin. None if any row has gaps."""
+    """[B] int64, the column where each row's tokens begin. None if any row has a gap between tokens."""
     mask: np.ndarray
 
     @classmethod
@@ -108,8 +108,8 @@ class Padding:
 def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged:
     """Flatten a batch: a padded [B, T] tensor or array, or lists with different lengths.
 
-    `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. None in a
-    list of floats means not recorded. `what` names the batch in errors.
+    `dtype` decides how values are checked: with an integer dtype as token ids, with bool as a mask, and with a float
+    dtype as per-token values, where None in a list means not recorded. `what` names the batch in error messages.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -153,8 +153,8 @@ def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None,
         return Ragged(_narrow(cells.reshape(-1), dtype, what, lengths), lengths)
     if cells.shape != padding.mask.shape:
         raise InvalidRecord(
-            f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}. Pad both the same way, or "
-            "pass this batch's own attention mask"
+            f"{what}: got shape {cells.shape}, but the attention mask has shape {padding.mask.shape}. Pad both the "
+            "same way, or pass this batch's own attention mask"
         )
     return Ragged(_narrow(padding.flatten(cells), dtype, what, padding.lengths), padding.lengths)
 
@@ -169,7 +169,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
         arrays.append(array)
         flags.append(valid)
     lengths = np.array([len(array) for array in arrays], np.int64)
-    # Empty lists have NumPy's default dtype. It must not affect the result.
+    # Leave out empty lists: NumPy makes them float64, which would change the dtype of the concatenated values.
     filled = [array for array in arrays if len(array)]
     values = _narrow(np.concatenate(filled), dtype, what, lengths) if filled else np.empty(0, dtype)
     if all(valid is None for valid in flags):
@@ -195,11 +195,11 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a list as an array and a [T] bool mask of recorded values (None if all are recorded)."""
+    """Return a row as an array, and a [T] bool mask that is True at recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}. Pass B lists, one per sequence")
     valid = None
-    # NumPy would read None as NaN, but here only None means "not recorded".
+    # NumPy would turn None into NaN. But None means "not recorded", and a NaN in the data is a recorded value.
     if isinstance(row, (list, tuple)) and _has_none(row):
         valid = np.array([item is not None for item in row], bool)
         if dtype.kind != "f":
@@ -216,7 +216,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
 def _has_none(row: Sequence[Any]) -> bool:
     try:
         return None in row
-    except (TypeError, ValueError, RuntimeError):  # arrays in the list have no single truth value
+    except (TypeError, ValueError, RuntimeError):  # comparing an array in the list with None gives several truth values
         return any(item is None for item in row)
 
 
@@ -237,7 +237,7 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
         raise InvalidRecord(
-            f"{what}: got {name}, which rounds token ids ({'above 256' if name == 'bfloat16' else 'above 2048'}). "
+            f"{what}: got {name}, which rounds token ids {'above 256' if name == 'bfloat16' else 'above 2048'}. "
             "Pass integers"
         )
     try:
@@ -265,13 +265,13 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _find_invalid(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return a mask of values that `out` cannot represent, or None if a quick check finds none."""
+    """Return a mask of the values that are invalid for `out`'s dtype, or None if a quick check finds all valid."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)
     most = np.iinfo(out.dtype).max if out.dtype.kind == "i" else np.inf
     if is_float and out.dtype.kind == "i":
-        most = min(most, 2 ** (np.finfo(values.dtype).nmant + 1))  # a larger id may already have been rounded
+        most = min(most, 2 ** (np.finfo(values.dtype).nmant + 1))  # a larger float may be a token id that was rounded
     if not is_float and (not len(values) or (values.min() >= 0 and values.max() <= most)):
         return None
     whole = np.floor(values) == values if is_float else True

@@ -62,7 +62,7 @@ ATTEMPT_SESSION = "recorder"
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Bits and dtype by array name."""
+"""Maps each array's name to the array's bits and dtype."""
 
 
 class Recorder:
@@ -70,11 +70,13 @@ class Recorder:
 
     Use it as a context manager. Leaving the block seals the trace. Methods return immediately, and a background thread
     does the writing. Callers wait only while the queue is full (`queue_bytes`), and no data is dropped. Device tensors
-    are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, the next call raises
-    the error. If the disk is full, or hangs for `max_wait` seconds, recording stops and training continues.
+    are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, a later call raises
+    it. If the disk is full or does not respond for `max_wait` seconds, recording stops and training
+    continues.
 
     The standard passes are `rollout` (the inference engine), `train` (the trainer, before the update), `current` (the
-    trainer in the loss, once per inner iteration) and `reference`. Other passes need `add_contract` first.
+    trainer when it computes the loss, once per inner iteration) and `reference`. Other passes need `add_contract`
+    first.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -110,8 +112,9 @@ class Recorder:
 
         If the file system does not respond for `max_wait` seconds, recording stops and training continues.
 
-        Raises TraceExists if the path already contains something else and neither `force` nor `resume` is set, or if
-        another process records this rank. Raises StorageStalled if the file system does not respond.
+        Raises TraceExists if neither `force` nor `resume` is set and the path already contains files (with `join`:
+        files other than an unfinished trace), or if another process records this rank. Raises StorageStalled if the
+        file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -137,10 +140,11 @@ class Recorder:
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
-        """Return a recorder for data from a framework or a file, where errors become findings instead of exceptions.
+        """Return a lenient recorder for data from a framework or a file.
 
-        Logprobs above 0 are kept, non-numeric values become text, and calls after `close` are ignored. Unless
-        `ordered`, steps may decrease.
+        It records some invalid values instead of raising an exception, so that they can be found in the trace. Logprobs
+        above 0 are kept, non-numeric metrics become text, and calls after `close` are ignored. If `ordered` is False,
+        steps may decrease.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -159,7 +163,7 @@ class Recorder:
         self._metric_step: int | None = None
         self._warned: set[str] = set()
         self._kinds: dict[str, dict[str, Any]] = {}
-        """Zarr group -> array -> shape of a token's values, and dtype."""
+        """By Zarr group and array name: the shape of one token's values, and their dtype."""
 
     def __enter__(self) -> Recorder:
         return self
@@ -218,7 +222,7 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace to show tokens as text. Only the first tokenizer is saved."""
+        """Save a transformers tokenizer, so that tokens can be shown as text. Only the first tokenizer is saved."""
         _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
@@ -259,14 +263,16 @@ class Recorder:
         `response_ids` [B, T] and `prompt_ids` [B, P] are padded tensors or arrays, or B lists. Attention masks are
         nonzero at tokens, with padding on either side. Without a mask, every cell counts as a token, and apparent
         padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that are part of
-        the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function to
-        [B] values. All other arguments are one value or [B]. None means not recorded.
+        the loss. `advantage` is one value, one value per sequence [B], or one per token, aligned with `response_ids`.
+        `rewards` maps each reward function to [B] values. All other arguments are one value or [B] values. None means
+        not recorded.
 
         `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step and are generated
         by default. Evaluation samples have the split "eval". They appear only in the views `eval_sequences` and
         `eval_scores`, not in the run's statistics.
 
-        If a value is invalid, records nothing and raises InvalidRecord, for device tensors in a later call.
+        If a value is invalid, nothing is recorded and InvalidRecord is raised. For device tensors, a later call raises
+        the error.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -279,8 +285,8 @@ class Recorder:
             raise InvalidRecord(f"step {step}: response_ids is empty. Skip this call for a step without sequences")
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
-                f"step {step}, rewards: got {shown(rewards)}; pass a dict of values [B] by reward function, or "
-                f"pass their sum as reward="
+                f"step {step}, rewards: got {shown(rewards)}; pass a dict that maps each reward function to [B] "
+                f"values, or pass their sum as reward="
             )
         given["rewards"] = None if rewards is None else list(rewards.values())
         given["advantage" if is_per_token(advantage) else "advantages"] = None
@@ -294,7 +300,7 @@ class Recorder:
         before = replace(named)
         own = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
         if self._ordered and named.step is not None and step < named.step:
-            raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_STEP_DECREASES}")
+            raise InvalidRecord(f"got sequences of step {step} after step {named.step}: {_STEP_DECREASES}")
         if own is not None and len(own) != rows:
             raise InvalidRecord(f"step {step}: got {len(own)} seq_ids for {rows} responses; pass one per response")
         seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
@@ -342,11 +348,11 @@ class Recorder:
 
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded the same way,
         padded differently with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero
-        where the pass has a value. Other tokens become NULL. `rows` holds the batch index for each scored row.
+        where the pass has a value. Other tokens become NULL. `rows` holds the index in the batch of each scored row.
 
-        `policy_version` counts the optimizer updates in the scoring weights. It defaults to the sampling version for
-        `rollout`, and to None for other passes. With None, staleness cannot be computed, and `replay` uses the sampling
-        weights and reports this.
+        `policy_version` is the number of optimizer updates applied to the weights that computed the scores. It defaults
+        to the sequences' `policy_version` for `rollout`, and to None for other passes. With None, staleness cannot be
+        computed, and `replay` uses the weights that sampled the sequences and reports this.
 
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
@@ -354,7 +360,8 @@ class Recorder:
         choices. Prompt tokens precede response tokens in each row, without padding. Layers are ordered as in the
         contract's `moe_layers`, and slots as in the model.
 
-        If a value is invalid, records nothing and raises InvalidRecord, for device tensors in a later call.
+        If a value is invalid, nothing is recorded and InvalidRecord is raised. For device tensors, a later call raises
+        the error.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
@@ -394,7 +401,7 @@ class Recorder:
         )  # fmt: skip
         iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
-        # A contract describes training. Evaluation has no dropout and may use other engine settings.
+        # A contract describes training. It does not apply to evaluation, where dropout is off and settings may differ.
         has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
         contract = self._contracts[pass_name][1] if has_contract else None
         tolerance = rounding_tolerance(logprobs)
@@ -422,8 +429,8 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit. `version` is the number of optimizer updates applied to them.
 
-        Warns if `describe` or `add_contract` has not been called, because a replay needs both. If they are still missing
-        at the end, `close` warns too.
+        Warns if `describe` or `add_contract` has not been called, because a replay needs both. If one of them has
+        still not been called when the recorder closes, `close` warns too.
 
         Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
         tensors may change. Each version is saved only once.
@@ -432,7 +439,9 @@ class Recorder:
         """
         version = step_number(version, "version")
         if not isinstance(tensors, Mapping):
-            raise InvalidRecord(f"version {version}: got {shown(tensors)}; pass a state_dict: tensors by name")
+            raise InvalidRecord(
+                f"version {version}: got {shown(tensors)}; pass a state_dict, which maps names to tensors"
+            )
         for name, tensor in tensors.items():
             _check_has(f"version {version}, {name}", tensor, "detach", "torch tensor")
         if self._checks_logprobs and not environment.rank() and (lacking := self._lacking_for_replay()):
@@ -453,17 +462,17 @@ class Recorder:
         """
         step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
-            raise InvalidRecord(f"metrics of step {step} after step {self._metric_step}: {_STEP_DECREASES}")
+            raise InvalidRecord(f"got metrics of step {step} after step {self._metric_step}: {_STEP_DECREASES}")
         if self._checks_logprobs:
             check_metrics(values, f"metrics of step {step}")
         self._add_metrics(step, values)
         self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Record the run's settings as metrics at step 0 under `hyperparameter/`. Non-numeric values become text.
+        """Record the run's settings as metrics under `hyperparameter/`, at step 0 by default. Other values become text.
 
-        If a setting changes during the run, record it again at the first step it applies to, so that `attribute` can
-        consider it as a cause.
+        If a setting changes during the run, record it again with the first step at which the new value applies, so
+        that `attribute` can consider it as a cause.
 
         Raises InvalidRecord if the step decreases.
         """
@@ -488,7 +497,7 @@ class Recorder:
         self.add_hyperparameters(loss.hyperparameters)
 
     def add_optimizer(self, step: int, optimizer: Any) -> None:
-        """Record this step's update size relative to the weights, and the mean second moment.
+        """Record the size of this step's update relative to the weights, and the optimizer's mean second moment.
 
         Call this after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. The optimizer's state is only
         read. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
@@ -606,7 +615,8 @@ class Recorder:
         known = self._kinds.setdefault(group, kinds) if kinds else kinds
         if known != kinds:
             raise InvalidRecord(
-                f"{what}: has {kinds}, but earlier batches had {known}. Shape and dtypes must not change within a pass"
+                f"{what}: got {kinds} (shape and dtype by array), but earlier batches had {known}. Shapes and dtypes "
+                "must not change within a pass"
             )
 
     def _append(self, table: str, batch: Batch, seq_ids: list[str], columns: dict[str, Any]) -> None:
@@ -707,12 +717,16 @@ def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
 
 
 def _refuse_taken(folder: Path, path: Any) -> None:
-    """Raise TraceExists if this rank's writer is closed, or alive in another process. A restarted rank may continue."""
+    """Raise TraceExists if this rank's writer was closed normally, or is still running in another process.
+
+    A rank that was restarted after a crash may continue. If a recent heartbeat is the only sign of another process,
+    this function warns instead.
+    """
     store, rank = Store(folder), environment.rank()
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
-            f"{path}: contains a finished trace (the writer for rank {rank} is closed). Choose another folder, replace "
+            f"{path} contains a finished trace (the writer for rank {rank} is closed). Choose another folder, replace "
             f"it with "
             "force=True, or continue it with resume=True"
         )

@@ -1,6 +1,7 @@
 """Mixture-of-experts routing: the experts selected for each token and their weights.
 
-Shapes: N tokens, L layers with a router, S slots, C cells in one forward pass (B * W), B rows, W width.
+Shapes: N tokens, L layers with a router, S slots (experts selected per token), C cells in one forward
+pass (B * W), B rows, W width.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
-"""Expert id at tokens that a pass did not route."""
+"""Value of `expert_ids` at tokens that a pass did not route."""
 
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -60,7 +61,10 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a model's routers by layer. A router is a sibling of `experts` with a class named *Router* or *Gate."""
+    """Return a model's routers, sorted by layer.
+
+    A router is a sibling of a module named `experts`, and its class name contains `Router` or ends with `Gate`.
+    """
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -82,9 +86,10 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def choice(output: Any) -> tuple[Any, Any, int] | None:
-    """Return a router's ids [C, S], its weights [C, S], and the ids' index in `output`, or None if unreadable.
+    """Return the expert ids [C, S] and weights [C, S] in a router's output, and the index of the ids in `output`.
 
-    transformers' routers return (logits, weights, ids) or (ids, weights, logits).
+    Returns None if the output has an unknown form. transformers' routers return (logits, weights, ids) or (ids,
+    weights, logits).
     """
     if not isinstance(output, tuple) or len(output) < 3:
         return None
@@ -104,7 +109,7 @@ class RouterTap:
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
         self._handles: list[Any] = []
         self.problem: str | None = None
-        """Why router choices cannot be read, or None."""
+        """Reason why router choices cannot be read, or None if they can be."""
 
     def __enter__(self) -> RouterTap:
         self._handles = [
@@ -126,12 +131,12 @@ class RouterTap:
         try:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
-        except RuntimeError as error:  # usually out of memory, which must not affect the model
+        except RuntimeError as error:  # usually for lack of memory, which must not stop the model's forward pass
             self.problem = f"the router choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 
     def forwards(self) -> list[Routing]:
-        """Return the choices since the previous call, one Routing [C, L, S] per forward pass."""
+        """Return the router choices made since the previous call, as one Routing [C, L, S] per forward pass."""
         import torch
 
         heard, self._heard = self._heard, [[] for _ in self._routers]
@@ -190,7 +195,7 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
-    """Read routing for score rows, each given as (`routing`, `routing_start`, number of tokens)."""
+    """Read the routing of score rows. Each row is given as (`routing`, `routing_start`, number of tokens)."""
     from .dense import read_dense
 
     spans: dict[str, tuple[int, int]] = {}
@@ -202,7 +207,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
     for group, start, count in places:
         if EXPERT_IDS not in spanned[group]:
             raise DamagedTrace(
-                f"{store.shown(f'{DENSE}/{group}')}: has no routing for rows {start} to {start + count}. Restore it "
+                f"{store.shown(f'{DENSE}/{group}')} has no routing for rows {start} to {start + count}. Restore it "
                 "from a backup"
             )
         begin = start - spans[group][0]

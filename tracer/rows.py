@@ -21,13 +21,13 @@ from .scalars import as_float, as_text, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Largest positive logprob that rounding can produce, by dtype (nats): one unit in the last place near 16."""
+"""By dtype, the largest positive logprob that rounding can produce (nats): the spacing of numbers just above 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows. All fields are [B] integers."""
+    """How a pass batched its rows. Each field holds one integer per row, [B]."""
 
     ids: np.ndarray
     """Forward pass id. Rows in the same forward pass share it."""
@@ -45,8 +45,8 @@ class Forward:
             values = np.asarray(getattr(self, name))
             if values.shape != (rows,) or values.dtype.kind not in "iu":
                 raise InvalidRecord(
-                    f"{what}: {name} has shape {values.shape} of {values.dtype.name}. Pass one integer for each of the "
-                    f"{rows} rows"
+                    f"{what}: {name} has shape {values.shape} and dtype {values.dtype.name}. Pass one integer for each "
+                    f"of the {rows} rows"
                 )
 
     @property
@@ -119,7 +119,7 @@ def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
 
 
 Label = Callable[[int], str]
-"""Returns the name of a row for messages, given its number."""
+"""Takes a row's index and returns the row's name for messages."""
 
 ALIGN = "align them, or pass this batch's own attention mask"
 
@@ -135,7 +135,7 @@ def aligned(
         )
     wrong = np.flatnonzero(ragged.lengths != lengths)
     if len(wrong):
-        row, more = int(wrong[0]), "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"
+        row, more = int(wrong[0]), "" if len(wrong) == 1 else f" ({len(wrong) - 1} more sequences differ)"
         raise InvalidRecord(
             f"step {step}, {label(row)}: got {ragged.lengths[row]} values of {what} for {lengths[row]} "
             f"{of}{more}; {remedy}"
@@ -152,14 +152,14 @@ def check_logprobs(logprobs: Ragged, tolerance: float, label: Label, step: int, 
     token = int(np.flatnonzero(too_high)[0])
     row = int(np.searchsorted(logprobs.offsets, token, side="right")) - 1
     raise InvalidRecord(
-        f"step {step}, {label(row)}: logprob {logprobs.values[token]} of pass {pass_name!r} at response "
+        f"step {step}, {label(row)}: pass {pass_name!r} has logprob {logprobs.values[token]} at response "
         f"token {token - int(logprobs.offsets[row])}. A log-probability is at most 0. Pass log-probabilities (natural "
         "log), not probabilities or logits"
     )
 
 
 def rounding_tolerance(data: Any) -> float:
-    """Return how far above 0 rounding can push a logprob with this dtype (nats)."""
+    """Return how far above 0 rounding to the dtype of `data` can push a logprob (nats)."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)

@@ -29,7 +29,7 @@ def step_number(value: Any, what: str = "step") -> int:
 
 
 def as_text(value: Any) -> str:
-    """Return text that can be written as UTF-8. Surrogates are escaped."""
+    """Return a value as text that can be encoded as UTF-8. Lone surrogates are escaped."""
     return str(value).encode(errors="backslashreplace").decode()
 
 
@@ -170,11 +170,15 @@ def _check_metric(value: Any, what: str) -> None:
     elif _is_array(value):
         if int(np.prod(value.shape)) != 1:
             raise InvalidRecord(
-                f"{what}: got values of shape {tuple(value.shape)}; pass one number, such as their mean, or name each value"
+                f"{what}: got values of shape {tuple(value.shape)}; pass one number, such as their "
+                "mean, or give each value its own name"
             )
         if not is_tensor(value) and value.dtype.kind in "OU":
             _check_metric(value.item(), what)
     elif isinstance(value, (Sequence, Set)):
-        raise InvalidRecord(f"{what}: got {shown(value)}; pass one number, such as their mean, or name each value")
+        raise InvalidRecord(
+            f"{what}: got {shown(value)}; pass one number, such as the mean of the values, or "
+            "give each value its own name"
+        )
     elif isinstance(value, int) and as_float(value) is None:
-        raise InvalidRecord(f"{what}: the number is too large for float64. Give it as text")
+        raise InvalidRecord(f"{what}: the number is too large for float64. Pass it as text")

@@ -19,7 +19,7 @@ def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Pair a replay with the trainer's pass, or with a different pass if the trainer's has no logprobs."""
+    """Return the pair of a replay and the trainer's pass, or another pass if the trainer's has no logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 

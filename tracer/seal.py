@@ -25,7 +25,7 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum response tokens per row group. Scans load whole row groups, and skip those of other steps."""
+"""Maximum number of response tokens per row group. Scans load whole row groups and skip those of other steps."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -36,8 +36,8 @@ _SAMPLED = 1 << 16
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
     """Write a closed journal as Parquet, or as Zarr for distributions. Returns SealedFiles by path.
 
-    The journal is kept until the writer's state lists its replacement. A process killed in between leaves both. Readers
-    then use the journal, and sealing again writes the same file.
+    The journal is kept until the writer's state lists its replacement. If the process is killed before that, both
+    exist: readers then use the journal, and sealing again writes the same file.
     """
     if not (folder / segment.journal(table)).exists():
         return {}
@@ -53,7 +53,7 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
         return {}
     if table == DENSE_TABLE:
         target = folder / segment.dense
-        if target.exists():  # files left by a process that was killed while sealing
+        if target.exists():  # a process that was killed while sealing left these files
             shutil.rmtree(target)
         with trace_file(folder, segment.dense) as temporary:
             root = dense.write_group(temporary, segment, batches)
@@ -84,8 +84,9 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -> dict[str, Any]:
     """Return ParquetWriter options.
 
-    A float column uses BYTE_STREAM_SPLIT if that makes the values in `sample` smaller. It usually does, unless values
-    repeat, as with near-certain tokens and shared prefixes. `splits_ids` uses it for token ids too.
+    A float column is encoded with BYTE_STREAM_SPLIT if that makes its values in `sample` smaller. It usually does,
+    unless values repeat, for example at near-certain tokens and in shared prefixes. If `splits_ids` is True, columns of
+    token ids use this encoding too.
     """
     columns = TABLE_SPECS[table].columns
     encodings = {
@@ -136,7 +137,7 @@ def _by_pass(batches: list[pa.RecordBatch]) -> list[pa.Table]:
 
 
 def response_lengths(rows: pa.Table) -> np.ndarray:
-    import pyarrow.compute as pc  # imported here, since it takes 60 ms and `tim-trace record` rarely needs it
+    import pyarrow.compute as pc  # imported here, because it takes 60 ms and `tim-trace record` rarely needs it
 
     for name in ("logprobs", "response_ids"):
         if name in rows.column_names:

@@ -17,11 +17,11 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size that triggers sealing: about four million tokens with ids and three passes."""
+"""Journal size that triggers sealing (bytes): about four million tokens with ids and the logprobs of three passes."""
 
 
 class HeldRows:
-    """Stands in for JournalStream but keeps record batches in memory."""
+    """Has the methods of JournalStream, but keeps record batches in memory."""
 
     is_synced = False
 
@@ -105,7 +105,7 @@ class SegmentWriter:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Wait for the previous segment, then seal the current one in the background."""
+        """Wait until the previous segment is sealed, then seal the current one in the background."""
         if self._streams:
             streams, segment = self._streams, self.segment
             self._close_streams()

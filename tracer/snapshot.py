@@ -51,12 +51,12 @@ class TableFile:
     relative: str
     file: VerifiedFile
     lacking: tuple[str, ...]
-    """Columns missing because an older release wrote the file."""
+    """Columns that the file lacks because an older release wrote it."""
     rows: int
     steps: tuple[int, int] | None = None
     """First and last step from the writer's state, or None if unknown or if the file has no rows."""
     newest: dict[int, int] | None = None
-    """Newest training attempt at each step, or None until read."""
+    """Newest training attempt at each step, or None if not read yet."""
 
     @property
     def writer(self) -> str:
@@ -64,7 +64,7 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Bytes to read from each unsealed journal."""
+"""Number of bytes to read from each unsealed journal, by segment and table."""
 Examined = dict[str, TableFile]
 """Readable sealed files by path. They never change."""
 
@@ -83,11 +83,11 @@ class Snapshot:
     ignored: list[str] = field(default_factory=list)
     """One sentence per file that does not belong to the trace."""
     torn_bytes: int = 0
-    """Total size of incomplete records at journal ends."""
+    """Total size of the incomplete records at the ends of journals (bytes)."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Cache for `_lacking_columns`. Keys are a table and an indexed schema's id()."""
+    """Cache of `_lacking_columns`. A key is a table's name and the id() of a schema from the index."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
     """Writers whose state does not match their files, perhaps because the state has since changed."""
@@ -112,19 +112,19 @@ class Snapshot:
 def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot:
     """Take a snapshot of a trace. Unreadable parts are skipped and listed in `damaged`.
 
-    `examined` caches sealed files for repeated snapshots.
+    Pass the same `examined` to repeated snapshots, so that sealed files are opened only once.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
     for _ in range(_MAX_TRIES):
         snapshot = Snapshot(store=store, manifest=manifest, examined=known)
         try:
-            with collector_paused():  # otherwise it would scan tens of thousands of objects over and over
+            with collector_paused():  # the garbage collector would scan tens of thousands of objects repeatedly
                 _read_all(snapshot)
         except FileNotFoundError:  # a segment was sealed between listing and reading, so retry
             continue
         if not _has_changed(snapshot):
             return snapshot
-    raise QueryFailed(f"{store.url}: is being written faster than it can be read. Try again")
+    raise QueryFailed(f"{store.url} is being written faster than it can be read. Try again")
 
 
 def _read_all(snapshot: Snapshot) -> None:
@@ -134,12 +134,12 @@ def _read_all(snapshot: Snapshot) -> None:
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
             snapshot.damaged.append(
-                f"{store.shown(folder)}: is a link that points outside the trace, to {real}, and is not followed. "
+                f"{store.shown(folder)} is a link that points outside the trace, to {real}, and is not followed. "
                 f"Replace it with a copy"
             )
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
-    # List journals first. Anything sealed afterwards is found below.
+    # List journals first, so that rows sealed after this are found among the sealed files below.
     journals = _journals_of_one_moment(store)
     if not snapshot.manifest.checksums:
         _adopt_files(snapshot, journals)
@@ -154,15 +154,15 @@ def _read_all(snapshot: Snapshot) -> None:
             continue
         more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
-            f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so this writer's files cannot be verified. "
-            f"Excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a backup, "
-            "or remove these files"
+            f"{store.shown(f'{WRITERS}/{writer}.json')} is missing or damaged, so this writer's files cannot be "
+            f"verified. Excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a "
+            "backup, or remove these files"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
     for name in store.aside():
         snapshot.ignored.append(
-            f"{store.shown(name)}: is a replaced trace, left behind by a process that died before removing it. Open "
+            f"{store.shown(name)} is a replaced trace, left behind by a process that died before removing it. Open "
             "this path to read it, or remove it"
         )
     for state in snapshot.writers:
@@ -177,8 +177,8 @@ def _read_all(snapshot: Snapshot) -> None:
 def _journals_of_one_moment(store: Store) -> Journals:
     """List journals until two consecutive listings agree, i.e. no writer appended in between.
 
-    If journals grow too fast, sequences come from the last listing and everything else from the one before, so that
-    every score has its sequence.
+    If journals grow too fast for that, sequences come from the last listing and everything else from the one before, so
+    that every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_MAX_TRIES):
@@ -193,7 +193,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add unlisted table files to their writers' states, for traces that may lack checksums."""
+    """Add table files that no state lists to their writers' states. Called only if a trace may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():
@@ -218,7 +218,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         snapshot._seen.add(relative)
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
-            snapshot.ignored.append(f"{store.shown(relative)}: is not a trace file, so it is ignored. Remove it")
+            snapshot.ignored.append(f"{store.shown(relative)} is not a trace file, so it is ignored. Remove it")
             continue
         state = states.get(segment.writer)
         if state is None:
@@ -229,11 +229,11 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             continue
         record = state.files.get(relative)
         if record is None:
-            # Otherwise the writer was killed while sealing, and the rows are read from the journal.
+            # If the journal still exists, the writer was killed while sealing, and the rows are read from the journal.
             if table not in journals.get(segment, ()):
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
-                    f"{store.shown(relative)}: is not listed in its writer's state, so its rows are ignored. Remove it"
+                    f"{store.shown(relative)} is not listed in its writer's state, so its rows are ignored. Remove it"
                 )
             continue
         sealed.add(segment)
@@ -266,7 +266,8 @@ def _open_file(snapshot: Snapshot, relative: str, num_bytes: int, record: Sealed
     if known is None or known.file.num_bytes != num_bytes:
         if num_bytes != record.num_bytes:
             raise DamagedTrace(
-                f"{snapshot.store.shown(relative)}: has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,}. {_RESTORE}"
+                f"{snapshot.store.shown(relative)} has {num_bytes:,} bytes, but its writer wrote {record.num_bytes:,} "
+                f"bytes. {_RESTORE}"
             )
         known = _open_on_demand(snapshot, relative, record, spec) or _open_now(snapshot, relative, record, spec)
         snapshot.examined[relative] = known
@@ -320,14 +321,14 @@ def _cached_lacking(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative
 
 def _check_footer(footer: ParquetFooter, relative: str, where: str, record: SealedFile) -> None:
     if footer.identity not in (None, relative):
-        raise DamagedTrace(f"{where}: was written as {footer.identity}. Remove it")
+        raise DamagedTrace(f"{where} was written under another name, {footer.identity}. Remove it")
     if record.hash and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is damaged. {_RESTORE}")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
     if len(set(found.names)) != len(found.names):
-        raise DamagedTrace(f"{where}: has a duplicate column. {_RESTORE_OR_FIX}")
+        raise DamagedTrace(f"{where} has a duplicate column. {_RESTORE_OR_FIX}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:
@@ -339,7 +340,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Compare types, but ignore list element names."""
+    """Return True if two Arrow types are equal apart from the names of list elements."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -359,17 +360,17 @@ def _journal_rows(
     if segment.journal(table) not in state.journals:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
-            snapshot.ignored.append(f"{where}: is not listed in its writer's state, so its rows are ignored. Remove it")
+            snapshot.ignored.append(f"{where} is not listed in its writer's state, so its rows are ignored. Remove it")
         return
     if not content.has_begun:
         snapshot.damaged.append(
-            f"{where}: is truncated to {content.torn_bytes:,} bytes, and its rows are excluded from results. {_RESTORE}"
+            f"{where} is truncated to {content.torn_bytes:,} bytes, and its rows are excluded from results. {_RESTORE}"
         )
         return
     snapshot.torn_bytes += content.torn_bytes
     completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
     if None in completed:
-        snapshot.damaged.append(f"{where}: ignored records with a different schema. Remove the file")
+        snapshot.damaged.append(f"{where} contains records with a different schema, which are ignored. Remove the file")
     if content.damage is not None:
         snapshot.damaged.append(f"{where}: {content.damage}. Everything after it is excluded from results. {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)
@@ -392,7 +393,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: is not a trace file, so it is ignored. Remove it"
+                f"{store.shown(f'{PASSES}/{name}')} is not a trace file, so it is ignored. Remove it"
             )
             continue
         digest = file.removesuffix(".json")
@@ -406,7 +407,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: is not listed in any writer's state, so it is ignored. Remove it"
+                f"{store.shown(f'{PASSES}/{name}')} is not listed in any writer's state, so it is ignored. Remove it"
             )
 
 
@@ -431,7 +432,7 @@ def _find_missing(snapshot: Snapshot) -> None:
         for relative, record in state.files.items():
             if relative not in there and not (relative.startswith(f"{WEIGHTS}/") and relative.count("/") > 1):
                 snapshot._suspects.add(state.writer)
-                snapshot.damaged.append(f"{store.shown(relative)}: is missing{_rows_lost(record)}. {_RESTORE}")
+                snapshot.damaged.append(f"{store.shown(relative)} is missing{_rows_lost(record)}. {_RESTORE}")
         for journal in state.journals:
             found = journal_of(journal.rpartition("/")[2])
             is_sealed = found is not None and found[1] in TABLES and found[0].parquet(found[1]) in state.files
@@ -439,12 +440,12 @@ def _find_missing(snapshot: Snapshot) -> None:
                 snapshot._suspects.add(state.writer)
                 if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
                     snapshot.damaged.append(
-                        f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer "
+                        f"{store.shown(f'{WRITERS}/{state.writer}.json')} is older than {since}, which its writer "
                         f"sealed later. The rows in that file are excluded from results. Restore the state from a backup"
                     )
                     continue
                 snapshot.damaged.append(
-                    f"{store.shown(journal)}: is missing, along with rows that were not sealed yet. {_RESTORE}"
+                    f"{store.shown(journal)} is missing, along with rows that were not sealed yet. {_RESTORE}"
                 )
 
 
@@ -461,7 +462,10 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return each step's newest attempt that has sequences, or metrics if none has. Empty if never resumed."""
+    """Return each step's newest attempt with sequences, or with metrics if no attempt has sequences at the step.
+
+    Returns an empty dict if the run has only one attempt.
+    """
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}
@@ -499,7 +503,7 @@ def read_contract(store: Store, pass_name: str, digest: str, content: bytes | No
     except DamagedTrace:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}). Restore it from a backup") from error
+        raise DamagedTrace(f"{where} is not a contract ({first_line(error)}). Restore it from a backup") from error
     if (name, found) != (pass_name, digest):
         raise DamagedTrace(f"{where}: its content does not match the hash in its name. Restore it from a backup")
     return contract

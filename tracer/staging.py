@@ -17,7 +17,7 @@ _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
 
 def is_tensor(value: Any) -> bool:
-    """Recognise a torch tensor without importing torch."""
+    """Return True if a value is a torch tensor, without importing torch."""
     return _is_of_torch(type(value)) and hasattr(value, "detach")
 
 
@@ -31,7 +31,7 @@ def on_device(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """View a host tensor or array as NumPy, without copying if possible. 16-bit floats become float32."""
+    """Return a host tensor or array as a NumPy array, without copying if possible. 16-bit floats become float32."""
     if is_tensor(value):
         value = value.detach()
         if str(value.dtype) in _FLOATS_TO_WIDEN:
@@ -41,7 +41,10 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor, or other values unchanged. Raises InvalidRecord if rows are divided."""
+    """Return this process's part of a DTensor, and any other value unchanged.
+
+    Raises InvalidRecord if a DTensor's rows are split across processes.
+    """
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -49,7 +52,7 @@ def local_part(value: Any, what: str) -> Any:
     if all(placement.is_replicate() or placement.is_shard(0) for placement in value.placements):
         return value.to_local()
     raise InvalidRecord(
-        f"{what}: is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Pass "
+        f"{what} is a DTensor with placements {tuple(value.placements)}, so no process has whole rows. Pass "
         "full_tensor(), which every process in the mesh must call"
     )
 
@@ -62,7 +65,7 @@ def stage(value: Any) -> Callable[[], Any]:
     """Start copying `value` to the host, and return a function that waits for the copy and returns it.
 
     A CUDA tensor is first cloned in the caller's stream, then copied on a separate stream. The caller may change the
-    tensor immediately.
+    tensor as soon as this function returns.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -121,7 +124,10 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer, allocated only once because allocation may block. Reused once all pieces are returned."""
+    """A pinned buffer that lends out pieces, and starts again from its beginning once all of them are given back.
+
+    It is allocated only once, because allocation may block.
+    """
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes

@@ -34,12 +34,12 @@ from ..schemas.layout import (
 _LISTED_RECURSIVELY = (PASSES, TOKENIZER)
 """Folders listed recursively, because they contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size for a single read, because the system allocates as much memory as is requested."""
+"""Maximum size of a single read (bytes), because os.pread allocates the requested size even if the file is shorter."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Tries per s3fs call. A read passes through two retry loops in s3fs, so 2 tries make 4 attempts (15 s each)."""
+"""Tries in each retry loop of s3fs. A read passes through two such loops, so 2 tries make 4 attempts (15 s each)."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -56,7 +56,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
             f"{url}: unsupported file system ({first_line(error)}{way}). Use a folder, or a URL such as s3://bucket/run"
         ) from error
     if not path.strip("/"):
-        raise StorageError(f"{url}: contains no folder. Use a URL such as s3://bucket/run")
+        raise StorageError(f"{url} contains no folder. Use a URL such as s3://bucket/run")
     return filesystem, path
 
 
@@ -76,7 +76,7 @@ class _RemoteFileSystem:
                 raise
             except Exception as error:  # file system libraries raise all kinds of errors
                 raise StorageError(
-                    f"{self._url}: cannot be reached ({first_line(error)}). Check the URL, your credentials and access"
+                    f"{self._url} cannot be reached ({first_line(error)}). Check the URL, your credentials and access"
                 ) from error
 
         return reached
@@ -145,13 +145,13 @@ class Store:
         return os.path.realpath(self.root)
 
     def checked_path(self, relative: str) -> str:
-        """Like `path`, but raises DamagedTrace for a link that leaves the folder."""
+        """Like `path`, but raises DamagedTrace for a link that points outside the folder."""
         path = self.path(relative)
         if "\0" in relative:
-            raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name. The trace may be damaged")
+            raise DamagedTrace(f"{self.shown(relative)} is not a valid file name. The trace may be damaged")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
-                f"{self.shown(relative)}: is a link that points outside the trace, to {real}, and is not followed. "
+                f"{self.shown(relative)} is a link that points outside the trace, to {real}, and is not followed. "
                 f"Replace it with a copy"
             )
         return path
@@ -177,12 +177,12 @@ class Store:
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        # Without O_NONBLOCK, opening a FIFO would block until another process opens it for writing.
         with self._irregular_is_damage(relative):
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DamagedTrace(f"{self.shown(relative)}: is not a regular file. Remove it")
+                raise DamagedTrace(f"{self.shown(relative)} is not a regular file. Remove it")
             parts = []
             while start < stop and (part := os.pread(descriptor, min(stop - start, _READ_BYTES), start)):
                 parts.append(part)
@@ -198,18 +198,16 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.ENXIO, errno.ELOOP):
                 raise
-            raise DamagedTrace(
-                f"{self.shown(relative)}: is not a regular file ({error.strerror}). Remove it"
-            ) from error
+            raise DamagedTrace(f"{self.shown(relative)} is not a regular file ({error.strerror}). Remove it") from error
 
     def read_json(self, relative: str) -> bytes:
-        if not self.is_local:  # a single request, without querying the file's size first
+        if not self.is_local:  # use a single request instead of querying the file's size first
             content = self.read_range(relative, 0, MAX_BYTES + 1)
             size = len(content)
         else:
             size = self.file_size(relative)
         if size > MAX_BYTES:
-            raise DamagedTrace(f"{self.shown(relative)}: has {size:,} bytes, too many for a trace's JSON file")
+            raise DamagedTrace(f"{self.shown(relative)} has {size:,} bytes, too many for a JSON file in a trace")
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
@@ -219,7 +217,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """S3 and compatible stores list small files' MD5 as their ETag."""
+        """Return MD5 hashes by file name. S3 and compatible stores list a small file's MD5 hash as its ETag."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -249,7 +247,7 @@ class Store:
         return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
     def arriving_writers(self) -> set[str]:
-        """Return writers whose files are still being moved into the trace. Their states are moved last."""
+        """Return writers whose files are still being moved into the trace. Writer states are moved last."""
         building = [name for name, _, is_folder in self._entries("") if is_folder and name.startswith(BUILT_PREFIX)]
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
@@ -282,14 +280,14 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return a link's target if it is outside the trace, or None."""
+        """Return a path's target if a link in the path leads outside the trace, or None if none does."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Look for a link or `..` in a path. Ten times faster than resolving the path."""
+        """Return True if a path contains a link or `..`. This is ten times faster than resolving the path."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -298,7 +296,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield each entry's name, size in bytes, and whether it is a folder."""
+        """For each entry of a folder, yield its name, its size in bytes, and whether it is a folder."""
         if self.is_local:
             yield from self._local_entries(folder)
             return
@@ -314,7 +312,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Links to files have the target's size. Links to folders are skipped."""
+        """Like `_entries`, for a local folder. Links to files have the file's size. Links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -338,7 +336,7 @@ class Store:
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self.filesystem.exists(self.root):
                 raise TraceNotFound(
-                    f"{self.url}: does not exist. Record a run with `tim-trace record -o {self.url} -- COMMAND`"
+                    f"{self.url} does not exist. Record a run with `tim-trace record -o {self.url} -- COMMAND`"
                 ) from error
             if aside := self.aside():
                 raise TraceNotFound(
@@ -348,13 +346,13 @@ class Store:
                     f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
-                f"{self.url}: has no {MANIFEST}, so it is not a trace. Pass the folder written by `tim-trace record "
+                f"{self.url} has no {MANIFEST}, so it is not a trace. Pass the folder written by `tim-trace record "
                 "-o` or `tim-trace import`"
             ) from error
         except StorageError:
             raise
         except OSError as error:
-            raise DamagedTrace(f"{where}: cannot be read ({error}). Check the path and your access to it") from error
+            raise DamagedTrace(f"{where} cannot be read ({error}). Check the path and your access to it") from error
         return parse_manifest(content, where)
 
     def writers(
@@ -385,9 +383,10 @@ class Store:
         return states, damaged
 
     def writers_named(self, *prefixes: str) -> list[WriterState]:
-        """Read local writer states with these name prefixes, skipping unreadable ones.
+        """Read the states of local writers whose names start with one of `prefixes`, skipping unreadable states.
 
-        No other file is accessed, since every rank calls this at startup on a shared file system.
+        Apart from the manifest, no other file is read, because every rank calls this when it starts, often on a shared
+        file system.
         """
         manifest, states = self.manifest(), []
         with suppress(FileNotFoundError):
@@ -410,7 +409,10 @@ class Store:
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
 
     def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-        """Read regular files in a local folder, checking for links once rather than per file."""
+        """Yield the names and contents of regular files in a local folder.
+
+        The folder's path is checked for links only once. Files that are links are skipped.
+        """
         if self.link_out(folder) is not None:
             return
         try:
@@ -452,11 +454,11 @@ class Store:
     def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
-            raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name. Remove it")
+            raise DamagedTrace(f"{where} is the state of writer {state.writer!r} under another name. Remove it")
         if state.run_id != manifest.run_id:
             raise DamagedTrace(
-                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}. One of "
-                "the two files is wrong: restore it from a backup"
+                f"{where} belongs to run {state.run_id}, but {self.shown(MANIFEST)} belongs to run {manifest.run_id}. "
+                "One of the two files is wrong: restore it from a backup"
             )
 
 
@@ -464,12 +466,16 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
     """Return the error for an unreadable file. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
-    return DamagedTrace(f"{where}: cannot be read ({error.strerror or error}). Restore it from a backup")
+    return DamagedTrace(f"{where} cannot be read ({error.strerror or error}). Restore it from a backup")
 
 
 def too_large(size: int, times: int = 2) -> str | None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
+    return (
+        f"reading its {size:,} bytes would take more memory than this machine has ({memory:,} bytes)"
+        if size * times > memory
+        else None
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -30,7 +30,7 @@ _TRIES = 5
 
 
 class Upload:
-    """Uploads a local trace to a URL, where readers only ever see complete, listed files."""
+    """Uploads a local trace to a URL, where readers never see a file that is incomplete or not listed by a writer."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
@@ -38,14 +38,16 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """Uploaded file sizes and writer state hashes by path."""
+        """By path: the size of each uploaded file, or the hash of each uploaded writer state."""
         self._num_indexed = 0
         self.num_bytes = 0
         """Bytes uploaded so far, including files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return True if an earlier upload of these `files` was interrupted. Raise TraceExists if the URL holds any
-        other files."""
+        """Return True if an earlier, interrupted upload has left some of `files` at the URL.
+
+        Raises TraceExists if the URL holds other files, or the manifest of another run.
+        """
         try:
             found = self._store.filesystem.find(self._store.root)
         except FileNotFoundError:
@@ -53,7 +55,7 @@ class Upload:
         names = {path.removeprefix(self._store.root).strip("/") for path in found}
         others = {name for name in names if name not in files and not name.startswith(f"{INDEX}/")}
         if others or (MANIFEST in names and self._store.manifest().run_id != run_id):
-            raise TraceExists(f"{self.url}: already exists. Use another URL, or remove it")
+            raise TraceExists(f"{self.url} already exists. Use another URL, or remove it")
         return bool(names)
 
     def send(self, progress: Progress = no_progress, *, tries: int = _TRIES) -> None:
@@ -101,7 +103,7 @@ class Upload:
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all other files from a remote folder. Killed processes may have left some behind."""
+        """Remove all files except `names` from a remote folder. Killed processes may have left some behind."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -116,7 +118,7 @@ class Upload:
         target, filesystem = self._store.path(path), self._store.filesystem
         for attempt in range(1, tries + 1):
             try:
-                if not self._has_buckets:  # a bucket is not created, since its name may be misspelled
+                if not self._has_buckets:  # never create a bucket, because its name may be misspelled
                     filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
                 if content is None:
                     before = self.num_bytes
@@ -131,7 +133,7 @@ class Upload:
                     return
                 if attempt == tries:
                     raise StorageError(
-                        f"{self._store.shown(path)}: cannot be written ({first_line(error.__cause__ or error)}). "
+                        f"{self._store.shown(path)} cannot be written ({first_line(error.__cause__ or error)}). "
                         "Check your credentials and access"
                     ) from error
 
@@ -140,7 +142,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Remove journals and partly sealed segments from a writer's state. Also return the paths of the removed files."""
+    """Remove journals and partly sealed segments from a writer's state. Also return the removed files' paths."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()
@@ -185,7 +187,7 @@ class Sender:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # each failed request would print a traceback
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # otherwise each failed request prints a traceback
         worker = self._worker(idle=self._send_sealed, idle_s=HEARTBEAT_S)
         try:
             yield
@@ -227,7 +229,7 @@ class Sender:
             self._end(worker)
             error = worker.error
         if self._is_stuck:
-            error = StorageError(f"{self.url}: accepted no data for {self._max_wait:.0f} s")
+            error = StorageError(f"{self.url} accepted no data for {self._max_wait:.0f} s")
         if isinstance(error, (StorageError, OSError)):
             raise StorageError(
                 f"{error}. The complete trace is in {self.folder}. Upload it with `{self.remedy}`"

@@ -13,25 +13,25 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Block cache size per process for object storage. Consecutive reads are often adjacent."""
+"""Bytes of blocks from object storage that a process caches, because consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
-"""Bytes that Arrow reads at a file's end to find the footer. DuckDB reads 16 KiB."""
+"""Number of bytes that Arrow reads at the end of a Parquet file to find its footer. DuckDB reads only 16 KiB."""
 _EXACT_REQUESTS = 4
 """Number of requests before a remote file is read ahead. The read-ahead then doubles with each request."""
 _MAX_AHEAD_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
-"""Reads up to this size on the same file run one at a time."""
+"""Reads of at most this size (bytes) from the same remote file run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
-"""Larger reads are not cached."""
+"""Reads of more bytes than this are not cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksums:
     blocks: bytes | None
-    """8-byte checksums, or None if the file has none."""
+    """The blocks' 8-byte checksums, one after another. None if the file has no checksums."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
-    """Bytes at the file's end that do not belong to any block."""
+    """Number of bytes at the file's end that do not belong to any block."""
     tail_hash: str = ""
     tail: bytes | None = None
     """The tail's content, if already read."""
@@ -44,7 +44,7 @@ def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
 class VerifiedFile:
     """Reads file ranges and verifies each block once. Raises DamagedTrace for damaged bytes.
 
-    `checksums` may be a function that reads them from the file's end when needed.
+    `checksums` may be a function that reads the checksums from the file's end when they are first needed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class VerifiedFile:
 
     def _disappeared(self) -> QueryFailed:
         return QueryFailed(
-            f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed. Try "
+            f"{self.store.shown(self.relative)} disappeared while being read, because it was merged or removed. Try "
             f"again"
         )
 
@@ -113,9 +113,10 @@ class VerifiedFile:
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) as FileCursor shows them. If the tail is in memory, zeros fill a gap before it.
+        """Read bytes [start, stop) of the content that FileCursor shows.
 
-        Parquet readers request more than the footer. The extra bytes then fall into the gap and cost no request.
+        If the tail is in memory, the shown content has a gap of zeros before the tail. To find the footer, Parquet
+        readers read more bytes than it has. The extra bytes then lie in the gap, and reading them needs no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -128,8 +129,8 @@ class VerifiedFile:
         self._load_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: is {size - self.num_bytes:,} bytes longer than when written. Restore it from a "
-                "backup"
+                f"{self.store.shown(self.relative)} is {size - self.num_bytes:,} bytes longer than when written. "
+                "Restore it from a backup"
             )
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
@@ -178,7 +179,10 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return the minimum request size. It grows, because scanning a column reads a little from every row group."""
+        """Return the minimum request size (bytes).
+
+        It grows with the number of requests, because scanning a column reads a little from every row group.
+        """
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)
@@ -204,7 +208,7 @@ class VerifiedFile:
             raise unreadable(where, error) from error
         if len(content) != stop - start:
             raise DamagedTrace(
-                f"{where}: ends at byte {start + len(content):,} of {self.num_bytes:,}. Restore it from a backup"
+                f"{where} ends at byte {start + len(content):,} of {self.num_bytes:,}. Restore it from a backup"
             )
         return content
 
@@ -213,7 +217,7 @@ class VerifiedFile:
         if blocks is not None and block_digest(*parts) != blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
             begin = index * self._block_bytes
             raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: damaged between bytes {begin:,} and "
+                f"{self.store.shown(self.relative)} is damaged between bytes {begin:,} and "
                 f"{begin + sum(map(len, parts)):,} (the checksum differs). Restore it from a backup, or "
                 "move it elsewhere to use the rest of the trace"
             )

@@ -17,7 +17,7 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Temporary state files up to this age are kept, because their writers may be about to move them into place."""
+"""Temporary state files younger than this (seconds) are kept, because a writer may be about to move them into place."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -38,7 +38,7 @@ def write_once(path: Path, content: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # without hard links, the last of several processes that write the file wins
+    except OSError:  # without hard links, the last process to write the file wins
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -101,7 +101,7 @@ def check_no_links(folder: Path) -> None:
 
 def _is_link(place: Path) -> StorageError:
     return StorageError(
-        f"{place}: is a link, and traces are written only to their own folders. Replace it with a copy of its target"
+        f"{place} is a link, and traces are written only to their own folders. Replace it with a copy of its target"
     )
 
 
@@ -145,9 +145,10 @@ LOCK = f"{BUILT_PREFIX}{'0' * 32}"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder for this block, waiting for other processes. If locks are not supported, warn and continue.
+    """Hold a folder's lock during a `with` block, after waiting for other processes to release it.
 
-    Yields False if the previous holder removed the folder. Raises FileNotFoundError if it was missing from the start.
+    If the file system does not support locks, warns and continues. Yields False if the lock's previous holder removed
+    the folder. Raises FileNotFoundError if the folder was missing from the start.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     file = None
@@ -165,7 +166,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds a folder's lock. Always False if the file system has no locks."""
+    """Return True if a process holds a folder's lock. Returns False if the file system does not support locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)

@@ -18,23 +18,24 @@ Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
-"""Fixed cost per task, expressed in bytes."""
+"""Fixed cost of a task, expressed as the number of bytes that could be written in the same time."""
 _REMEMBERED_S = 0.5
-"""Time constant for the throughput average (seconds of work)."""
+"""Time constant of the running average of throughput (seconds of work)."""
 _FIRST_PACE = 64 << 20
 """Assumed throughput (bytes per second) before any task has finished."""
 _SHARE = 0.75
-"""Fraction of the maximum wait that queued work may take. Below 1, because task durations vary."""
+"""Fraction of the maximum wait that queued work may take. It is below 1, because task durations vary."""
 _LOOKS_EVERY_S = 0.01
-"""How often a waiting caller checks `is_behind`."""
+"""Seconds between a waiting caller's checks of `is_behind`."""
 
 
 class Worker:
     """Runs tasks in order on a separate thread.
 
-    The queue holds at most `max_bytes`, and no more than fits into `max_wait_s` at the recent pace. Callers wait while
-    the queue is full or `is_behind` returns True, and `patience` adds up these waits. If a task raises, the remaining
-    tasks are discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
+    The queue holds at most `max_bytes`, and no more than can be done in `max_wait_s` at the recent pace. Callers wait
+    while the queue is full or `is_behind` returns True, and `patience` adds up these waits. If a task raises, the
+    remaining tasks are discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds
+    without a task.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task. The worker first calls `ready` to wait for a device. This does not count as disk time."""
+        """Queue a task. The worker first calls `ready` to wait for a device. That wait does not count as disk time."""
         with self._changed:
             if self._full(num_bytes):
                 self._wait(
@@ -85,7 +86,7 @@ class Worker:
     def signs(self) -> tuple[int, list[str]]:
         """Values that change while the thread makes progress: finished tasks and CPU times."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
-        # schedstat is in nanoseconds, but some kernels lack it.
+        # schedstat counts CPU time in nanoseconds, but some kernels lack this file.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
             with contextlib.suppress(OSError):
                 return self._num_done, (task / name).read_text(errors="replace").rpartition(")")[2].split()[times]
@@ -190,7 +191,10 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Call a function on its own thread. If it returns only after StorageStalled was raised, `late` gets the result."""
+    """Call a function on its own thread and return its result.
+
+    If the function returns only after StorageStalled was raised, `late` is called with the result.
+    """
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

@@ -30,9 +30,9 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""Training waits while more than this is queued."""
+"""Training waits while more bytes than this are queued."""
 QUEUE_S = 1.0
-"""Training waits while queued data is older than this."""
+"""Training waits while the oldest queued data is older than this (seconds)."""
 RESERVE_BYTES = 64 << 10
 """Disk space set aside so that a full disk can still be reported in the writer's state."""
 
@@ -55,14 +55,14 @@ class TraceWriter:
     """Writes to a trace from its own thread, and lists every finished file in its state.
 
     Disk errors and bugs end the recording, not the training: they are reported on stderr, the state becomes `failed`,
-    and later records are discarded. If the file system does not respond for `max_wait_s`, the thread is abandoned too.
+    and later records are discarded. If the file system does not respond for `max_wait_s`, the thread is also abandoned.
     """
 
     def __init__(
         self, folder: Path, *, queue_bytes: int = QUEUE_BYTES, hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None, journals: bool = True, max_wait_s: float = math.inf,
     ):  # fmt: skip
-        """If `journals` is False, as in imports, nothing survives a killed process."""
+        """If `journals` is False, as in imports, unsealed rows are kept in memory and lost if the process is killed."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -117,7 +117,7 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records `part`, or return None if that part has ended. An error ends the part."""
+        """Call a function that records `part` and return its result. After an error, the part ends and gives None."""
         if part in self._ended_parts:
             return None
         try:
@@ -239,7 +239,7 @@ class TraceWriter:
     def check(self, where: str) -> None:
         if self.state.state == FAILED:
             reason = " ".join(str(self.state.error).split())
-            raise ImportFailed(f"{where}: could not be written ({reason})") from self._failure
+            raise ImportFailed(f"{where} could not be written ({reason})") from self._failure
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -333,7 +333,7 @@ class TraceWriter:
 
         if self.state.state == FAILED or self._beside is None or not self._beside.is_alive():
             self._beside = threading.Thread(target=save, name="tim-trace", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+            with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter shuts down
                 self._beside.start()
 
     def _run(self, task: Callable[[], None]) -> None:

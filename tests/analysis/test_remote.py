@@ -43,7 +43,7 @@ def test_the_command_line_takes_urls(s3, trace):
     assert tim_trace("stats", "s3://bucket/cli/run", trace, "--json").code == 0
     missing = tim_trace("info", "s3://bucket/cli/nothing")
     assert missing.code == 2
-    assert "s3://bucket/cli/nothing: does not exist" in missing.stderr
+    assert "s3://bucket/cli/nothing does not exist" in missing.stderr
 
 
 RECORDS = PROGRAMS / "records.py"

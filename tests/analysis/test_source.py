@@ -72,7 +72,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_read(trace, cut):
     file = file_of(trace, "scores", 2)
     file.write_bytes(file.read_bytes()[:cut])
     (sentence,) = info(str(trace)).damaged
-    assert f"scores/{file.name}: has" in sentence
+    assert f"scores/{file.name} has" in sentence
     assert "bytes, but its writer wrote" in sentence
     assert "Restore the file from a backup" in sentence
     assert "(16 rows of steps 1 to 2)" in sentence
@@ -84,7 +84,7 @@ def test_a_file_that_is_gone_is_named_with_what_is_lost(trace):
     file = file_of(trace, "scores", 2)
     file.unlink()
     (sentence,) = info(str(trace)).damaged
-    assert f"scores/{file.name}: is missing (16 rows of steps 1 to 2)" in sentence
+    assert f"scores/{file.name} is missing (16 rows of steps 1 to 2)" in sentence
     check_readable(trace, 24, damaged=True)
 
 
@@ -116,7 +116,7 @@ def test_without_its_state_a_writer_s_files_do_not_count_and_are_named(trace):
     writer = file_of(trace, "scores", 2).name[:-15]
     (trace / "writers" / f"{writer}.json").unlink()
     (sentence,) = info(str(trace)).damaged
-    assert f"writers/{writer}.json: is missing or damaged" in sentence
+    assert f"writers/{writer}.json is missing or damaged" in sentence
     assert f"scores/{writer}-000000.parquet" in sentence
     check_readable(trace, 24, damaged=True)
 
@@ -205,7 +205,7 @@ def test_a_writer_s_state_of_an_earlier_moment_is_named(tmp_path):
     state.write_bytes(earlier)
     told = tim_trace("verify", tmp_path / "run", "--json")
     assert told.code == 2
-    assert all(f"writers/{state.name}: is older than" in one for one in json.loads(told.stdout)["damaged"])
+    assert all(f"writers/{state.name} is older than" in one for one in json.loads(told.stdout)["damaged"])
 
 
 def test_verify_names_the_scores_that_tell_which_distributions_there_are(trace):
@@ -291,7 +291,7 @@ def test_no_trace_is_told_apart_from_nothing(tmp_path):
 def test_every_command_names_a_missing_trace_in_one_line(tmp_path, command):
     done = tim_trace(command[0], tmp_path / "no" / "run", *command[1:])
     assert done.code == 2
-    assert done.stderr.startswith(f"Error: {tmp_path}/no/run: does not exist")
+    assert done.stderr.startswith(f"Error: {tmp_path}/no/run does not exist")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
 

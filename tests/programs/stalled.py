@@ -89,7 +89,7 @@ elif case == "open":
     try:
         Recorder(path, max_wait=BOUND_S)
     except StorageStalled as error:
-        print(f"{path}: did not respond within 2 s (file system" in str(error))
+        print(f"{path} did not respond within 2 s (file system" in str(error))
 elif case == "session":
     Recorder(path).close()
     stuck.set()

@@ -184,7 +184,7 @@ def test_values_that_contradict_each_other_are_told_at_the_next_call(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         batch = recorder.add_sequences(step=1, seq_ids="ab", response_ids=[[1], [2]])
         recorder.add_scores("train", batch, logprobs=torch.tensor([[-1.0], [0.5]], device="cuda"))
-        with pytest.raises(InvalidRecord, match=r"sequence 'b': logprob 0.5 of pass 'train'"):
+        with pytest.raises(InvalidRecord, match=r"sequence 'b': pass 'train' has logprob 0.5"):
             recorder.flush()
         recorder.add_scores("rollout", batch, logprobs=torch.tensor([[-1.0], [-0.5]], device="cuda"))
     query = 'SELECT logprobs FROM scores WHERE "pass" = ? ORDER BY seq_id'

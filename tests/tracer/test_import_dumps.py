@@ -576,7 +576,7 @@ def test_links_out_of_the_folder_and_special_files_are_not_read(tmp_path):
     (tmp_path / "dump").mkdir()
     dumps.write_nemo_rl(tmp_path / "dump", make_steps(2))
     (tmp_path / "dump" / "train_data_step1.jsonl").symlink_to(tmp_path / "elsewhere" / "train_data_step1.jsonl")
-    with pytest.raises(ImportFailed, match="link pointing outside the folder"):
+    with pytest.raises(ImportFailed, match="link that points outside the folder"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     (tmp_path / "dump" / "train_data_step1.jsonl").unlink()
     os.mkfifo(tmp_path / "dump" / "train_data_step1.jsonl")

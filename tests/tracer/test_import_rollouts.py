@@ -188,13 +188,13 @@ def test_the_trace_says_that_the_file_rounds(tmp_path):
         check(tmp_path / "run")
 
 
-OTHER = "not of rollout bank version 2"
+OTHER = "does not follow rollout bank version 2"
 BREAK_RECORD = {
     "version": (lambda record: record.update(format_version=3), OTHER), "kind": (lambda record: record.update(kind=[]), OTHER),
     "no rollouts": (lambda record: record.update(group=[]), OTHER), "rollouts": (lambda record: record["group"].update(rollouts=[1]), OTHER),
     "too few": (lambda record: record["group"].update(rollouts=[{}]), "do not add up to"),
     "negative": (lambda record: record["tok"].update(offset=-4), OTHER),
-    "overlap": (lambda record: record["tok"].update(offset=0), "does not follow"),
+    "overlap": (lambda record: record["tok"].update(offset=0), "is before the previous group's end"),
     "far": (lambda record: record["lp"].update(offset=2**62), "ends before byte"),
     "huge": (lambda record: record["mask"].update(bytes=2**62), "do not add up to"),
     "odd": (lambda record: record["tok"].update(bytes=record["tok"]["bytes"] + 1), "do not add up to"),
@@ -224,12 +224,12 @@ BREAK_BANK = {
     "changed": ("logprobs.bin", lambda content: bytes([content[0] ^ 1]) + content[1:], "does not match its checksum"),
     "cut": ("masks.bin", lambda content: content[:-1], "masks.bin ends before byte"),
     "gone": ("tokens.bin", lambda content: None, "tokens.bin is missing"),
-    "no json": ("ledger.log", lambda content: b"\xff\n" + content, "line 1: not JSON"),
-    "no object": ("ledger.log", lambda content: b"[1]\n" + content, "line 1: is not an object"),
-    "deep": ("ledger.log", lambda content: b"[" * 99_999 + b"\n" + content, "line 1: not JSON"),
+    "no json": ("ledger.log", lambda content: b"\xff\n" + content, "line 1 is not JSON"),
+    "no object": ("ledger.log", lambda content: b"[1]\n" + content, "line 1 is not an object"),
+    "deep": ("ledger.log", lambda content: b"[" * 99_999 + b"\n" + content, "line 1 is not JSON"),
     "manifest": ("MANIFEST.json", lambda content: b"{", "not JSON"),
-    "list": ("MANIFEST.json", lambda content: b"[]", "not of rollout bank version 2"),
-    "newer": ("MANIFEST.json", lambda content: content.replace(b": 2,", b": 3,"), "not of rollout bank version 2"),
+    "list": ("MANIFEST.json", lambda content: b"[]", "does not follow rollout bank version 2"),
+    "newer": ("MANIFEST.json", lambda content: content.replace(b": 2,", b": 3,"), "does not follow rollout bank version 2"),
     "nothing": ("MANIFEST.json", lambda content: b'{"format_version": 2}', "missing required field `active_generation`"),
     "outside": ("MANIFEST.json", lambda content: content.replace(b"generation-0123", b"../../x"), "contains no"),
 }  # fmt: skip
@@ -369,10 +369,10 @@ def broken_batch(**changes):
 
 ROUTED = dumps.RoutedExperts
 BINARY = {
-    "empty": (b"", "not prime-rl's micro-batches"), "zeros": (bytes(99), "not prime-rl's micro-batches"),
-    "junk": (b"\xc1" * 99, "not prime-rl's micro-batches"), "deep": (b"\x91" * 99_999, "not prime-rl's micro-batches"),
+    "empty": (b"", "cannot be decoded as prime-rl micro-batches"), "zeros": (bytes(99), "cannot be decoded as prime-rl micro-batches"),
+    "junk": (b"\xc1" * 99, "cannot be decoded as prime-rl micro-batches"), "deep": (b"\x91" * 99_999, "cannot be decoded as prime-rl micro-batches"),
     "bomb": (b"\xdd\xff\xff\xff\xff" + b"\x90" * 99, "fewer micro-batches than"), "small": (b"\xdc\x00\x40" + b"\x90" * 64, "fewer micro-batches than"),
-    "cut": (broken_batch()[:-9], "not prime-rl's micro-batches"), "more": (broken_batch() + b"\x00", "not prime-rl's micro-batches"),
+    "cut": (broken_batch()[:-9], "cannot be decoded as prime-rl micro-batches"), "more": (broken_batch() + b"\x00", "cannot be decoded as prime-rl micro-batches"),
     "texts": (broken_batch(input_ids=["a"]), "Expected `int`, got `str`"), "nulls": (broken_batch(advantages=[None]), "Expected `float`, got `None`"),
     "object": (broken_batch(loss_mask={"a": 1}), "Expected `array`, got `object`"), "big": (broken_batch(input_ids=[2**63]), "expected a list of numbers"),
     "short mask": (broken_batch(loss_mask=[True]), "loss_mask must be as long as token_ids"),
@@ -430,7 +430,7 @@ def test_a_graph_whose_branches_repeat_a_long_prefix_is_refused(tmp_path):
     nodes = [{"token_ids": [1] * 500_000, "mask": [0] * 500_000}]
     nodes += [{"parent": 0, "sampled": True, "token_ids": [1], "mask": [1]}] * 5_000
     dumps.write_lines(tmp_path / "dump/step_1/train/effective/traces.jsonl", [{"traces": [{"nodes": nodes}]}])
-    refused(tmp_path / "dump", tmp_path / "run", "more than 64 times its size in memory")
+    refused(tmp_path / "dump", tmp_path / "run", "more than 64 times the file size in memory")
 
 
 # Any damage

@@ -200,7 +200,7 @@ def holed_inside(value):
 TOKEN_IDS = r"token ids \[response tokens, K\], without NULL"
 EXPERT_IDS = r"expert ids \[prompt and response tokens, layers, slots\], without NULL"
 HOSTILE = [
-    ("train_topk_ids", ragged, r"'train_topk_ids' has a list of 2 at row 1, token 1, and one of 1 at the first token"),
+    ("train_topk_ids", ragged, r"'train_topk_ids' has a list of length 2 at row 1, token 1, and one of length 1 at"),
     ("train_topk_ids", lambda v: v + 0.5, rf"'train_topk_ids' contains .*each row needs {TOKEN_IDS} \(row 1, element 0"),
     ("train_topk_ids", lambda v: v * np.nan, rf"'train_topk_ids' contains .*each row needs {TOKEN_IDS} \(row 1"),
     ("train_topk_ids", lambda v: v - 100, rf"each row needs {TOKEN_IDS} \(row 1"),
@@ -209,7 +209,7 @@ HOSTILE = [
     ("train_topk_logprobs", lambda v: v < 0, r"each row needs numbers \[response tokens, K\], without NULL \(row 1"),
     ("train_topk_ids", holed, rf"each row needs {TOKEN_IDS} \(row 1, element 1: NULL"),
     ("train_topk_ids", holed_inside, rf"each row needs {TOKEN_IDS} \(row 1, element 0"),
-    ("train_topk_ids", lambda v: v[:, :0], "has a list of 0 at row 1, token 0"),
+    ("train_topk_ids", lambda v: v[:, :0], "has a list of length 0 at row 1, token 0"),
     ("train_topk_ids", lambda v: "x", rf"each row needs {TOKEN_IDS} \(row 1"),
     ("train_topk_ids", lambda v: v[:-1], r"sequence 's0': got 1 values of train_topk_ids for 2 response tokens"),
     ("train_topk_ids", lambda v: v[:0], r"sequence 's0': got 0 values of train_topk_ids for 2 response tokens"),
@@ -217,12 +217,12 @@ HOSTILE = [
     ("train_topk_logprobs", holed_inside, r"each row needs numbers \[response tokens, K\], without NULL \(row 1"),
     ("train_tail_logprob", holed, r"each row needs numbers \[response tokens\], without NULL \(row 1, element 1: NULL"),
     ("rollout_expert_ids", lambda v: v[:, 0], rf"each row needs {EXPERT_IDS} \(row 1"),
-    ("rollout_expert_ids", lambda v: v[:, :1], r"has a list of 2 at row 2, token 0, and one of 1 at the first token"),
+    ("rollout_expert_ids", lambda v: v[:, :1], r"has a list of length 2 at row 2, token 0, and one of length 1 at"),
     ("rollout_expert_ids", lambda v: v + 0.5, rf"each row needs {EXPERT_IDS} \(row 1"),
     ("rollout_expert_ids", lambda v: v.astype(int) + 2**15, rf"each row needs {EXPERT_IDS} \(row 1"),
     ("rollout_expert_ids", lambda v: v[:-1], r"got 2 values of rollout_expert_ids for 3 prompt and response tokens"),
     ("rollout_expert_ids", lambda v: None, r"the routing of pass 'rollout' has .*Map expert_ids"),
-    ("rollout_expert_weights", lambda v: v[:, :, :1], r"has a list of 2 at row 2, token 0, and one of 1 at the first"),
+    ("rollout_expert_weights", lambda v: v[:, :, :1], r"has a list of length 2 at row 2, token 0, and one of length 1"),
 ]  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def test_the_number_of_values_per_token_cannot_change_between_blocks(tmp_path, m
     for name in ("train_topk_ids", "train_topk_logprobs"):
         rows[5][name] = rows[5][name][:, :2]
     with pytest.raises(
-        ImportFailed, match=r"dump.jsonl: step 2, pass 'train', distribution: has .*earlier batches had"
+        ImportFailed, match=r"dump.jsonl: step 2, pass 'train', distribution: got .*earlier batches had"
     ):
         import_dump("parquet", write(tmp_path / "dump.jsonl", rows), output=tmp_path / "run")
 

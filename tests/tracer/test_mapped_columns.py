@@ -203,7 +203,7 @@ def test_tokens_of_a_text_dump_are_mapped(tmp_path):
 @pytest.mark.parametrize(
     ("map", "message"),
     [
-        ({"idx": "step"}, "'idx' cannot be mapped to 'step'. nemo-rl names files by step"),
+        ({"idx": "step"}, "'idx' cannot be mapped to 'step'. nemo-rl files have no field for the step"),
         ({"idx": "moon"}, "'idx' cannot be mapped to 'moon'. nemo-rl takes .*top_p"),
         ({"moon": "top_p"}, "no file has the field moon"),
         ({"content": "top_p"}, "field 'content' is .*, expected a number"),

@@ -75,7 +75,7 @@ HOW = {
 @pytest.mark.parametrize("framework", list(LEFT))
 def test_an_output_folder_without_a_dump_names_the_option_that_writes_one(tmp_path, framework):
     write(tmp_path / "out", *LEFT[framework])
-    with pytest.raises(ImportFailed, match=rf"out: contains no dump\. {framework} writes .*{HOW[framework]}") as raised:
+    with pytest.raises(ImportFailed, match=rf"out contains no dump\. {framework} writes .*{HOW[framework]}") as raised:
         import_dump("auto", tmp_path / "out", output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     message = str(raised.value)

@@ -458,7 +458,7 @@ def test_tensors_that_claim_more_than_they_have_are_refused(tmp_path):
     for tensor in (torch.ones(1).expand(200_000, 200_000), torch.ones(1).expand(1 << 40)):
         torch.save(tensor, path)
         found = read_pickled(path)
-        with pytest.raises(ImportFailed, match="64 times its size"):
+        with pytest.raises(ImportFailed, match="64 times the file size"):
             found.array()
 
 
@@ -469,7 +469,7 @@ def test_samples_that_share_one_long_list_are_refused(tmp_path):
     (tmp_path / "rollout_data").mkdir()
     torch.save({"samples": [dict(sample) for _ in range(2000)]}, tmp_path / "rollout_data" / "1.pt")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ImportFailed, match="64 times its size"):
+    with pytest.raises(ImportFailed, match="64 times the file size"):
         import_dump("slime", tmp_path, output=tmp_path / "run")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 << 20
 

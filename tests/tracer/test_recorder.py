@@ -288,7 +288,7 @@ def test_scores_point_at_the_contract_that_held_when_they_were_added(tmp_path):
             r"step 1, sequence 'b': got 1 values of logprobs of pass 'train' for 2 response tokens",
         ),
         ({"logprobs": [[-1.0]]}, "1 rows of logprobs for 2 sequences; pass rows="),
-        ({"logprobs": [[-1.0], [-1.0, 0.5]]}, r"step 1, sequence 'b': logprob 0.5 of pass 'train' at response token 1"),
+        ({"logprobs": [[-1.0], [-1.0, 0.5]]}, r"step 1, sequence 'b': pass 'train' has logprob 0.5 at response token 1"),
         ({"logprobs": [[0.9], [0.1, 0.2]]}, "not probabilities or logits"),
         ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': got 1 values of entropy"),
         ({"logprobs": [[-1.0]], "rows": [2]}, "pass row numbers from 0 to 1"),
@@ -340,7 +340,7 @@ def test_a_pass_scores_a_sequence_once(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_scores("train", added, logprobs=[[-1.0]])
-        with pytest.raises(InvalidRecord, match="'a': pass 'train' has already scored it"):
+        with pytest.raises(InvalidRecord, match="'a': pass 'train' has already scored this sequence"):
             recorder.add_scores("train", added, logprobs=[[-1.0]])
 
 
@@ -484,5 +484,5 @@ def test_sequences_without_ids_of_their_own_are_named_by_their_row(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[7], [8, 9]])
         with pytest.raises(InvalidRecord, match="step 1, row 1: got 1 values of logprobs"):
             recorder.add_scores("train", batch, logprobs=[[-1.0], [-1.0]])
-        with pytest.raises(InvalidRecord, match=r"step 1, row 1: logprob 0\.5"):
+        with pytest.raises(InvalidRecord, match=r"step 1, row 1: pass 'train' has logprob 0\.5"):
             recorder.add_scores("train", batch, rows=[1], logprobs=[[-1.0, 0.5]])

@@ -191,7 +191,7 @@ def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
     ("mask", "message"),
     [
         (np.zeros((2, 2)), "response_attention_mask: contains only 0, so no row has a token"),
-        (np.ones((2, 3)), r"got shape \(2, 2\), but the attention mask has \(2, 3\)"),
+        (np.ones((2, 3)), r"got shape \(2, 2\), but the attention mask has shape \(2, 3\)"),
         (np.ones(2), r"response_attention_mask: got shape \(2,\); pass \[B, T\]"),
         (np.array([[1, NAN], [1, 0]]), "response_attention_mask: row 0, token 1 is nan"),
         (np.array([[0, -INF], [0, 0]]), "response_attention_mask: row 0, token 1 is -inf"),
@@ -299,7 +299,7 @@ def forward(**changes):
 def test_a_forward_has_one_integer_a_row(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
     with pytest.raises(
-        InvalidRecord, match=r"forward: places has shape \(3,\) of int64\. Pass one integer for each of the 2"
+        InvalidRecord, match=r"forward: places has shape \(3,\) and dtype int64\. Pass one integer for each of the 2"
     ):
         recorder.add_scores("train", added, logprobs=LOGPROBS, forward=forward(places=np.zeros(3, int)))
     with pytest.raises(InvalidRecord, match="forward: ids has shape"):

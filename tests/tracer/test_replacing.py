@@ -202,7 +202,7 @@ def test_a_trace_that_a_dead_process_left_aside_is_told_and_read_there(tmp_path)
     found = info(str(tmp_path / "run"))
     assert (found.num_sequences, info(str(aside)).num_sequences) == (12, 8)
     (sentence,) = found.ignored
-    assert sentence.startswith(f"{aside}: is a replaced trace, left behind by a process")
+    assert sentence.startswith(f"{aside} is a replaced trace, left behind by a process")
     Recorder(tmp_path / "run", force=True).close()
     assert info(str(aside)).num_sequences == 8, "what --force was not asked to replace stays"
 

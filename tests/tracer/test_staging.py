@@ -114,9 +114,9 @@ def test_of_divided_logprobs_whole_rows_are_recorded_and_others_refused_without_
             recorder.add_scores(name, batch, logprobs=given)
         for placement in (Shard(1), Partial()):
             given = DTensor.from_local(logprobs, mesh, [placement], run_check=False)
-            with pytest.raises(InvalidRecord, match=r"step 1, pass 'reference', logprobs: is a DTensor .*full_tensor"):
+            with pytest.raises(InvalidRecord, match=r"step 1, pass 'reference', logprobs is a DTensor .*full_tensor"):
                 recorder.add_scores("reference", batch, logprobs=given)
-            with pytest.raises(InvalidRecord, match=r"step 1, pass 'reference', entropy: is a DTensor"):
+            with pytest.raises(InvalidRecord, match=r"step 1, pass 'reference', entropy is a DTensor"):
                 recorder.add_scores("reference", batch, logprobs=logprobs, entropy=given)
         recorder.add_scores("reference", batch, logprobs=logprobs)
         whole = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()], run_check=False)

@@ -125,7 +125,7 @@ def test_a_device_that_is_busy_does_not_end_the_patience_with_the_disk():
     worker.drain()
     assert done == [0, 1]
     worker.submit(disk.wait, 1)
-    with pytest.raises(StorageStalled, match=r"run: did not respond within 1 s"):
+    with pytest.raises(StorageStalled, match=r"run did not respond within 1 s"):
         worker.drain()
     disk.set()
     worker.close()

@@ -20,13 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum number of response tokens in a bucket. A single larger step is allowed."""
+"""Maximum number of response tokens in a bucket. A step with more tokens gets a bucket of its own."""
 SWEEP_BUCKETS = 128
-"""Maximum buckets to fill in one pass over the files."""
+"""Maximum number of buckets to fill in one pass over the files."""
 STEP_TOKENS = 32 << 10
 """Minimum number of response tokens in a row group. Smaller steps share a group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""STEP_TOKENS is raised up to this limit, so that a file has about _ROW_GROUPS row groups or fewer."""
+"""For large files, STEP_TOKENS is raised up to _MAX_STEP_TOKENS, to have about _ROW_GROUPS row groups per file."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -66,7 +66,7 @@ def _readable(store: Store, entry: TableFile) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         where, reason = store.shown(entry.relative), first_line(error)
         raise entry.file.error or DamagedTrace(
-            f"{where}: cannot be read ({reason}). Restore it from a backup"
+            f"{where} cannot be read ({reason}). Restore it from a backup"
         ) from error
 
 

@@ -29,7 +29,7 @@ from ..whole_file import alone, trace_file, write_part
 from .buckets import read_parts, sorted_groups, step_tokens
 
 _MIN_SHARE_OF_TARGET = 0.25
-"""Merged files below this fraction of the target size are merged again."""
+"""A file from an earlier merge is merged again if it is smaller than this fraction of the target size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Files not merged, because they belong to a replay or are already large."""
+    """Number of files that were not merged, because they belong to a replay or are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
@@ -52,7 +52,7 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     store = Store(trace)
     if not store.is_local:
         raise InvalidOption(
-            f"{trace}: is not a local folder, so it cannot be merged in place; pass an output", option="output"
+            f"{trace} is not a local folder, so it cannot be merged in place; pass an output", option="output"
         )
     folder = Path(store.root)
     store.manifest()
@@ -78,8 +78,8 @@ def whole_snapshot(store: Store) -> Snapshot:
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
         raise DamagedTrace(
-            f"{store.url}: is damaged or incomplete, and merging would make the loss permanent: {snapshot.damaged[0]}{more}; "
-            "tim-trace verify lists everything"
+            f"{store.url} is damaged or incomplete, and merging would make the loss permanent: "
+            f"{snapshot.damaged[0]}{more}; tim-trace verify lists all damage"
         )
     return snapshot
 
@@ -114,7 +114,7 @@ def write_merged(
 def _until_full(
     group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
 ) -> Iterator[pa.Table]:
-    """Yield row groups until the file reaches `file_bytes`, and append their first and last steps to `steps`."""
+    """Yield row groups until the file reaches `file_bytes`, and append each group's first and last step to `steps`."""
     while group is not None:
         ends = pc.min_max(group["step"])
         steps.append((ends["min"].as_py(), ends["max"].as_py()))
@@ -124,7 +124,7 @@ def _until_full(
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return the files to merge, or an empty list if merging would only rewrite one file."""
-    # A replay keeps its own files, so it can be removed by deleting them.
+    # A replay's files are left alone, so that the replay can still be removed by deleting them.
     replays = {
         state.writer
         for state in snapshot.writers
@@ -150,7 +150,7 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Delete merged source files, and drop them from their writers' states."""
+    """Delete the source files of a merge, and remove them from their writers' states."""
     store = Store(folder)
     states = store.writers()[0]
     replaced = {name for state in states for name in state.replaced}
@@ -203,7 +203,7 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     snapshot = whole_snapshot(store)
     if snapshot.journals:
         raise TraceExists(
-            f"{trace}: has rows that are not sealed; first run tim-trace compact where it was recorded, then copy it"
+            f"{trace} has rows that are not sealed; first run tim-trace compact where it was recorded, then copy it"
         )
     if "://" not in output:
         return _write(snapshot, Path(output), file_bytes, force, progress)

@@ -17,7 +17,7 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK, tail_of
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30  # exceeds any vocabulary; vLLM's own value for "no limit", -1, disables other features
 DELTA = "DELTA"
-"""vLLM's output kind for streaming only new tokens. vLLM drops flat logprobs when it merges such outputs."""
+"""vLLM's output kind in which each output has only new tokens. vLLM drops flat logprobs when it merges such outputs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return top-K logprobs and tail mass, or full-vocabulary logprobs. Tail mass below 1e-7 may be lost (-inf)."""
+    """Return top-K logprobs and their tail, or full-vocabulary logprobs. A tail mass below 1e-7 may become -inf."""
     if logprobs is None or not len(logprobs):
         return None
     ids_TK, logprobs_TK = _ranked(logprobs)
@@ -80,7 +80,8 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # If vLLM merged outputs, a flat position lists the sampled token only once (at its rank).
+        # A flat position usually lists the sampled token first, and then the tokens of rank 1, 2, ... If vLLM merged
+        # outputs, it lists the sampled token only once, at its rank.
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)
@@ -101,7 +102,7 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
         return None
     kept, limit = [], math.inf if most < 0 else most
     for position, token in zip(logprobs, token_ids, strict=True):
-        # vLLM also lists the sampled token first, whatever its rank.
+        # The sampled token comes first whatever its rank, as in vLLM's own results.
         entries = {token: position[token]}
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):
             if entry.rank <= limit:
@@ -167,7 +168,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions and their rollout pass. `names` has one entry per prompt."""
+        """Record the completions, and their logprobs as the rollout pass. `names` contains a name for each prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -16,15 +16,15 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes to try when a difference looks like rounding."""
+"""dtypes to try when the engine's weights may be a rounded copy of the trainer's."""
 
 _ROW_BYTES = 256
 _NUM_ROWS = 64
-_MAX_VALUES = 256  # distinct values in an 8-bit dtype
+_MAX_VALUES = 256  # maximum number of distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values per row (original / copy) for the copy to count as rounded."""
+"""A copy counts as rounded if each row of the original has at least this many times as many distinct values."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine between original and copy, in standard deviations of the cosine between unrelated rows."""
+"""Minimum cosine similarity of original and copy, in standard deviations of the value for unrelated tensors."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -35,7 +35,7 @@ _NO_OWN = (
 
 
 class EngineWeights:
-    """Compares the trainer's weights with an engine in the same process.
+    """Compares the trainer's weights with those of an engine in the same process.
 
     Each policy version is compared when the engine first samples with it for training. The engine's own copy is checked
     at exponentially growing intervals, and whenever the weights it received differ from the trainer's.
@@ -103,7 +103,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Hash tensors on their way to the engine."""
+        """Yield the tensors that are sent to the engine, and hash each of them."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -114,7 +114,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Hash tensors gathered from a sharded trainer on their way to the engine."""
+        """Yield the tensors gathered from a sharded trainer for the engine, and hash each of them."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -126,7 +126,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Hash the trainer's weights before the transfer, once per policy version."""
+        """Hash the trainer's weights before they are sent to the engine, once per policy version."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return

@@ -49,7 +49,7 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, tensor, tensor without its adapter or None), skipping quantised tensors."""
+    """Yield each tensor's name, value, and value without its adapter (None if it has none). Skip quantised tensors."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():
@@ -115,7 +115,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 def _engine_name(model: Any, name: str) -> str:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # Stacking mappers return the fused name, but the lookup needs the separate names.
+    # Mappers that stack tensors return the fused tensor's name, but the lookup needs the name of each part.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 

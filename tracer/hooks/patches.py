@@ -1,4 +1,4 @@
-"""Wrap functions from other libraries, and list tested versions."""
+"""Wrap functions of other libraries, and list those libraries' tested versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 _MISSING = object()
 Original = Callable[..., Any]
 Points = Mapping[str, tuple[str, str]]
-"""Function name -> (hook method, data recorded from the call)."""
+"""Maps a function's name to the hook method that wraps it and the data recorded from its calls."""
 
 
 class Patches:
@@ -32,7 +32,7 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # Ray checks for coroutine functions, so a coroutine's wrapper must be one too.
+        # Ray checks whether a function is a coroutine function, so the wrapper of one must be one too.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)
@@ -42,7 +42,7 @@ class Patches:
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`. Return missing functions and the data lost."""
+        """Wrap a class's functions with methods of `hooks`. Return missing functions, with the data lost."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
@@ -73,7 +73,7 @@ def _put_back(owner: Any, name: str, original: Any) -> None:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Bind call arguments by name, merging in **kwargs and dropping `self`. Raises TypeError."""
+    """Return a call's arguments by name, including those in **kwargs, but without `self`. Raises TypeError."""
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
@@ -88,7 +88,7 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Tested releases as major.minor, which `make matrix` runs."""
+"""Releases (major.minor) of each library that `make matrix` tests."""
 
 
 def untested(library: str, version: str) -> bool:
@@ -100,7 +100,7 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a note on an untested release or missing functions. `missing` maps functions to the data they supply."""
+    """Return a note if the release is untested or functions are missing. `missing` maps functions to the data lost."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

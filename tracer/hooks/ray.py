@@ -13,7 +13,7 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that holds the job's runtime environment under `ray job submit`."""
+"""Environment variable in which `ray job submit` passes the job's configuration, including its runtime environment."""
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -22,7 +22,8 @@ def install(session: Session, module: Any) -> Patches:
 
     def not_taken_along(error: Exception) -> None:
         session.note(
-            f"Ray's workers are recorded only if they inherit this environment: {type(error).__name__}: {error}"
+            "Ray's workers are recorded only if they inherit this process's environment: "
+            f"{type(error).__name__}: {error}"
         )
 
     def init(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -34,14 +35,14 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # Our variables may be the cause, so try again with the program's own arguments.
+            # The variables added for recording may be the cause, so try again with the program's own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job
             return original(*args, **given)
 
     if not patches.wrap(module, "init", init):
-        session.tell("Ray's workers are recorded only if they inherit this environment (ray.init was not found)")
+        session.tell("Ray's workers are recorded only if they inherit this process's environment (no ray.init)")
     return patches
 
 
@@ -56,7 +57,7 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
     if _PATHS in _variables(job.get("runtime_env")) and _PATHS not in _variables(of_program):
         os.environ[_JOB] = json.dumps(job | {"runtime_env": with_order(job["runtime_env"], order)})
         return dict(kwargs)
-    if of_program is None and not job:  # the argument `runtime_env` overrides the one in job_config
+    if of_program is None and not job:  # adding a `runtime_env` argument would override the one in job_config
         of_program = getattr(kwargs.get("job_config"), "runtime_env", None)
     return {**kwargs, "runtime_env": with_order(of_program, order)}
 

@@ -1,6 +1,6 @@
 """Record in processes started by `tim-trace record`.
 
-This runs whenever Python starts, so it imports little.
+This module is imported whenever Python starts, so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Order:
     weights_below: int = 500_000_000
     routing: bool = False
     engine_weights: str = "given"
-    """What to compare: `given` (weights sent to the engine), `held` (also the engine's copy), or `none`."""
+    """What to compare: `given` (the weights sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
     """Seconds to wait for an unresponsive file system."""
 
@@ -61,8 +61,9 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    An error in `record` ends one part of the recording, and an error in `guard` ends all of it. Neither reaches the
-    program. Recording never calls a collective, because other processes may have stopped recording.
+    An error in a call by `record` ends the recording of one `Part`, and an error in a block under `guard` ends all
+    recording in this process. Neither error reaches the program. Recording never calls a collective operation, because
+    processes that have stopped recording would not take part in it.
     """
 
     def __init__(self, order: Order):
@@ -135,7 +136,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Seal recorded data for other processes to read. Later records go to a new writer."""
+        """Seal the recorded data, so that other processes can read it. Later records go to a new writer."""
         with self.guard("the data recorded so far"):
             self._seal()
 
@@ -159,7 +160,7 @@ class Session:
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Prevent recording errors from reaching the program.
 
-        `what` names the data lost. An error ends this process's recording, unless `otherwise` handles it.
+        `what` names the data that is lost. An error ends this process's recording, unless `otherwise` handles it.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -176,12 +177,12 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call `function` and return its result, or None if this part is no longer recorded."""
+        """Call `function` and return its result, or None if it fails or this part is no longer recorded."""
         if not self.is_recording:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # errors from earlier writes
+            writer.raise_invalid()  # raises errors from earlier writes
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -226,7 +227,7 @@ class Session:
         if not self._exit_registered:
             atexit.register(self.close)
             self._exit_registered = True
-        # A multiprocessing child exits with os._exit, which skips atexit but not these finalizers.
+        # A multiprocessing child exits with os._exit, which skips atexit. It runs multiprocessing's finalizers before.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 
@@ -250,11 +251,11 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Module -> (file, function) that hooks the module on import."""
+"""Maps a module to the file and the function in it that hook the module when it is imported."""
 
 
 def activate() -> Session | None:
-    """Hook supported libraries when they are imported. Return None outside `tim-trace record`."""
+    """Hook supported libraries as soon as they are imported. Return None if not started by `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None

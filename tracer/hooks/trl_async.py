@@ -1,6 +1,6 @@
 """Record TRL's AsyncGRPO trainers. Queued samples are packed into rows, and old logprobs come from the engine.
 
-Shapes: S samples per row, T longest response, M loss terms.
+Shapes: S samples per row, T tokens in the longest response, M loss terms.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("a sample's weight version"):
-            # The trainer passes on only the token array, so that array is the key.
+            # Of each sample, the trainer passes on only the token array, so the array's identity is the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
@@ -105,7 +105,7 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        # An adapter sent as a file has no tensors to compare.
+        # If TRL sends only an adapter, in a file, there are no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)

@@ -1,4 +1,4 @@
-"""Read TRL batches: passes, loss rows, rewards and finish reasons. A batch holds packed samples as bytes."""
+"""Read TRL batches: passes, loss rows, rewards and finish reasons. Packed samples are stored in a batch as bytes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, fi
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""A scoring call's positional arguments, after the model."""
+"""Positional arguments of a scoring call that follow the model."""
 ROW_KEY = "tim_trace_row"
-"""Batch key for row indices or encoded samples, to recognise them after shuffling."""
+"""Batch key for row indices or encoded samples, by which rows are recognised after shuffling."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name each pass by the output tensor that holds its logprobs, or for RLOO by call order."""
+    """Name each scoring's pass by the output tensor that holds its logprobs or, for RLOO, by the order of the calls."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -128,9 +128,9 @@ class PackedSample:
     policy_version: int | None
     advantage: float
     rewards: Mapping[str, float]
-    """Rewards by function, plus their weighted sum as `reward`. May be empty."""
+    """Rewards by reward function, plus their weighted sum as `reward`. May be empty."""
     ids: np.ndarray
-    """[tokens] int32, prompt and response."""
+    """[tokens] int32 ids of the prompt and response tokens."""
     mask: np.ndarray
     """[tokens] uint8, 1 for tokens in the loss."""
 
@@ -142,13 +142,13 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of loss tokens, never including token 0, because nothing predicts it."""
+        """Indices of the tokens in the loss. Token 0 is never one of them, because no earlier token predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Packed samples in loss order. Shapes: S samples, T longest response, M loss terms."""
+    """Samples packed into a row, in loss order. Shapes: S samples, T tokens in the longest response, M loss terms."""
 
     samples: Sequence[PackedSample]
 
@@ -158,7 +158,7 @@ class PackedRow:
 
     @cached_property
     def terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sample index and response position per loss term, both [M]."""
+        """Index of the sample and position in its response for each loss term, both [M]."""
         counted = [sample.counted - sample.first for sample in self.samples]
         owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
         return owners, np.concatenate([*counted, np.empty(0, np.int64)])

@@ -14,7 +14,7 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings that produced logprobs, either in a separate forward pass (`recomputed`) or in the `loss`."""
+    """Return the settings that produced logprobs. `source` is `loss`, or `recomputed` for a separate forward pass."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 

@@ -1,6 +1,6 @@
 """TRL names needed for recording, and what is lost without them.
 
-Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions is a trainer.
+Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions counts as one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDED = ("_generate_and_score_completions", "_generate")
 NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
 
 OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-"""Keys required in `_generate_and_score_completions` output."""
+"""Keys that the output of `_generate_and_score_completions` must have."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
 """Modules with TRL's vLLM clients. The last one exists only before TRL 0.28."""
@@ -44,24 +44,24 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return paths for TRL since 1.3, for older releases, and for image processors."""
+    """Return the paths of a tokenizer attribute in TRL 1.3 and newer, in older releases, and with image processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
-# TRL 1.14 and newer have several end tokens.
+# In TRL 1.14 and newer, a trainer may have several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
 PAD_TOKEN = Attribute("finish reasons for responses that end with padding", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the trainer's temperature", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
 REWARD_NAMES = Attribute("rewards", ("reward_func_names",))
-SERVER_URL = Attribute(  # in TRL 0.28 and newer, in older TRL, and in AsyncGRPOTrainer
+SERVER_URL = Attribute(  # the paths in TRL 0.28 and newer, in older releases, and in AsyncGRPOTrainer
     "the server's configuration",
     ("vllm_generation.vllm_client.base_url", "vllm_client.base_url", "vllm_client.server_url"),
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from trainers that generate their own samples. Queued samples already include rewards."""
+"""Attributes read from trainers that generate their own samples. Samples from a queue already include rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
@@ -91,14 +91,14 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the name of TRL's function for adding a fused head, or None before 1.15. Replays call it too."""
+    """Return the name of TRL's function that adds a fused head, or None before TRL 1.15. Replays call it too."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Find sampled logprobs in `_generate` output (TRL before 0.28), one list per response."""
+    """Find the sampled logprobs in what `_generate` returns (TRL before 0.28). Return a list per response, or None."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))

@@ -57,14 +57,14 @@ class Generation:
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
-    """[B] last response tokens, or None for an empty response."""
+    """[B] last token of each response, or None for an empty response."""
     returned: Any = ()
     rewards_per_func: Any = None
-    """[rows in all processes, F] tensor."""
+    """[rows of all processes, F] tensor."""
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """[B][T][1] logprobs that the trainer did not request (nats). None means NaN."""
+    """[B][T][1] logprobs from the server, which the trainer did not request (nats). None stands for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:
@@ -126,7 +126,7 @@ class TrainerState:
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Name a batch after its step: `7`, then `7.2`, `7.3`, ..."""
+        """Name a generation batch after its step: `7` for the first batch in step 7, then `7.2`, `7.3`, ..."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"

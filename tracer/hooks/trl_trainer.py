@@ -1,4 +1,4 @@
-"""Hooks for TRL trainers that generate between losses: GRPO, RLOO and subclasses."""
+"""Hooks for TRL trainers that generate samples themselves between losses: GRPO, RLOO and subclasses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from .trl_release import (
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
-OPTIMIZER_STEPS = 5  # optimizer statistics are recorded at step 1, then every 5 steps
+OPTIMIZER_STEPS = 5  # optimizer statistics are recorded at step 1 and at steps divisible by 5
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -107,7 +107,8 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # Merging and unmerging an adapter rounds the base weights, and scoring uses the rounded ones.
+            # TRL merges the adapter to generate, and then unmerges it. This rounds the base weights. They are recorded
+            # afterwards, because scoring uses the rounded weights.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("prompt and response lengths"):
@@ -177,7 +178,7 @@ class TrainerHooks:
     def log(self, original: Original, trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
-            # Callbacks may have removed entries from `logs`, so read the history.
+            # Callbacks may have removed entries from `logs`, so read them from the trainer's log history.
             history = trainer.state.log_history
             values = dict(history[-1] if history else logs)
             values.pop("step", None)
@@ -210,7 +211,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics. `only_new` skips comparing values, which would wait for the device."""
+        """Record new and changed metrics. With `only_new`, values are not compared, which would wait for the device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -346,7 +347,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards logprobs that the engine call still has. Use them if no row lacks any.
+            # RLOO discards the logprobs, but the engine call still has them. Use them if every row has some.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
@@ -355,8 +356,8 @@ class TrainerHooks:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
                     f"rollout logprobs are not recorded for {name_of(type(trainer))}: it does not keep them, and no "
-                    "vLLM call returned exactly one process's rows (several turns, tensor parallelism, or a server "
-                    "without logprobs)"
+                    "single vLLM call returned exactly one process's rows with logprobs (because of several turns, "
+                    "tensor parallelism, or a server that returns no logprobs)"
                 )
             return
         captured = call.captured() if call is not None and self.session.capture.dense else []

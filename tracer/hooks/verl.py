@@ -58,7 +58,7 @@ _OLDER_POINTS = {
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Entry point in verl 0.8, a module with its own trainer."""
+"""Module with its own trainer, used as an entry point in verl 0.8."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -99,7 +99,7 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a `python -m` program by module name, so that Ray runs the hooked trainer."""
+    """Import a program started with `python -m` by its module name, so that Ray runs the hooked trainer."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -191,12 +191,12 @@ class TrainerHooks:
     def update_older_actor(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
-        # The async trainers' own `fit` cannot be hooked under Ray.
+        # Under Ray, the async trainers' own `fit` cannot be hooked, so recording begins at the first update.
         if not self._is_fitting:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Subclasses may train on samples from older weights.
+            # Only this class always samples with the previous step's weights. Subclasses may use older ones.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -247,7 +247,7 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record a step's rows. `values` returns a column by name (one array per row), or None if missing."""
+        """Record a step's rows. `values(name)` returns a column as one array per row, or None if it is missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -266,7 +266,7 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here `old_log_probs` copies the rollout's, so the trainer's own logprobs first appear in the loss.
+            # Here `old_log_probs` is a copy of the rollout's logprobs. The trainer's own first appear in the loss.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)

@@ -21,7 +21,7 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed, because rejection sampling shrinks the mask."""
+"""Columns read before advantages are computed, because rejection sampling then shrinks the response mask."""
 ESTIMATED = ("advantages",)
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
@@ -66,8 +66,10 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return one value per row [B] if a row's unmasked tokens all have the same value, else None. Fully masked rows get
-    0.0."""
+    """Return [B] values, one per row, or None if a row's unmasked tokens have different values.
+
+    Fully masked rows get 0.0.
+    """
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -78,7 +80,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Infer finish reasons [B]: `stop` after an end token, `length` at the limit, else None."""
+    """Infer finish reasons [B]: `stop` after an end token, else `length` for `most` tokens or more, else None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -129,7 +131,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
 
 
 def ride_along(batch: Any, told: dict[str, Any]) -> None:
-    """Add row numbers and update details to a batch for the workers."""
+    """Add row numbers and the update's details (`told`) to a batch, for the workers to read."""
     import torch
 
     batch.meta_info[UPDATE_KEY] = told
@@ -150,12 +152,12 @@ class Progress:
     old_version: int
     """Number of actor updates included in the weights that compute `old_log_probs`."""
     updates_a_transfer: int
-    """Actor updates per weight transfer."""
+    """Number of actor updates per weight transfer."""
     transfers_ahead: int = 0
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates included in the weights sent by this transfer."""
+        """Return the number of actor updates included in the weights that transfer number `transfer` sent."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -165,7 +167,7 @@ def progress_of(trainer: Any) -> Progress:
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # v1's separate_async uses start-of-step weights for `old_log_probs`.
+    # The v1 trainer's separate_async mode computes `old_log_probs` with the weights from the start of the step.
     is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
@@ -179,7 +181,10 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """`global_steps` counts actor updates from 1, and logged steps count transfers."""
+    """Return the progress of a fully asynchronous trainer.
+
+    Its `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
+    """
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps
@@ -193,14 +198,17 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 ROW_KEY = "tim_trace_row"
-"""Batch key for row indices, to recognise rows in shuffled micro-batches."""
+"""Batch key for row indices, by which rows are recognised in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Worker output column, by pass, for the forward-pass numbers from `Forwards.column`."""
+"""Maps a pass to the column of the workers' output that holds what `Forwards.column` returns."""
 
 
 class Forwards:
-    """Forward passes in one engine call. For each row: the pass's number, the row's place in the pass, the pass's row
-    count, and the padding after the row."""
+    """Forward passes in one engine call.
+
+    For each row, it knows the forward pass's number, the row's place in that pass, the number of rows in that pass, and
+    the number of padding tokens after the row.
+    """
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         self._engine = engine
@@ -212,7 +220,7 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        # The driver merges rows from several processes that all count from 0.
+        # The driver merges rows from several processes. All count from 0, so the rank makes the numbers unique.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -233,7 +241,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return each row's forward pass, place, row count and padding, [B, 4] int64, or None if a row had no pass."""
+        """Return each row's values (see the class) as [B, 4] int64, or None if a row was in no forward pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -245,7 +253,10 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the width that attention is limited to, if any. Before verl 0.8, this is the loss mask's width."""
+    """Return a dict with the number of tokens per row that attention sees. It is empty if attention sees all tokens.
+
+    Before verl 0.8, attention sees only the loss mask's width of a padded row.
+    """
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

@@ -31,7 +31,7 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings behind a worker's logprobs. `source` is `loss`, or `recomputed` if scored before the loss."""
+    """Return the settings that produced a worker's logprobs, computed in the `loss` or before it (`recomputed`)."""
     settings = engine.engine_config
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
@@ -106,7 +106,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy loss, or None if unknown, and the loss settings that `Loss` has no field for."""
+    """Return the policy loss (None if unknown) and the loss settings for which `Loss` has no field."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:

@@ -17,10 +17,10 @@ from .session import Session
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Method added to vLLM's worker for writing digests."""
+"""Name of the method added to vLLM's worker, which writes digests."""
 
 NAIVE = "naive"
-"""verl's weight transfer to an engine on the same devices."""
+"""verl's name for the weight transfer to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to other processes; use "
@@ -85,7 +85,7 @@ class VerlEngineWeights(EngineWeights):
             rollout = worker.config.rollout
             self._dtype = getattr(torch, str(rollout.dtype), None)
             self._device = torch.device(get_device_name())
-            # A quantised engine's tensors have different shapes, so they are not compared.
+            # A quantised engine's tensors differ in shape from the trainer's, so they are not compared.
             self._reads_held = not rollout.get("quantization")
             engine = worker.actor.engine
             self._own = {}
@@ -121,7 +121,7 @@ def install(session: Session, module: Any) -> None:
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Runs in every vLLM worker, but only rank 0 writes digests."""
+    """Write the digests of the engine's weights to `path`. Runs in every vLLM worker, but only rank 0 writes."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -131,7 +131,7 @@ def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) 
 
 
 async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s: float) -> dict[str, int]:
-    # verl's server discards a worker's result, so the digests go through a file.
+    # verl's server discards what a worker returns, so the worker passes the digests through a file.
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as folder:
         path = Path(folder) / "held.json"
         await rollout._execute_method(ASKED, timeout=timeout_s, kwargs={"path": str(path), "shapes": shapes})
@@ -159,7 +159,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Like `trainer_tensors`, but for unsharded models and with the tensor names that verl sends."""
+    """Like `trainer_tensors`, but for unsharded models and with the names under which verl sends the tensors."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -131,7 +131,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # With param_offload, the parameters may be on the device for the first time.
+            # With param_offload, the parameters may not have been on the device before this point.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -174,7 +174,7 @@ class WorkerHooks:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        # The driver records this pass, including this column.
+                        # The driver records this pass, and reads this column.
                         output[FORWARD_KEYS[pass_name]] = column
         return output
 
@@ -211,7 +211,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """`rows` contains (position in `data`, key) pairs. `lengths` [B] are response lengths in tokens."""
+        """Return the update. `rows` has (position in `data`, key) pairs, `lengths` [B] response lengths in tokens."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -269,7 +269,8 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Weights change with each mini-batch, but policy versions count whole updates.
+                # Policy versions count whole updates, but weights change with each mini-batch. Only the first has a
+                # policy version.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )

@@ -125,7 +125,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and the caller's own requests. Empty if nothing is recorded."""
+        """Return arguments that also request logprobs, and the caller's requests. Both are empty if not recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -139,7 +139,7 @@ class OfflineHooks(EngineHooks):
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Most requests share one params object, so handle each pair only once.
+        # Most prompts share one params object, so handle each pair of params and capture flag only once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:

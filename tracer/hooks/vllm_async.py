@@ -26,7 +26,7 @@ from .vllm_contract import Conditions, async_contract, sampling_settings
 ABORT, ERROR = "abort", "error"
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls that change the engine's model. verl uses them to keep vocabulary padding out of the softmax."""
+"""Remote calls that change the engine's model. verl uses them to keep vocabulary padding out of the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
 """Module that is imported only if verl samples in this process."""

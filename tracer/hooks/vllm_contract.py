@@ -32,7 +32,7 @@ _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "speculative_config": ("method", "model", "num_speculative_tokens"),
     "load_config": ("load_format",),
 }  # fmt: skip
-"""Section -> vLLM settings that can change a logprob."""
+"""vLLM settings that can change a logprob, by section of vLLM's configuration."""
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -45,12 +45,12 @@ _OF_REQUEST = ("max_tokens", "seed", "n")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     adapters: tuple[tuple[str, int, str], ...] = ()
-    """(name, number, path) per LoRA adapter."""
+    """Name, number and path of each LoRA adapter."""
     has_grammar: bool = False
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """`lora_requests` is None, one request, or one per prompt."""
+        """Return a call's conditions. `lora_requests` is None, one LoRA request, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
         has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)
@@ -163,7 +163,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """Get a GPU's name from vLLM, because asking torch would initialise CUDA and prevent forks."""
+    """Return the device's name. vLLM knows a GPU's name, while asking torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)
@@ -171,6 +171,6 @@ def _device(config: Any) -> str | None:
         return None if device is None else environment.device_name(device)
     from vllm.platforms import current_platform
 
-    if type(current_platform).__name__.startswith("NonNvml"):  # on Jetson, vLLM gets the name from torch
+    if type(current_platform).__name__.startswith("NonNvml"):  # on Jetson, vLLM itself asks torch for the name
         return "cuda"
     return f"cuda {current_platform.get_device_name(torch.device(device).index or 0)}"

@@ -16,7 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""NumPy type strings. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
+"""NumPy type strings by torch dtype. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -35,7 +35,7 @@ class NumpyDtype:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise NotPlain("unexpected NumPy dtype state")
+            raise NotPlain("unexpected state of a NumPy dtype")
         self.order = state[1]
 
     @property
@@ -123,7 +123,7 @@ HELD = (NumpyArray, Tensor)
 
 
 class Shell:
-    """Stand-in for a framework's object: constructor arguments and pickled state."""
+    """Stand-in for a framework's object. It has the object's constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")
 
@@ -214,7 +214,7 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    raise NotPlain("it calls a name that may only be referenced")
+    raise NotPlain("a call of a name that may only be referenced")
 
 
 _BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {

@@ -74,13 +74,13 @@ class Columns:
         valid = None if not values.null_count else values.is_valid().to_numpy(zero_copy_only=False)
         filled = values if valid is None else pc.fill_null(values, pa.scalar(0).cast(values.type))
         cells = filled.to_numpy(zero_copy_only=False).reshape(-1, *shape)
-        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory
+        if filled.get_total_buffer_size() > 2 * filled.nbytes:  # a slice would keep its whole batch in memory, so copy
             cells = cells.copy()
         return Ragged(cells, lengths, valid)
 
 
 def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
-    """Convert the lists of all tokens to fixed-size lists. Raises ImportFailed if their lengths differ."""
+    """Convert each token's list of values to a fixed-size list. Raises ImportFailed if the lists differ in length."""
     lengths_B = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     ends, values, sizes = np.cumsum(lengths_B), array.flatten(), list[int]()
     while pa.types.is_list(values.type):
@@ -91,9 +91,9 @@ def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
             token = int(odd[0]) // math.prod(sizes)
             row = int(np.searchsorted(ends, token, side="right"))
             raise ImportFailed(
-                f"{rows.file}: column {name!r} has a list of {lengths[odd[0]]} at {rows.place(row)}, token "
-                f"{token - int(ends[row] - lengths_B[row])}, and one of {first} at the first token. Give each token "
-                "the same number of values, at least one"
+                f"{rows.file}: column {name!r} has a list of length {lengths[odd[0]]} at {rows.place(row)}, "
+                f"token {token - int(ends[row] - lengths_B[row])}, and one of length {first} at the first token. "
+                "Give each token the same number of values, at least one"
             )
         sizes += [first] if first else []
         values = values.flatten()
@@ -197,14 +197,14 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
 
 ROWS_AT_ONCE = 512
 VALUES_AT_ONCE = 2 << 20
-"""Numbers in a block of rows, unless a single row has more."""
+"""Maximum number of values in a block of rows, unless a single row has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBatch:
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """Column values by name in the file, one per row."""
+    """One value per row for each column, by the column's name in the file."""
     numbers: Sequence[int]
     unit: str = "row"
     """What messages call a row: row, line, sample, ..."""
@@ -229,7 +229,7 @@ def explained(name: str, format: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ImportFailed(f"{name}: cannot be read as {format} ({reason})") from error
+        raise ImportFailed(f"{name} cannot be read as {format} ({reason})") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

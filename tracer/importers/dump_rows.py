@@ -1,4 +1,7 @@
-"""Shapes: B rows, N tokens across all rows, T padded row width, L layers with a router, S experts selected per token."""
+"""Collect a dump's rows as columns.
+
+Shapes: B rows, N tokens across all rows, T padded row width, L layers with a router, S experts selected per token.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """None means that a value was not recorded."""
+        """Add a row. A cell is None if its value was not recorded."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
@@ -100,7 +103,7 @@ def padded_columns(
 
 
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
-    """Return a padded batch's mapped columns that are not in `own`, from fields with one value per row [B]."""
+    """Return a padded batch's mapped columns that are not in `own`. Their fields must have one value per row [B]."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
     for name, values in found.items():
         if values is not None and (np.ndim(values) == 0 or len(values) != num_rows):
@@ -149,6 +152,7 @@ def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
         raise ImportFailed(f"{where}: router choices must be integers from -1 to {_MOST_EXPERTS}, got {found.dtype}")
     ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
     ids[: len(found)] = found
-    if found.shape[2] > 1:  # a router never picks an expert twice, so equal choices are padding
+    # A router never selects an expert twice for a token, so a token whose choices are all equal is padding.
+    if found.shape[2] > 1:
         ids[(ids == ids[:, :, :1]).all(axis=(1, 2))] = NOT_ROUTED
     return ids

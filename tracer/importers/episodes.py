@@ -1,8 +1,8 @@
 """Read prime-rl's `traces.jsonl`: episodes, each with one message graph per agent.
 
-A node has the tokens that its message adds, and logprobs for the sampled ones (`mask`). A path from a root to a leaf is
-one training sample. Field names and rules are those of verifiers (a60a606 and 0.4.1: v1/episode.py, v1/trace.py,
-v1/graph.py) and of `iter_trainable_branches` in prime-rl's src/prime_rl/orchestrator/trajectories.py (559b447).
+A node has the tokens that its message adds, and logprobs for the sampled tokens (`mask`). A path from a root to a leaf
+is one training sample. Field names and rules follow verifiers (a60a606 and 0.4.1: v1/episode.py, v1/trace.py,
+v1/graph.py) and `iter_trainable_branches` in prime-rl's src/prime_rl/orchestrator/trajectories.py (559b447).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Fields:
         budget: Budget, added: tuple[str, ...] = (),
     ):  # fmt: skip
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where}: is not a record with named fields. Check that the file has this format")
+            raise ImportFailed(f"{where} is not a record with named fields. Check that the file has this format")
         self.record = record
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
         self.added_per_token = tuple(column for column in added if _reader(column) == Fields.values)
@@ -49,7 +49,7 @@ class Fields:
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget, added)
 
     def take(self, num_bytes: int) -> None:
-        """Charge memory for copies of the values. Raises ImportFailed if the file's budget is exceeded."""
+        """Charge copies of values to the file's memory budget. Raises ImportFailed if the budget is exceeded."""
         self._budget.take(num_bytes)
 
     def get(self, column: str) -> Any:
@@ -61,8 +61,8 @@ class Fields:
             value = self.record.get(name)
             if isinstance(value, Foreign):
                 raise ImportFailed(
-                    f"{self.where}: field {name!r} is {shown(value)}, needed for {column}. Save it as a number, text or "
-                    f"a list, or leave it out with --map {name}="
+                    f"{self.where}: field {name!r}, needed for {column}, is {shown(value)}. Save it as a number, text "
+                    f"or a list, or leave it out with --map {name}="
                 )
             if value is not None:
                 self._seen.add(name)
@@ -77,14 +77,14 @@ class Fields:
     def required(self, column: str) -> Any:
         name, value = self._found(column)
         if value is None:
-            raise ImportFailed(f"{self.where}: field {name!r} is missing, needed for {column}")
+            raise ImportFailed(f"{self.where}: field {name!r}, needed for {column}, is missing")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def added_cells(self, own: Collection[str]) -> dict[str, Any]:
-        """Return the cells of mapped columns that are not among the `own` cells of a format's row."""
+        """Return the cells of mapped columns, except those in `own`, which the format fills in itself."""
         names = [name for name in self.added + self.added_per_token if name not in own]
         return self.cells(*names) if names else {}
 
@@ -164,7 +164,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return the reward functions: the field mapped to `rewards`, or every number not in a column or `but`."""
+        """Return the rewards: the field mapped to `rewards`, or every number that is not in a column or in `but`."""
         if mapped := self.rewards("rewards"):
             return mapped
         known = {name for names in self._columns.values() for name in names}

@@ -29,11 +29,11 @@ class DumpFolder:
     is_file: bool = False
 
     passes: Mapping[str, str] = field(default_factory=dict)
-    """Pass of each file, if several paths were given. Each path is one pass."""
+    """Name of the pass that each file belongs to, if several paths were given. Each path becomes a pass."""
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
-        """List the files of several paths. Each path is one pass."""
+        """List the files of several paths. Each path becomes the pass with the same position in `names`."""
         folders = [cls.of(path) for path in paths]
         roots = [os.path.realpath(each.root) for each in folders]
         root = Path(os.path.commonpath(roots))
@@ -46,7 +46,7 @@ class DumpFolder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List a folder's files, or take a single file. Links pointing outside the folder are not followed."""
+        """List the files in a folder, or only `path` if it is a file. Links out of the folder are not followed."""
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
@@ -74,13 +74,13 @@ class DumpFolder:
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path}: is a link pointing outside the folder, which is not followed. Import its target"
+                f"{path} is a link that points outside the folder, so it was not followed. Import its target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                raise ImportFailed(f"{path}: is not a regular file. Remove it")
+                raise ImportFailed(f"{path} is not a regular file. Remove it")
         except OSError as error:
-            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from error
+            raise ImportFailed(f"{path} cannot be read ({error.strerror or error}). Check its permissions") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
@@ -125,12 +125,12 @@ class Reading:
     columns: Mapping[str, tuple[str, ...]]
     seen: set[str]
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """First line to import from each JSON Lines file, counted from 1."""
+    """Number of the first line to import from each JSON Lines file, counted from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """Last complete line in each JSON Lines file. Set by the reader."""
+    """Number of the last complete line in each JSON Lines file, counted from 1. Set by the reader."""
     partial: bool = False
     added: tuple[str, ...] = ()
-    """Columns that `map` reads from other fields."""
+    """Columns that `map` fills from fields that the format does not use for them."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""
@@ -154,7 +154,8 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Called with a record's fields, its name and its number in the file. Returns rows as dicts of cells by column."""
+"""Function that converts a record to rows, given its fields, its name and its number in the file. A row is a dict from
+column to cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,24 +173,24 @@ class Format:
     pattern: str = ""
     """Regular expression matched against the end of each file's path. Its group, if any, captures the step."""
     keys: frozenset[str] = frozenset()
-    """Keys that the first object must have. Needed if another format uses the same file names."""
+    """Keys that a file's first object must have. Needed if another format uses the same file names."""
     needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """For each pass, why files may lack its logprobs and how to get them."""
+    """For each pass, a note on why files may lack its logprobs and how to get them."""
     contracts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """For each pass, what the format itself determines, such as the precision it stores."""
+    """For each pass, the contract fields that the format determines, such as the precision of stored values."""
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Detects this format in a folder. None if `pattern` and `keys` suffice."""
+    """Function that detects this format in a folder. None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """Groups a folder's files by step. None if each file is read on its own."""
+    """Function that groups a folder's files by step. None if each file is read on its own."""
     passes: Callable[[DumpFolder], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
-    """Names each file's pass, with its contract. None if all files belong to the same passes."""
+    """Function that returns the pass name and contract for each file. None if all files belong to the same passes."""
     rows: RowsOf | None = None
-    """Converts a line to rows. None if each line is one row with plain fields."""
+    """Function that converts a line to rows. None if each line is one row with plain fields."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Yields a part's rows. None for JSON Lines files."""
+    """Function that yields a part's rows. None for JSON Lines files."""
 
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:

@@ -112,7 +112,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(mapped: Collection[str], path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Skip text columns that are not mapped, because they can be large and are not stored in a trace."""
+    """Yield (row number, row). Unmapped text columns are not read: they can be large, and no trace stores them."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -157,14 +157,14 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
     if fields.record.get("is_validation") is True:
         return
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns) or not turns:
-        raise ImportFailed(f"{fields.where}: has no list of turns")
+        raise ImportFailed(f"{fields.where} has no list of turns")
     each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
     version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
     cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason")
     if cells["step"] is None:
         cells["step"] = version
     if cells["step"] is None:
-        raise ImportFailed(f"{fields.where}: has neither a step nor a policy version")
+        raise ImportFailed(f"{fields.where} has neither a step nor a policy version")
     yield {**cells, "policy_version": version, **_joined_turns(each)}
 
 
@@ -179,7 +179,7 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(
-                f"{turn.where}: its prompt does not continue the previous turns' tokens, so turn {place} was "
+                f"{turn.where}: its prompt does not begin with the previous turns' tokens, so turn {place} was "
                 "re-tokenized"
             )
         if logprobs is not None and len(logprobs) != len(sampled):
@@ -238,9 +238,9 @@ FORMATS: dict[str, Format] = {
 
 def recognised(folder: DumpFolder) -> str | None:
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
-    if len(found) > 1 and SCALARS.name in found:  # a run's folder often has its curves beside its dumps
+    if len(found) > 1 and SCALARS.name in found:  # a run's folder often has scalars beside dumps
         found.remove(SCALARS.name)
     if len(found) > 1:
         commands = " or ".join(f"tim-trace import {name} {shlex.quote(folder.url)} -o RUN" for name in found)
-        raise ImportFailed(f"{folder.url}: contains files from {' and '.join(found)}. Choose one: {commands}")
+        raise ImportFailed(f"{folder.url} contains files from {' and '.join(found)}. Choose one: {commands}")
     return found[0] if found else None

@@ -50,14 +50,14 @@ def import_dump(
     steps and half-written files are skipped and listed in the result. To add them later, import again. To read as much
     of them as possible now, set `partial`.
 
-    Nothing in the files is executed: pickles are read as data, and an object of another class is an error only in a
-    field that is read. At most one step or 512 JSON Lines rows are held in memory. Several paths, or Megatron-LM's
-    files, are held whole.
+    Nothing in the files is executed: pickles are read as data, and an object of an unsupported class is an error only
+    if it is in a field that is read. At most one step or 512 JSON Lines rows are held in memory. If several paths are
+    given, or for Megatron-LM's files, all rows are held in memory at once.
 
     Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
-        raise ImportFailed(f"unknown format '{format}', choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+        raise ImportFailed(f"unknown format '{format}'. Choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     if not isinstance(path, (str, os.PathLike)) and len(path) < 2:
         if not path:
             raise ImportFailed("no path was given. Pass a file or a folder")
@@ -69,19 +69,19 @@ def import_dump(
         if folder is not None and not folder.is_file and format in (PARQUET, SCALARS.name):
             hint = how_to_dump(folder, FORMATS)
             if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
-                raise ImportFailed(f"{folder.url}: contains no dump. {hint}{curves_in(folder)}")
+                raise ImportFailed(f"{folder.url} contains no dump. {hint}{curves_in(folder)}")
     reads_one = folder is None or format in (PARQUET, SCALARS.name) or FORMATS[format].parts is not None
     if reads_one and not isinstance(path, (str, os.PathLike)):
-        raise ImportFailed(f"the {format} format reads one path, got {len(path)}. Pass a folder or a pattern")
+        raise ImportFailed(f"the {format} format reads one path, but got {len(path)}. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
-                f"does not apply to the {format} format, which has no incomplete steps. Remove this option",
+                f"the {format} format has no incomplete steps. Remove this option",
                 option="partial",
             )
         if folder is not None and format == SCALARS.name:
             if sample != 1.0:
-                raise ImportFailed("selects sequences, but scalars have none. Remove this option", option="sample")
+                raise ImportFailed("scalars have no sequences to select from. Remove this option", option="sample")
             result = import_metrics(folder, output=output, map=map, steps=steps, force=force, progress=progress)
             result.notes += (f"no tokens: {hint}",) if hint else ()
             return result
@@ -114,14 +114,14 @@ def import_dump(
     )
     if named and other is not None:
         raise ImportFailed(
-            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Map fields to "
-            f"{', '.join(MAPPED)}",
+            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Only these "
+            f"columns can be mapped to: {', '.join(MAPPED)}",
             option="map",
         )
     if named and before is not None and parts:
         raise ImportFailed(
-            f"{output}: files were added since it was imported, and their sequences are matched when all are read. "
-            "Replace the trace with --force"
+            f"{output}: files were added since it was imported, but sequences can only be matched if all files are "
+            "imported together. Replace the trace with --force"
         )
     if not parts:
         if before is None:
@@ -157,23 +157,23 @@ def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
     for part in parts:
         for name in part.files if part.step is not None else ():
             place, base = os.path.split(name)
-            # A step's files may be spread over folders with different names, but not repeated.
+            # A step's files may be in differently named folders. The same folder and file name twice means two runs.
             key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
             if (other := places.setdefault((part.step or 0, key), place)) != place:
                 raise ImportFailed(
-                    f"{folder.url}: has step {part.step} in both {other or '.'} and {place or '.'}, so it contains "
-                    "several runs or a validation. Pass one of these folders"
+                    f"{folder.url} has step {part.step} in both {other or '.'} and {place or '.'}, so it contains "
+                    "several runs or validation data. Pass one of these folders"
                 )
 
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
     other = recognised(folder)
     remedy = "Pass the folder that the framework wrote to" if other in (None, format.name) else f"Import it as {other}"
-    return f"contains no {format.files}. {remedy}"
+    return f"it contains no {format.files}. {remedy}"
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each part is a whole step and steps increase. Names from earlier steps can then be dropped."""
+    """Return True if each part is one step and steps increase, so that the names of earlier steps can be dropped."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -186,7 +186,7 @@ def _add_parts(
     seen: set[str] = set()
     shared, without, num_text = SharedRows(), list[str](), 0
     if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
-        raise ImportFailed(f"{folder.url}: {said}, and all files are matched together. Import fewer of them at once")
+        raise ImportFailed(f"{folder.url}: {said}. All files are matched together, so import fewer at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
@@ -217,7 +217,7 @@ def _add_parts(
 
 
 _KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=VALUES.type, convert=lambda array: array)}
-"""Kinds for dumps. Their router choices stay unconverted, because `routed` checks them."""
+"""Kinds of columns in dumps. Router choices are not converted here, because `routed` has checked them."""
 
 
 def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = _KINDS) -> None:
@@ -243,7 +243,7 @@ class _Before:
             return None
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
-                f"{output}: is a recorded run, and a {format.name} dump has no ids to match its rows to the recorded "
+                f"{output} is a recorded run, but a {format.name} dump has no ids that match its rows to the recorded "
                 "sequences. The recording already has the rewards and advantages. To import the dump anyway, choose "
                 "another folder"
             )
@@ -253,7 +253,7 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_shown_options(found)}, not {_shown_options(options)}. Pass the same "
+                f"{output} was imported with {_shown_options(found)}, not {_shown_options(options)}. Pass the same "
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
@@ -277,8 +277,8 @@ class _Before:
                 found.append(part)
         if parts and not self.num_known:
             raise ImportFailed(
-                f"{self._url}: was imported from another folder, and none of its files is in {folder.url}. Choose another "
-                f"output folder, or replace the trace with --force"
+                f"{self._url} was imported from another folder, and none of its files is in {folder.url}. Choose "
+                f"another output folder, or replace the trace with --force"
             )
         return found
 
@@ -287,7 +287,7 @@ class _Before:
         now_there = content_of(path, num_bytes=known.num_bytes)
         if now_there.hash != known.hash or (size != known.num_bytes and known.num_rows is None):
             raise ImportFailed(
-                f"{path}: has changed since it was imported. Import to another folder, or replace the trace with --force"
+                f"{path} has changed since it was imported. Import to another folder, or replace the trace with --force"
             )
         return size > known.num_bytes
 
@@ -304,7 +304,7 @@ def _dump_folder(format: str, path: _Paths) -> DumpFolder | None:
         return None
     folder = DumpFolder.of(path)
     if not folder.files:
-        raise ImportFailed(f"{folder.url}: is empty. Pass the folder that the framework wrote to")
+        raise ImportFailed(f"{folder.url} is empty. Pass the folder that the framework wrote to")
     return folder
 
 
@@ -317,7 +317,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
     taken = dict.fromkeys((*columns, *(name for name in KNOWN if name not in OF_PASSES or KINDS[name] == VALUES)))
     for theirs, ours in given.items():
         if ours == "step" and ours not in columns:
-            raise cannot_map(theirs, ours, f"{format.name} names files by step")
+            raise cannot_map(theirs, ours, f"{format.name} files have no field for the step")
         if ours and ours not in taken:
             only = "Only a table has such a column. Write one, and import it as parquet"
             raise cannot_map(theirs, ours, only if ours in KNOWN else f"{format.name} takes {', '.join(taken)}")

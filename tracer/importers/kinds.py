@@ -15,7 +15,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """A column contains an invalid value. The caller looks for its row."""
+    """A column contains an invalid value. The caller then finds the row that contains it."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
@@ -32,14 +32,14 @@ class Kind:
     element: Kind | None = None
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array. An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
+        """Convert a column's array. An all-NULL array may have any type. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array [1]. A list may mix types, which Arrow does not allow."""
+        """Convert one Python value to an array with one element. Unlike in Arrow, a list may contain several types."""
         try:
             return self.column(pa.array([value]))
         except WRONG:
@@ -102,7 +102,7 @@ _LISTS = (pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
-    """Raises an Arrow error for an integer that float64 cannot represent exactly."""
+    """Convert to float64. Raises an Arrow error for an integer that float64 cannot represent exactly."""
     if not _is_numeric(array.type):
         raise WrongValues
     return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
@@ -117,7 +117,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert to float32, which frameworks use for these values. Rounding is allowed, but overflow is not."""
+    """Convert to float32, which frameworks use for these values. Rounding is allowed, overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -155,7 +155,7 @@ def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
 def _convert_text(array: pa.Array) -> pa.Array:
     if not pa.types.is_string(array.type):
         raise WrongValues
-    array.validate(full=True)  # a file may declare invalid UTF-8 as text
+    array.validate(full=True)  # a file may contain invalid UTF-8 in a column of type string
     return array
 
 
@@ -199,7 +199,7 @@ REWARDS = Kind(wants="a record with one number per reward function", type=tables
 
 
 def array_kind(type: pa.DataType, shape: str) -> Kind:
-    """Return the kind of nested lists without NULL (see tables.ARRAYS)."""
+    """Return the kind for nested lists that contain no NULL (see tables.ARRAYS)."""
     if type in _CELLS:
         return replace(_CELLS[type], wants=f"{_CELLS[type].wants.partition(' ')[2]}s {shape}, without NULL")
     inner = array_kind(type.value_type, shape)

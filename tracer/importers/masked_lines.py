@@ -1,5 +1,6 @@
 """Import files from prime-rl and NeMo-RL. Both contain token ids and a loss mask, and the response begins at the first
-token in the loss. A prime-rl line or micro-batch may pack several sequences. NeMo-RL wraps values in one-element lists."""
+token that the loss mask includes. A prime-rl line or micro-batch may pack several sequences. NeMo-RL wraps values in
+one-element lists."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .micro_batches import read_micro_batches
 
 _EXPORTS = r"step_(\d+)/rank_\d+\.jsonl"
 _KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/traces\.jsonl")
-"""Files with the same sequences, best first: with the trainer's logprobs, all of the engine's, or rounded ones."""
+"""Patterns for files that hold the same sequences, best first: files with the trainer's logprobs, with all of the
+engine's logprobs, or with rounded logprobs."""
 _MARKER = "STABLE"
 _VERSION = 1
 
@@ -68,7 +70,7 @@ def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Split a line into sequences wherever positions restart at 0. Skip sequences with no token in the loss."""
+    """Split a line into sequences wherever positions restart at 0. Skip sequences with no token in the loss mask."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
@@ -93,7 +95,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
 def masked_row(
     tokens: np.ndarray, mask: np.ndarray, values: Mapping[str, Values | None], start: int = 0, end: int | None = None
 ) -> dict[str, Any]:
-    """Return the cells of the sequence at `start:end` of arrays [N]. Its response begins at the first token in the mask."""
+    """Return the cells of the sequence at `start:end`. The response begins at the first token in the mask."""
     end = len(tokens) if end is None else end
     first = start + int(mask[start:end].argmax())
     return {
@@ -110,7 +112,7 @@ def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, 
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Cut out the response's values. A sequence's first token has no context and therefore no value."""
+    """Return the values of the response. A sequence's first token has no context and therefore no value."""
     if values is None or not values.known[first:end].any():
         return None
     part = Values(values.values[first:end], values.known[first:end].copy())
@@ -169,7 +171,7 @@ def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Lists in the file are right-padded, and the token at index 0 has no logprob."""
+    """Return a record's cells. Its lists are right-padded, and the token at index 0 has no logprob."""
     tokens, mask = _tokens(fields)
     length = fields.integer("length")
     length = len(tokens) if length is None else length

@@ -1,7 +1,7 @@
-"""Import the inference values that Megatron-LM's functional tests compare with (golden_values_*.json).
+"""Import the reference values of Megatron-LM's functional tests of inference (golden_values_*.json).
 
-Fields as written by examples/inference/{utils,advanced/gpt_static_inference}.py, names of settings as in the folders of
-tests/functional_tests/test_cases (NVIDIA/Megatron-LM, d98e8a64).
+The fields are those written by examples/inference/{utils,advanced/gpt_static_inference}.py. The settings are named as
+in the folders of tests/functional_tests/test_cases (NVIDIA/Megatron-LM, d98e8a64).
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _FILE = r"(?:[^/]*__)?golden_values[^/]*\.json"
 
 
 def _case(path: str) -> tuple[list[str], str, str]:
-    """Return a file's folders, case and environment (`dev_dgx_h100`), from `<family>/<case>/golden_values_<env>.json`.
+    """Return the folders, case and environment (such as `dev_dgx_h100`) in a path.
 
-    A file copied out of its folders may have `__` for each `/`.
+    Paths have the form `<family>/<case>/golden_values_<env>.json`. A file that was copied out of its folders may have
+    `__` instead of each `/`.
     """
     *folders, case, file = ["", *re.split(r"__|/", path)]
     return folders, case, file.removesuffix(".json").removeprefix("golden_values").strip("_")
 
 
 def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return each file's pass name and contract, both from the file's path."""
+    """Return the pass name and contract that each file's path states."""
     cases = {name: _case(f"{folder.root}/{name}") for name, _ in folder.matching(_FILE)}
     shared = set.intersection(*(set(env.split("_")) for _, _, env in cases.values())) if cases else set()
     paths = []
@@ -51,7 +52,7 @@ def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
 
 def _requests(path: Path) -> list[Mapping[str, Any]]:
     content = whole_content(path, TIMES_AS_JSON)
-    if not content.strip():  # the repository has some empty files
+    if not content.strip():  # the Megatron-LM repository has some empty files
         return []
     found = parsed(content, str(path), "a golden file holds one object per request")
     if not isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Import logged scalars into the table `metrics`. Shapes: N values, sorted by step."""
+"""Import logged scalars into the table `metrics`. Shapes: N logged values."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def import_metrics(
 ) -> Imported:  # fmt: skip
     """Import a file or folder of scalars.
 
-    All values are held in memory (20 bytes each), because a step's last value replaces earlier ones. If `output` is a
-    trace that was not imported from scalars, they are added to it. Raises ImportFailed or TraceExists.
+    All values are held in memory (20 bytes each), because the last value of a step replaces earlier ones. If `output`
+    is a trace that was not imported from scalars, the scalars are added to it. Raises ImportFailed or TraceExists.
     """
     names, left_out = files_of(folder)
     found, notes = _Scalars(dict(map or {})), list[str]()
@@ -82,7 +82,7 @@ def _holds_other(output: str | os.PathLike[str], names: Any) -> bool:
     files = (pa.PythonFile(FileCursor(entry.file), mode="r") for entry in take_snapshot(store).files[METRICS])
     known = {name for file in files for name in pc.unique(pq.read_table(file, columns=["name"])["name"]).to_pylist()}
     if both := sorted(known & set(names)):
-        raise ImportFailed(f"{output}: already has values for {listed_names(both)}. Rename or skip them", option="map")
+        raise ImportFailed(f"{output} already has values for {listed_names(both)}. Rename or skip them", option="map")
     return True
 
 
@@ -91,7 +91,7 @@ class _Scalars:
 
     def __init__(self, mapped: dict[str, str]):
         self.codes: dict[str, int] = {}
-        """Index of each name."""
+        """Index of each metric's name."""
         self.ignored: dict[str, None] = {}
         self._steps, self._names, self._values = array("q"), array("i"), array("d")
         self._texts: dict[int, str] = {}
@@ -115,7 +115,7 @@ class _Scalars:
                 self.ignored[name] = None
                 continue
             if len(self.codes) >= _MOST_NAMES:
-                raise ImportFailed(f"{where}: has more than {_MOST_NAMES:,} columns. Remove those that are not scalars")
+                raise ImportFailed(f"{where} has more than {_MOST_NAMES:,} columns. Remove those that are not scalars")
             if number is None:
                 self._texts[len(self._values)] = as_text(value)
             self._steps.append(at)
@@ -125,10 +125,10 @@ class _Scalars:
     def _step(self, where: str, flat: Mapping[str, Any]) -> int:
         name = next((name for name in (*_STEPS, _COUNTER) if flat.get(name) is not None), None)
         if name is None:
-            raise ImportFailed(f"{where}: has no step (found: {listed_names([*flat])}). {_MAP}")
+            raise ImportFailed(f"{where} has no step (found: {listed_names([*flat])}). {_MAP}")
         step = math.nan if isinstance(flat[name], bool) else _number(flat[name])
         if step is None or step != step // 1 or abs(step) >= 2**63:
-            raise ImportFailed(f"{where}: {name} is {flat[name]!r:.40}, but a step is a whole number. {_MAP}")
+            raise ImportFailed(f"{where}: {name} is {flat[name]!r:.40}, but a step must be a whole number. {_MAP}")
         if name == _COUNTER:
             self._by_counter = self._by_counter or where
         elif flat.get(_COUNTER) is not None and _number(flat[_COUNTER]) != step:
@@ -138,16 +138,16 @@ class _Scalars:
     def check(self, url: str) -> None:
         if self._by_counter and self._differs:
             raise ImportFailed(
-                f"{self._by_counter}: has only W&B's counter _step, other rows have {self._differs}, and the two differ. Map "
-                "the one to use, e.g. _step=step"
+                f"{self._by_counter} has only W&B's counter _step, but other rows have {self._differs}, and the two "
+                "differ. Map the column to use, e.g. _step=step"
             )
         if self._unread:
             raise ImportFailed(f"no row has the column {listed_names([*self._unread])}", option="map")
         if not self.codes:
-            raise ImportFailed(f"{url}: contains no scalars. Pass a file with values per step")
+            raise ImportFailed(f"{url} contains no scalars. Pass a file with values per step")
 
     def columns(self, steps: str, url: str, notes: list[str]) -> Iterator[dict[str, pa.Array]]:
-        """Yield the last value of each step, sorted by step."""
+        """Yield columns with the last value of each metric at each step, sorted by step."""
         step_N, code_N, value_N = (np.asarray(each) for each in (self._steps, self._names, self._values))
         order_N = np.lexsort((code_N, step_N))  # stable: the last logged value stays last
         is_last = np.append((np.diff(step_N[order_N]) != 0) | (np.diff(code_N[order_N]) != 0), True)
@@ -174,7 +174,7 @@ class _Scalars:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested values as `outer/inner`. W&B's objects with a `_type` (histograms, images, tables) stay whole."""
+    """Yield (name, value), with nested names as `outer/inner`. W&B objects with `_type`, such as images, stay whole."""
     for name, value in values.items():
         if isinstance(value, Mapping) and "_type" not in value and path.count("/") < _MOST_DEPTH:
             yield from _flat(value, f"{path}{name}/")

@@ -20,7 +20,8 @@ from .textfiles import whole_content
 _LEAST_BYTES = 10
 """Size of the smallest micro-batch: a list of nine empty fields."""
 _TIMES = 34
-"""Maximum memory for a decoded micro-batch, as a multiple of its size: a number can be one byte, a float takes 32."""
+"""Maximum memory for a decoded micro-batch, as a multiple of its size in the file. A number that takes one byte in
+the file takes 32 bytes as a Python float in a list."""
 
 
 class _RoutedExperts(msgspec.Struct, array_like=True):
@@ -53,7 +54,7 @@ def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str,
     where = str(path)
     try:
         if _num_items(content) * _LEAST_BYTES > len(content):
-            raise msgspec.DecodeError("fewer micro-batches than its first bytes announce")
+            raise msgspec.DecodeError("fewer micro-batches than the file states")
         for number, raw in enumerate(_LIST.decode(content), start=1):
             where = f"{path}, micro-batch {number}"
             batch = _ONE.decode(raw)
@@ -61,19 +62,20 @@ def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str,
             yield number, record | {"routed_experts": _experts(batch.routed_experts, where)}
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ImportFailed(
-            f"{where}: not prime-rl's micro-batches ({error}). Copy the file again, or import another format"
+            f"{where} cannot be decoded as prime-rl micro-batches ({error}). Copy the file again, or import "
+            "another format"
         ) from error
 
 
 def _num_items(content: bytes) -> int:
-    """Return a msgpack list's stated length, or 0 for any other value."""
+    """Return the length that a msgpack list states, or 0 for any other value."""
     code = content[0] if content else 0
     width = {0xDC: 2, 0xDD: 4}.get(code, 0)
     return code & 0x0F if code >> 4 == 9 else int.from_bytes(content[1 : 1 + width], "big")
 
 
 def _experts(found: _RoutedExperts | None, where: str) -> np.ndarray | None:
-    """Return router choices [tokens, layers, slots]."""
+    """Return router choices [tokens, layers, slots], or None if the micro-batch has none."""
     if found is None:
         return None
     sizes = {"uint8": 1, "int16": 2, "int32": 4}

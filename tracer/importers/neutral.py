@@ -45,15 +45,16 @@ def import_parquet(
 
     `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
     sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
-    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`, `top2_gap`, a pass's own
-    (`train_entropy`), its policy version, distributions and router choices (`train_topk_ids`, nested lists), and all
-    other Recorder.add_sequences arguments. `advantage` is a number or
-    a list, `rewards` a record of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`), it is read too. `map`
-    maps the files' column names to the trace's. A column mapped to "" is skipped. `steps` (3:80, -10:) selects steps.
-    `sample` selects a share of the sequences by hashing their names.
+    `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy` and `top2_gap` (also
+    for a single pass, such as `train_entropy`), a pass's policy version, its distributions and router choices (nested
+    lists such as `train_topk_ids`), and all other arguments of Recorder.add_sequences. `advantage` is a number or a
+    list, and `rewards` is a record of numbers. Lists are aligned with `response_ids`. If the folder has a
+    `metrics.parquet` (`step`, `name`, `value`), it is read too. `map` maps the files' column names to the trace's. A
+    column mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by
+    hashing their names.
 
-    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0, unless another pass also has
-    logprobs near 0 for the same tokens (see ZeroLists).
+    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists that contain only 0.0. Such a list is kept if
+    another pass also has logprobs near 0 for the same tokens (see ZeroLists).
 
     Raises ImportFailed, which names the file, column and row. An existing trace is then kept unchanged.
     """
@@ -123,7 +124,7 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
         raise ImportFailed(
-            f"{where}: has no logprobs (found: {listed_names(list(found))}). Map your column to "
+            f"{where} has no logprobs (found: {listed_names(list(found))}). Map your column to "
             f"{' or '.join(PASSES)}, e.g. theirs={next(iter(PASSES))}"
         )
 
@@ -146,7 +147,7 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
-            # pre_buffer would keep the whole file in memory, and a read without buffer_size a whole column of a row group.
+            # pre_buffer would keep the whole file in memory. buffer_size avoids reading a row group's whole column.
             parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
             present = [column for column in parquet.schema_arrow.names if column in columns]
             for batch in parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, present), columns=present):
@@ -183,10 +184,10 @@ class RowFiles:
         metrics = [name for name in found if posixpath.basename(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
-            raise ImportFailed(f"{url}: contains no {_READ} file. Pass a folder, a single file, or a pattern with *")
+            raise ImportFailed(f"{url} contains no {_READ} file. Pass a folder, a single file, or a pattern with *")
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file. Rename it if its content is in one of these formats")
+            raise ImportFailed(f"{unknown} is not a {_READ} file. Rename it if its content is in one of these formats")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -235,7 +236,9 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
             raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
         if ours and ours not in KNOWN:
             names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
-            raise cannot_map(theirs, ours, f"Columns are {names}, or train_, current_, reference_ instead of rollout_")
+            raise cannot_map(
+                theirs, ours, f"Columns are {names}, or train_, current_ or reference_ instead of rollout_"
+            )
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
@@ -246,7 +249,7 @@ def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> di
         if ours not in KNOWN:
             continue
         if theirs in names:
-            raise ImportFailed(f"{file}: has two columns named {theirs!r}. Rename one")
+            raise ImportFailed(f"{file} has two columns named {theirs!r}. Rename one")
         if ours in owner:
             spare = theirs if theirs == ours else owner[ours]
             raise ImportFailed(

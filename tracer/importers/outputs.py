@@ -1,4 +1,5 @@
-"""Suggest how to use a framework's output folder without a dump: set the option that writes one, or import the curves.
+"""Suggest what to do with a framework's output folder that contains no dump: set the option that writes a dump, or
+import the logged scalars.
 
 The patterns match files that every run writes: verl 1dda039 (trainer/ppo/ray_trainer.py), slime 624b824
 (rollout/data_source.py), SkyRL a956457 (train/trainer.py), prime-rl 559b447 (utils/pathing.py), NeMo-RL 7ea279a
@@ -22,13 +23,13 @@ _LEFT = {
     "OpenRLHF": r"_(?:actor|critic)/(?:latest|global_step\d+/.+)",
     "trl": r"training_args\.bin|trainer_state\.json",
 }
-"""Patterns of paths. SkyRL comes before verl, because both write data.pt."""
+"""Patterns for paths that each framework writes. SkyRL comes before verl, because both write data.pt."""
 _CURVES = r"[^/]*\.(?:log|out)|[^/]*(?:metrics|history)[^/]*\.(?:jsonl|csv)"
 _CAN_RECORD = ("verl", "trl")
 
 
 def how_to_dump(folder: DumpFolder, formats: Mapping[str, Format]) -> str | None:
-    """Return how to write a dump with the framework that wrote a folder, or None if its files do not show which."""
+    """Return how to write a dump with the framework that wrote the folder, or None if it cannot be identified."""
     name = next((name for name, pattern in _LEFT.items() if next(folder.matching(f"(?:{pattern})"), None)), None)
     if name is None:
         return None
@@ -39,7 +40,7 @@ def how_to_dump(folder: DumpFolder, formats: Mapping[str, Format]) -> str | None
 
 
 def curves_in(folder: DumpFolder) -> str:
-    """Return the command that imports a folder's logged scalars as a sentence, or "" if it has no such file."""
+    """Return a sentence with the command that imports the folder's logged scalars, or "" if it has none."""
     name = next((name for name, _ in folder.matching(f"(?:{_CURVES})")), None)
     path = "" if name is None else shlex.quote(os.path.join(folder.url, name))
     return f". Its curves, without tokens: tim-trace import metrics {path} -o RUN" if path else ""

@@ -35,19 +35,19 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Charge bytes about to be allocated. Raises ImportFailed if they exceed the budget."""
+        """Charge the budget for bytes that will be allocated. Raises ImportFailed if they exceed what is left."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
-                f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory. No "
-                "framework writes such a file"
+                f"{self._where}: not read, because it would take more than {self.TIMES} times the file size in memory. "
+                "No framework writes such a file"
             )
 
 
 class Foreign:
-    """Inert stand-in for a name outside the allowlist, or for what calling it would return.
+    """Inert stand-in for a class or function outside the allowlist, or for the object that a call to it would return.
 
-    Holds the name, and the state that the file sets on an object. Arguments and items are dropped.
+    Holds the name, and the state that the file sets on the object. Arguments and items are dropped.
     """
 
     __slots__ = ("module", "name", "state")
@@ -85,7 +85,7 @@ Persistent = Callable[[Any], Any]
 def load(
     data: bytes, names: Names, where: str, budget: Budget, *, start: int = 0, persistent: Persistent | None = None
 ) -> tuple[Any, int]:
-    """Read the pickle at byte `start` and return its value and end. Raises ImportFailed unless it is plain data."""
+    """Read the pickle at byte `start` and return (value, end position). Raises ImportFailed if it is not plain data."""
     try:
         return _Machine(data, names, where, budget, persistent).run(start)
     except ImportFailed:
@@ -106,7 +106,7 @@ def load(
         MemoryError,
     ) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ImportFailed(f"{where}: not a pickle of arrays and plain values ({reason})") from error
+        raise ImportFailed(f"{where} is not a pickle of arrays and plain values ({reason})") from error
 
 
 class _Machine:
@@ -121,7 +121,7 @@ class _Machine:
     def run(self, start: int) -> tuple[Any, int]:
         data, position, size, memo = self._data, start, len(self._data), self._memo
         stack, marked, budget, owed = self._stack, self._marked, self._budget, 0
-        while True:  # most frequent opcodes first: torch.save writes about 30 per tensor
+        while True:  # most frequent opcodes first, as torch.save writes about 30 opcodes per tensor
             code = data[position]
             position += 1
             if code == 0x71:  # BINPUT
@@ -249,7 +249,7 @@ class _Machine:
             if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled later
                 made.give_state(state)
             elif type(made) is not dict:
-                raise NotPlain("it sets state on an object that has none")
+                raise NotPlain("it sets state on an object that cannot have any")
         elif code == 0x92:  # NEWOBJ_EX
             self._budget.take(CONTAINER_BYTES)
             known = (stack.pop(), stack.pop(), stack.pop())[2]
@@ -261,11 +261,11 @@ class _Machine:
         elif code == 0x31:  # POP_MARK
             stack = self._marked.pop()
         else:
-            raise ImportFailed(f"{self._where}: not a pickle of arrays and plain values (opcode 0x{code:02x})")
+            raise ImportFailed(f"{self._where} is not a pickle of arrays and plain values (opcode 0x{code:02x})")
         return stack
 
     def _set(self, target: Any, items: list[Any]) -> Any:
-        """Set items. Those with a Foreign key are dropped, because only plain keys are hashed."""
+        """Set a dictionary's items. Those with a Foreign key are dropped, because only plain keys are hashed."""
         if type(target) is Foreign:
             return target
         if type(target) is not dict or len(items) % 2:

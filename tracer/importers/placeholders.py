@@ -16,7 +16,7 @@ from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes over the same policy. A token with probability 1 in one of them should have it in all."""
+"""Passes that score the same policy. A token with probability 1 in one of them should have probability 1 in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
 """Largest |logprob| (bfloat16 rounding error) at which a token counts as having probability 1."""
 
@@ -29,9 +29,9 @@ class Placeholders:
     clamped: int = 0
     masked_zeros: int = 0
     all_zero: int = 0
-    """Zeros that became NULL because their list contains nothing else."""
+    """Number of zeros that became NULL because their list contains nothing else."""
     certain: int = 0
-    """Zeros kept because another pass also gives these tokens probability 1. Lists with a single zero do not count."""
+    """Number of zeros kept because another pass gives the token probability 1. Lists of a single zero do not count."""
 
     @property
     def total(self) -> int:
@@ -62,9 +62,9 @@ class ZeroLists:
     probability 1.
 
     They are logprobs if another pass over the same policy has values for the same tokens, all within CERTAIN_NATS of 0.
-    Otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass has
-    only 0.0 in the whole import, it was probably never filled in and becomes NULL. It is kept if other passes over the
-    same policy have values and these are all 0.0 too.
+    Otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. A pass
+    with only 0.0 in the whole import was probably never filled in, so its values become NULL. They are kept if other
+    passes over the same policy have values that are all 0.0 too.
     """
 
     def __init__(self) -> None:

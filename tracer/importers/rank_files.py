@@ -1,4 +1,4 @@
-"""Join train dumps with one file per rank into samples.
+"""Join the files of train dumps that have one file per rank into samples.
 
 Tensor-parallel ranks repeat the same data, data-parallel ranks hold different samples, and context-parallel ranks hold
 different tokens from the same samples. In the zig-zag layout, rank r out of c holds chunks r and 2c-1-r out of 2c.
@@ -49,10 +49,10 @@ class Ranks:
         data = top_level(record.get("rollout_data"), where)
         tokens = data.get("tokens")
         if not isinstance(tokens, (list, tuple)):
-            raise ImportFailed(f"{where}: has no list of tokens")
+            raise ImportFailed(f"{where} has no list of tokens")
         rank, size = _number(record, "cp_rank", 0, where), _number(record, "cp_size", 1, where)
         if not 0 <= rank < size <= 4096:
-            raise ImportFailed(f"{where}: has context-parallel rank {rank}, but only {size} ranks")
+            raise ImportFailed(f"{where} has context-parallel rank {rank}, but only {size} ranks")
         self._size = max(self._size, size)
         listed = {
             name: value

@@ -1,7 +1,8 @@
 """Import responses saved from vLLM, SGLang, text-generation-inference or NeMo-Gym, as JSON Lines or a JSON array.
 
-They have only the engine's logprobs. Fields of text-generation-inference as in router/src/lib.rs
-(huggingface/text-generation-inference, db931fcf), of NeMo-Gym as in nemo_gym/openai_utils.py (NVIDIA-NeMo/Gym, 07d6b0d0).
+They have only the engine's logprobs. The fields of text-generation-inference are those in router/src/lib.rs
+(huggingface/text-generation-inference, db931fcf), and those of NeMo-Gym are in nemo_gym/openai_utils.py
+(NVIDIA-NeMo/Gym, 07d6b0d0).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Split a saved object into response and request. Either one defaults to the object itself."""
+    """Return the response and the request in a saved object. If one is missing, the object itself stands in for it."""
     inside, request = record.get("response"), record.get("request", record.get("responses_create_params"))
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -66,7 +67,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format for servers whose responses contain `key`. `rollout` is the note for missing logprobs."""
+    """Return the format for servers whose responses contain `key`. `rollout` is shown if logprobs are missing."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)
@@ -95,13 +96,13 @@ def response_format(
 
 
 _SAMPLED = f"rollout/sampling{LOGPROBS}"
-"""Logprobs under the sampling distribution, after temperature and truncation."""
+"""Column with logprobs under the sampling distribution, after temperature and truncation."""
 
 
 def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     meta = response.get("meta_info")
     if not isinstance(meta, Mapping):
-        raise ImportFailed(f"{fields.where}: has no meta_info")
+        raise ImportFailed(f"{fields.where} has no meta_info")
     own = fields.of(meta, fields.where)
     entries = _triples(own, "rollout_logprobs")
     ids, values = fields.ids("response_ids"), None
@@ -111,7 +112,7 @@ def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[s
             raise ImportFailed(f"{fields.where}: output_ids differ from the tokens in output_token_logprobs")
         ids = given
     if ids is None:
-        raise ImportFailed(f"{fields.where}: has no token ids. Request them from SGLang with return_logprob=true")
+        raise ImportFailed(f"{fields.where} has no token ids. Request them from SGLang with return_logprob=true")
     prompt = fields.ids("prompt_ids")
     before = _triples(own, "prompt")
     if before is not None:
@@ -136,7 +137,7 @@ def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in found):
-        raise ImportFailed(f"{fields.where}: {column} is not a list with (logprob, token id, text) entries")
+        raise ImportFailed(f"{fields.where}: {column} is not a list of (logprob, token id, text) entries")
     pair = fields.of(
         {"v": [entry[0] for entry in found], "i": [entry[1] for entry in found]}, fields.where, v="v", i="i"
     )
@@ -178,11 +179,11 @@ _TOKEN = re.compile(r"token_id:(\d{1,10})")
 def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     choices = response.get("choices")
     if not isinstance(choices, list):
-        raise ImportFailed(f"{fields.where}: has no choices")
+        raise ImportFailed(f"{fields.where} has no choices")
     for place, choice in enumerate(choices):
         where = f"{fields.where}, choice {place}"
         if not isinstance(choice, Mapping):
-            raise ImportFailed(f"{where}: is not an object")
+            raise ImportFailed(f"{where} is not an object")
         logprobs = choice.get("logprobs")
         tokens, values = _tokens(logprobs if isinstance(logprobs, Mapping) else {})
         own = fields.of({**choice, "token_logprobs": values}, where)
@@ -199,7 +200,7 @@ def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str
 
 
 def _of_token(entry: Any, token: int) -> Any:
-    """Return a prompt token's logprob from vLLM's {token id: {logprob, rank, decoded_token}}."""
+    """Return a prompt token's logprob from vLLM's entry {token id: {logprob, rank, decoded_token}}, or None."""
     found = entry.get(str(token)) if isinstance(entry, Mapping) else None
     return found.get("logprob") if isinstance(found, Mapping) else None
 
@@ -218,7 +219,7 @@ def _ids(tokens: list[Any], where: str) -> np.ndarray:
     numbers = [int(match[1]) for match in found if match is not None]
     if len(numbers) != len(tokens) or not tokens or max(numbers) >= 2**31:
         raise ImportFailed(
-            f"{where}: has no token ids. Request them from vLLM with return_token_ids=true (or "
+            f"{where} has no token ids. Request them from vLLM with return_token_ids=true (or "
             f"return_tokens_as_token_ids=true) and logprobs"
         )
     return np.array(numbers, np.int32)
@@ -243,7 +244,7 @@ VLLM = response_format(
 def _tgi_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     details = response.get("details")
     if not isinstance(details, Mapping):
-        raise ImportFailed(f"{fields.where}: has no details. Request them with details=true")
+        raise ImportFailed(f"{fields.where} has no details. Request them with details=true")
     others = details.get("best_of_sequences") or []
     if not isinstance(others, list):
         raise ImportFailed(f"{fields.where}: best_of_sequences is not a list")
@@ -251,7 +252,7 @@ def _tgi_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str,
         own = fields.of(sequence, f"{fields.where}, sequence {place}")
         prompt, tokens = (_id_logprobs(own, column) for column in ("prompt", "response_ids"))
         if tokens is None:
-            raise ImportFailed(f"{own.where}: has no tokens. Request them with details=true")
+            raise ImportFailed(f"{own.where} has no tokens. Request them with details=true")
         before, prompt_ids = prompt if prompt is not None and len(prompt[1]) else (None, None)
         yield {
             "prompt_ids": prompt_ids,
@@ -286,7 +287,7 @@ TGI = response_format(
 def _nemo_gym_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     output = response.get("output")
     if not isinstance(output, list):
-        raise ImportFailed(f"{fields.where}: has no output items")
+        raise ImportFailed(f"{fields.where} has no output items")
     turns = [item for item in output if isinstance(item, Mapping) and item.get("generation_token_ids") is not None]
     if not turns:
         raise ImportFailed(

@@ -1,9 +1,9 @@
 """Import Megatron-RL's rollout bank (`--rl-durable-rollout-bank`), which stores finished rollout groups.
 
-`ledger.log` has one JSON line per group, which points into `tokens.bin` (int32), `logprobs.bin` (float16, generated
-tokens only) and `masks.bin` (uint8) by offset. MANIFEST.json names the generation and its segments. Names, types and
+`ledger.log` has one JSON line per group, with offsets into `tokens.bin` (int32), `logprobs.bin` (float16, generated
+tokens only) and `masks.bin` (uint8). MANIFEST.json names the generation and its segments. Names, types and
 checksum are those of Megatron-LM's megatron/rl/rollout_bank.py, and turns are joined as in megatron/rl/rl_utils.py
-(`_is_collapsible_rollout`, `prepare_trajectories`), both d98e8a6.
+(`_is_collapsible_rollout`, `prepare_trajectories`), both at commit d98e8a6.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BYTES_PER_TURN = 128
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _Turn = tuple[np.ndarray, np.ndarray, Values]
-"""(tokens, mask, logprobs), [T] each."""
+"""(tokens, mask, logprobs) of a turn, each of shape [T]."""
 
 
 class _Slice(msgspec.Struct, frozen=True):
@@ -71,7 +71,7 @@ class _Manifest(msgspec.Struct):
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
-    """Return one part per segment. If there is a manifest, only segments of the active generation count."""
+    """Return one part per segment. If there is a manifest, only the active generation's segments are returned."""
     ledgers = [name for name, _ in folder.matching(_PATTERN)]
     manifests = [name for name, _ in folder.matching(re.escape(_MANIFEST))]
     active = {ledger for name in manifests for ledger in _active(folder.path(name), name)}
@@ -89,11 +89,11 @@ def _typed(value: Any, kind: type[_Struct], where: str) -> _Struct:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ImportFailed(f"{where}: not of rollout bank version 2 ({error}). Copy the bank again") from error
+        raise ImportFailed(f"{where} does not follow rollout bank version 2 ({error}). Copy the bank again") from error
 
 
 def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line, group). Its `turns` are arrays [sidecar][member][turn]."""
+    """Yield (line number, group). The group's `turns` hold an array for each [sidecar][member][turn]."""
     budget, recent = reading.budget(), deque[int](maxlen=_AT_ONCE * len(_SIDECARS))
     ends = [0] * len(_SIDECARS)
     for number, record in read_lines(path, first):
@@ -108,8 +108,9 @@ def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dic
         for place, (name, dtype) in enumerate(_SIDECARS):
             meta = (group.tok, group.lp, group.mask)[place]
             lengths = [length for row in meta.lengths for length in row]
-            if meta.bytes and meta.offset < ends[place]:  # overlapping entries could read a small sidecar many times
-                raise ImportFailed(f"{where}: offset {meta.offset:,} in {name} does not follow the group before")
+            # Without this check, overlapping entries could read a small file many times.
+            if meta.bytes and meta.offset < ends[place]:
+                raise ImportFailed(f"{where}: offset {meta.offset:,} in {name} is before the previous group's end")
             is_whole = sum(lengths) * np.dtype(dtype).itemsize == meta.bytes
             if not is_whole or len(meta.lengths) not in (0, len(group.group.rollouts)):
                 raise ImportFailed(f"{where}: lengths in {name} do not add up to {meta.bytes:,} bytes")
@@ -122,7 +123,7 @@ def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dic
         rest = {name: value for name, value in record.items() if name != "checksum"}
         text = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
         if hashlib.blake2b(b"".join([text, *slices]), digest_size=16).hexdigest() != group.checksum:
-            raise ImportFailed(f"{where}: does not match its checksum. Copy the bank again from where it was written")
+            raise ImportFailed(f"{where} does not match its checksum. Copy the bank again from where it was written")
         yield number, record | {"turns": turns}
 
 
@@ -143,13 +144,14 @@ def _slice(reading: Reading, name: str, meta: _Slice, where: str, num_recent: in
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     uid = fields.text("group_id")
-    found = _UID.fullmatch(uid or "")  # collection_iter changes when a checkpoint compacts the bank
+    # Unlike the uid, collection_iter changes when a checkpoint compacts the bank.
+    found = _UID.fullmatch(uid or "")
     common = {"step": (int(found[1]) if found else fields.record["collection_iter"]) + 1, "group_id": uid}
     for place, member in enumerate(fields.record["group"]["rollouts"]):
         own = fields.of(member, f"{fields.where}, rollout {place}")
         tokens, logprobs, masks = (each[place] if each else [] for each in fields.record["turns"])
         if not tokens:
-            continue  # a placeholder of a failed episode
+            continue  # a placeholder for a failed episode
         if len(masks) != len(tokens) or len(logprobs) not in (0, len(tokens)):
             raise ImportFailed(f"{own.where}: {len(tokens)} turns, but {len(masks)} masks and {len(logprobs)} logprobs")
         common["reward"] = None if isinstance(own.get("reward"), list) else own.number("reward")
@@ -163,7 +165,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str) -> _Turn:
-    """Spread logprobs over the generated tokens. An end token that the trainer appended has none."""
+    """Assign logprobs to the generated tokens. An end token that the trainer appended has no logprob."""
     if len(mask) != len(tokens) or len(logprobs) > (mask == 1).sum() or (mask > 1).any():
         raise ImportFailed(
             f"{where}: {len(tokens)} tokens, {len(mask)} entries in the mask and {len(logprobs)} logprobs do not match"
@@ -175,7 +177,7 @@ def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str
 
 
 def _is_chain(turns: list[_Turn]) -> bool:
-    """Return True if each turn's tokens begin with the previous turn's, so that all turns are one sequence."""
+    """Return True if each turn begins with the previous turn's tokens, so that all turns form one sequence."""
     whole = all((mask == values.known).all() for _, mask, values in turns[:-1] if values.known.any())
     return whole and all(np.array_equal(a, b[: len(a)]) for (a, *_), (b, *_) in pairwise(turns))
 

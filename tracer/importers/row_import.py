@@ -1,4 +1,4 @@
-"""Record imported rows by step, and each logprob column as a pass.
+"""Record imported rows step by step, with each logprob column as a pass.
 
 Shapes: B sequences in one step, R of them scored by a pass.
 """
@@ -38,9 +38,10 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs. Without a pass name, they belong to the first of `train`, `current`, `rollout`."""
+"""Score columns other than logprobs. If their name contains no pass, they belong to the first imported pass among
+`train`, `current` and `rollout`."""
 OF_PASSES = {f"{name}_{column}": name for name in STANDARD for column in ("logprobs", *OF_TOKENS, *ARRAYS)}
-"""Pass of each column that belongs to one."""
+"""Name of the pass for each column that belongs to a pass."""
 
 POLICY_VERSION, SPLIT = "_policy_version", "split"
 VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
@@ -68,7 +69,7 @@ NOT_COLUMNS = {
     "scored_mask": "Write NULL in a pass's list for each token without a logprob",
     **dict.fromkeys(("attention_mask", "prompt_attention_mask", "response_attention_mask"), _PADDING),
 }
-"""Recorder arguments that are not columns, and what to do instead."""
+"""Recorder arguments that a file cannot have as columns, with advice on what to do instead."""
 
 
 def cannot_map(theirs: str, ours: str, reason: str) -> ImportFailed:
@@ -88,7 +89,7 @@ class Imported:
     """Number of invalid logprobs (above 0), which are kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Files read in this import, or 0 for the parquet format."""
+    """Number of files read in this import, or 0 for the parquet format."""
     num_known_files: int = 0
     held_back: tuple[str, ...] = ()
     """Incomplete parts left for a later import, one sentence each."""
@@ -137,9 +138,9 @@ class RowImport:
         path = self._contract["path"]
         if not self._num_read:
             skipped = f" ({'; '.join(self.result.notes)})" if self.result.notes else ""
-            raise ImportFailed(f"{path}: contains no rows{skipped}. Pass files with one row per sequence")
+            raise ImportFailed(f"{path} contains no rows{skipped}. Pass files with one row per sequence")
         if not self.result.num_sequences:
-            raise ImportFailed(f"{path}: selected 0 of {self._num_read} sequences. Pass a larger --sample")
+            raise ImportFailed(f"{path}: --sample selected 0 of {self._num_read} sequences. Pass a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
         self._recorder.add_contract(name, {**self._contract, **self.contracts.get(name, {}), **contract})
@@ -166,7 +167,7 @@ class RowImport:
             if name not in self.result.passes:
                 self.result.passes += (name,)
                 self.add_pass(name)
-        # Rows are recorded together if they have the same step, split and non-NULL lists and rewards.
+        # Rows with the same step, the same split and non-NULL values in the same columns are recorded together.
         has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
         splits = np.array([split or TRAIN_SPLIT for split in columns.list(SPLIT) or [None] * columns.num_rows])
         for part in _groups(np.array(columns.list("step"), np.int64), splits, *has):
@@ -197,7 +198,7 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Expects rows with the same step and the same non-NULL columns."""
+        """Record rows that have the same step and the same non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -245,7 +246,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores. HOLES replaces zeros with NULL, and OPEN leaves the scores to `_settle`."""
+        """Record a pass's scores. If the verdict is HOLES, zeros become NULL. If it is OPEN, `_settle` records them."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -291,7 +292,7 @@ def open_import(
     except TimTraceError:
         raise
     except OSError as error:
-        raise ImportFailed(f"{output}: could not be written ({error})") from error
+        raise ImportFailed(f"{output} could not be written ({error})") from error
     rows.result.folder = Path(os.path.abspath(os.path.expanduser(output)))
 
 
@@ -303,11 +304,11 @@ class _Scores:
     """[R] indices into the batch."""
     logprobs: Ragged
     is_owner: bool
-    """True if this pass also stores the score columns in OF_TOKENS that name no pass."""
+    """True if this pass also stores the score columns in OF_TOKENS whose names contain no pass."""
 
 
 def _fields(columns: Columns, name: str, is_owner: bool) -> dict[str, str]:
-    """Return the column that holds each of a pass's scores (other than logprobs) and arrays."""
+    """Return the column for each kind of score (other than logprobs) and for each array of a pass."""
     names = [(each, each) for each in OF_TOKENS if is_owner]
     names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *(ARRAYS if name in STANDARD else ()))]
     return {each: column for each, column in names if columns[column] is not None}
@@ -327,7 +328,7 @@ def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.n
     for column, ragged in arrays.items():
         of_prompt = ARRAYS[column].alignment == PER_TOKEN
         lengths = batch.whole_lengths(rows) if of_prompt else batch.lengths(rows)
-        if lengths is not None:  # without prompts, the recorder says what routing needs
+        if lengths is not None:  # without prompts, the recorder raises the error
             what, tokens = f"{name}_{column}", "prompt and response tokens" if of_prompt else "response tokens"
             aligned(ragged, None, None, lengths, lambda row: batch.label(rows[row]), batch.step, what, each, tokens)
         if len(ragged.values):

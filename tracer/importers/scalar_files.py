@@ -26,7 +26,7 @@ from .textfiles import TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole
 Row = tuple[str, int | None, Mapping[str, Any]]
 """Location of a row, its step (None if the step is among the values), and its values by name."""
 
-_LINES = "each line must be one object with a step"
+_LINES = "each line must be an object with a step"
 _SUFFIXES = (".csv", ".tsv", ".log", ".out", ".txt", ".json", ".jsonl", ".ndjson", ".parquet")
 _KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents\..*", "[^/]*$"), (r".*\.wandb", ".*/"))
 """Patterns for scalar files, each with a pattern for the part of the path that varies within a run."""
@@ -38,7 +38,7 @@ def is_of_scalars(folder: DumpFolder) -> bool:
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
         return folder.is_file and name.endswith(_SUFFIXES)
-    try:  # JSON or Parquet whose first record holds only numbers, or is NeMo-RL's
+    try:  # accept JSON or Parquet whose first record has only numbers or is a NeMo-RL batch
         nested: dict[str, None] = {}
         _, step, values = next(rows_of(folder.path(folder.files[0]), [], nested), ("", None, {}))
     except ImportFailed:
@@ -54,9 +54,9 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
     found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
     if not found[0]:
-        raise ImportFailed(f"{folder.url}: contains no file of scalars. Pass a CSV, JSON, log, event or .wandb file")
+        raise ImportFailed(f"{folder.url} contains no file of scalars. Pass a CSV, JSON, log, event or .wandb file")
     if len({re.sub(found[1], "", name) for name in found[0]}) > 1:
-        raise ImportFailed(f"{folder.url}: contains several runs or tables. Pass one of {listed_names(found[0])}")
+        raise ImportFailed(f"{folder.url} contains several runs or tables. Pass one of {listed_names(found[0])}")
     rest = [name for names, part in others if names is not tables for name in names]
     # Each checkpoint contains the full history up to its step.
     return found[0][-1:] if found[1] == _KINDS[0][1] else found[0], [
@@ -65,7 +65,7 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
 
 
 def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
-    """Yield a file's rows. Adds a sentence to `notes` if the file ends early, and columns without scalars to `ignored`."""
+    """Yield a file's rows. Adds a sentence to `notes` if the file ends early, and non-scalar columns to `ignored`."""
     name = path.name.removesuffix(".gz")
     with explained(str(path), "scalars"):
         if ".tfevents." in name:
@@ -106,10 +106,14 @@ def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     records = value.get("log_history", [value]) if isinstance(value, dict) else value
     if not isinstance(records, list):
         raise ImportFailed(
-            f"{path}: is not a list of objects and has no log_history. Pass the file that the trainer saved"
+            f"{path} is not a list of objects and has no log_history. Pass the file that the trainer saved"
         )
     for number, record in enumerate(records, start=1):
-        yield f"{path}, record {number}", None, as_object(record, f"{path}, record {number}", "each is one step")
+        yield (
+            f"{path}, record {number}",
+            None,
+            as_object(record, f"{path}, record {number}", "each record must hold one step"),
+        )
 
 
 def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
@@ -121,14 +125,14 @@ def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             except ImportFailed:
                 if line.endswith(b"\n"):
                     raise
-                notes.append(f"{where}: is incomplete and was not read")
+                notes.append(f"{where} is incomplete and was not read")
                 return
             values = as_object(record, where, _LINES)
             yield where, _harness_step(values), values
 
 
 def _harness_step(values: Mapping[str, Any]) -> int | None:
-    """Return the batch from a line of NeMo-RL's gen_kl_harness_results.jsonl, which has no step (pull request 3531)."""
+    """Return the batch number as the step for NeMo-RL's gen_kl_harness_results.jsonl (pull request 3531), or None."""
     if "gen_kl_error" not in values or not isinstance(tag := values.get("tag"), str):
         return None
     found = re.fullmatch(r"batch(\d{1,18})", tag)
@@ -155,24 +159,24 @@ def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
             for cells in csv.reader(texts(), delimiter=delimiter):
                 where = f"{path}, line {number}"
                 if len(cells) != len(names):
-                    raise ImportFailed(f"{where}: has {len(cells)} cells for {len(names)} columns. Repair or remove it")
+                    raise ImportFailed(f"{where} has {len(cells)} cells for {len(names)} columns. Repair or remove it")
                 yield where, None, {name: cell for name, cell in zip(named, cells, strict=True) if name and cell != ""}
         except (csv.Error, UnicodeDecodeError) as error:
             remedy = "Write UTF-8 text with one header line"
-            raise ImportFailed(f"{path}, line {number}: cannot be read as CSV ({error}). {remedy}") from error
+            raise ImportFailed(f"{path}, line {number} cannot be read as CSV ({error}). {remedy}") from error
 
 
 def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str]:
-    """Return each column's name, or "" to skip it. W&B exports charts as `RUN - NAME`, with its __MIN and __MAX."""
+    """Return each column's name, or "" to skip it. W&B names chart columns `RUN - NAME`, NAME__MIN and NAME__MAX."""
     runs = dict.fromkeys(name.rpartition(" - ")[0] for name in names[1:])
     if names[0] == "Step" and len(runs) > 1 and "" not in runs:
-        raise ImportFailed(f"{path}: contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
+        raise ImportFailed(f"{path} contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
     if names[0] == "Step" and runs and "" not in runs:
         names = [names[0], *(name.rpartition(" - ")[2] for name in names[1:])]
     counts = Counter(names)
     twice, count = counts.most_common(1)[0]
     if count > 1:
-        raise ImportFailed(f"{path}: has two columns named {shown_name(twice)}. Rename one")
+        raise ImportFailed(f"{path} has two columns named {shown_name(twice)}. Rename one")
     is_bound = [name[-5:] in ("__MIN", "__MAX") and name[:-5] in counts for name in names]
     ignored |= dict.fromkeys(name for name, bound in zip(names, is_bound, strict=True) if bound or not name)
     return ["" if bound else name for name, bound in zip(names, is_bound, strict=True)]
@@ -186,10 +190,11 @@ _NUMBER = re.compile(r"(?:[\w.]+\()?([^()\s]+)\)?")
 
 
 def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
-    """Yield what verl and slime print per step, and skip other lines.
+    """Yield the values that verl and slime print at each step. Other lines are skipped.
 
-    verl: `step:12 - actor/pg_loss:0.1 - ...` (verl/utils/logger/aggregate_logger.py). slime and miles: `step 12:
-    {'train/loss': 0.1}`, with `rollout`, `eval` or `perf` instead of `step` (slime/observability, backends/megatron_utils).
+    verl prints `step:12 - actor/pg_loss:0.1 - ...` (verl/utils/logger/aggregate_logger.py). slime and miles print
+    `step 12: {'train/loss': 0.1}`, or `rollout`, `eval` or `perf` instead of `step` (slime/observability,
+    backends/megatron_utils).
     """
     num_broken, broken, is_any = 0, "", False
     with _file(path) as file:
@@ -214,8 +219,9 @@ def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
         notes.append(f"{num_broken:,} items in log lines have no number (first: {broken})")
     if not is_any:
         raise ImportFailed(
-            f"{path}: contains no scalars in the format of verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}). TRL's "
-            "console output has no steps: import its trainer_state.json. Give a table of scalars the suffix .csv or .jsonl"
+            f"{path} contains no scalars in the format of verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}). TRL's "
+            "console output has no steps: import its trainer_state.json. A table of scalars needs the suffix .csv or "
+            ".jsonl"
         )
 
 
@@ -252,17 +258,17 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
                 else:
                     ignored[value.tag] = None
         except (DecodeError, KeyError, TypeError, ValueError) as error:
-            raise ImportFailed(f"{where}: is not an event ({error}). Check that this is an event file") from error
+            raise ImportFailed(f"{where} is not an event ({error}). Check that this is an event file") from error
         if values:
             yield where, event.step, values
     if number < whole or (is_cut and not whole):
         raise ImportFailed(f"{path}: record {number + 1:,} is damaged. Copy the file again from where it was written")
     if is_cut:
-        notes.append(f"{path}: ends in the middle of record {whole + 1:,}, which was not read")
+        notes.append(f"{path} ends in the middle of record {whole + 1:,}, which was not read")
 
 
 def _num_records(path: Path) -> tuple[int, bool]:
-    """Count an event file's records without reading them. TensorBoard's reader stops silently at a damaged one."""
+    """Count an event file's records without decoding them, because TensorBoard silently stops at a damaged record."""
     size, at, num = path.stat().st_size, 0, 0
     with opened(path) as file:
         while at + 16 <= size:
@@ -285,7 +291,9 @@ def _wandb_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
         try:
             record = Record.FromString(content)
         except DecodeError as error:
-            raise ImportFailed(f"{where}: is not a W&B record ({error}). Install the wandb that wrote it") from error
+            raise ImportFailed(
+                f"{where} is not a W&B record ({error}). Install the wandb release that wrote it"
+            ) from error
         items = [*record.history.item, *record.config.update, *record.run.config.update]
         named = {
             (*item.nested_key,) or (item.key,): parsed(item.value_json.encode(), where, "copy the file again")
@@ -307,11 +315,11 @@ _FULL, _LAST = 1, 4
 
 
 def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
-    """Yield a run file's records. The framing is LevelDB's log format after 7 bytes (wandb/sdk/internal/datastore.py)."""
+    """Yield a run file's records, in LevelDB's log format after the first 7 bytes (wandb/sdk/internal/datastore.py)."""
     parts, at, size = list[bytes](), 7, path.stat().st_size
     with opened(path) as file:
         if file.read(7)[:4] != b":W&B":
-            raise ImportFailed(f"{path}: is not a W&B run file. Pass the .wandb file that an offline run wrote")
+            raise ImportFailed(f"{path} is not a W&B run file. Pass the .wandb file that an offline run wrote")
         while at < size:
             if (left := _BLOCK - at % _BLOCK) < _HEADER.size:
                 at += len(file.read(left))
@@ -324,11 +332,11 @@ def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
                 break
             if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
                 raise ImportFailed(
-                    f"{path}, byte {at - length:,}: is damaged. Copy the file again from where it was written"
+                    f"{path} is damaged at byte {at - length:,}. Copy the file again from where it was written"
                 )
             parts.append(content)
             if kind in (_FULL, _LAST):
                 yield b"".join(parts)
                 parts = []
     if parts or at > size:
-        notes.append(f"{path}: ends in the middle of a record, which was not read")
+        notes.append(f"{path} ends in the middle of a record, which was not read")

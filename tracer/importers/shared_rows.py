@@ -1,8 +1,9 @@
 """Match the sequences of several files by prompt, so that each file becomes a pass over the same tokens.
 
 Two engines may continue a prompt differently. Their values are comparable up to the first token at which they diverge.
-Each distinct response is a row, and a value is stored in the first row that has the same tokens up to and including its
-own. All others are NULL. So two passes share exactly their common tokens, each one once.
+Each distinct response becomes a row. A token's value is stored in the first row that has the same tokens up to and
+including this token. In all other rows, the pass has NULL at this position. So each token that two passes have in
+common is compared exactly once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .kinds import INT32_MAX, TEXT, VALUES, integer, list_of, required
 from .row_import import KINDS, OF_TOKENS, POLICY_VERSION
 
 PROMPT_LOGPROBS = "prompt_logprobs"
-"""Column with the engine's logprobs of the prompt tokens. The first has none."""
+"""Column with the engine's logprobs of the prompt tokens. The first prompt token has none."""
 UNKNOWN = -1
 """Id of a response token whose id was not recorded."""
 TOKENS = list_of(required(integer("a token id", pa.int32(), UNKNOWN, INT32_MAX)), "a list of token ids")
@@ -38,7 +39,7 @@ MOST_REPEATS = 1024
 CELLS = tuple(
     name for name, column in GIVEN.items() if not pa.types.is_list(column.type) and name not in ("seq_id", "group_id")
 )
-"""Columns with one value per row that a response keeps. seq_id and group_id are those of the matched sequences."""
+"""Columns with one value per row that are copied from a response. seq_id and group_id are assigned by the matching."""
 MASK = "response_mask"
 OF_RESPONSES = (MASK, "advantages")
 PER_TOKEN = (*OF_TOKENS, *OF_RESPONSES)
@@ -53,7 +54,7 @@ class _Response:
     pass_name: str
     ids: np.ndarray
     tokens: Mapping[str, Values]
-    """Logprobs and other columns of PER_TOKEN."""
+    """Logprobs and the columns in PER_TOKEN."""
     prompt_logprobs: Values | None
     cells: Mapping[str, Any]
     version: int | None
@@ -64,14 +65,14 @@ class _Prompt:
     label: str
     ids: np.ndarray | None
     passes: dict[str, dict[bytes, list[_Response]]] = field(default_factory=dict)
-    """Each pass's distinct responses, and repetitions of each."""
+    """Each pass's distinct responses by their tokens, each with all of its repetitions."""
 
 
 class SharedRows:
     """Sequences of several passes by step and prompt.
 
-    If a file repeats a prompt, its n-th distinct response is matched with the n-th in the other files. If it repeats
-    the response too, the repetition becomes a pass of its own, named `<pass>.1`.
+    If a file repeats a prompt, its n-th distinct response is matched with the n-th response in the other files. If the
+    file repeats the response too, the first repetition becomes a pass of its own, named `<pass>.1`.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class SharedRows:
             where = f"{batch.file}, {batch.place(row)}"
             if prompt is None and texts[row] is None:
                 raise ImportFailed(
-                    f"{where}: has no prompt token ids, by which the sequences of several paths are matched"
+                    f"{where} has no prompt token ids, which are needed to match the sequences of several paths"
                 )
             if ids is None or scored is None:
                 continue
@@ -113,7 +114,7 @@ class SharedRows:
         of = self._prompts.setdefault(key, _Prompt(label, None if prompt is None else prompt.values))
         same = of.passes.setdefault(found.pass_name, {}).setdefault(found.ids.tobytes(), [])
         if len(same) > MOST_REPEATS:
-            raise ImportFailed(f"{found.pass_name}: repeats a prompt and response more than {MOST_REPEATS:,} times")
+            raise ImportFailed(f"{found.pass_name} repeats a prompt and response more than {MOST_REPEATS:,} times")
         if same:
             name = f"{found.pass_name}.{len(same)}"
             self.repeated[name], found = found.pass_name, replace(found, pass_name=name)
@@ -150,7 +151,7 @@ def _lists(rows: Columns, name: str) -> list[Values | None]:
 
 
 def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator[dict[str, Any]]:
-    """Yield a row per distinct response, the most frequent first.
+    """Yield one row per distinct response, the most frequent response first.
 
     If any pass scored the prompt, its tokens after the first become response tokens.
     """
@@ -178,7 +179,7 @@ def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator
                     columns[row][f"{found.pass_name}{POLICY_VERSION}"] = found.version
             done = max(done, until)
     for place, same in enumerate(ordered):
-        if not columns[place]:  # the beginning of a longer response, whose row has its values
+        if not columns[place]:  # a longer response begins with this one, and its row has the values
             continue
         cells: dict[str, Any] = {
             name: _whole(None, same[0].tokens[name], len(before)) for name in OF_RESPONSES if name in same[0].tokens
@@ -200,7 +201,7 @@ def _num_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def pass_names(paths: Sequence[str]) -> list[str]:
-    """Return a distinct pass name for each path: its last part without suffix, with as many folders as needed.
+    """Return a distinct pass name for each path: the file name without suffix, after as many folders as needed.
 
     >>> pass_names(["a/tp1.json", "b/tp1.json", "b/tp2.json"])
     ['a/tp1', 'b/tp1', 'tp2']
@@ -229,15 +230,15 @@ _SETTINGS = {
     "async_sched": ("scheduler_config", "async_scheduling", True),
     "fp8": ("model_config", "quantization", "fp8"),
 }
-"""Patterns for words in names, and the vLLM settings that they mean."""
+"""Patterns for words in file names, and the vLLM settings that these words mean."""
 _MODES = ("static", "dynamic", "offline")
 NOT_SETTINGS = ("inference", "logitsmatch", "tokensmatch")
-"""Words to ignore: those in all names, and those that say what a test compares."""
+"""Words to ignore in file names: words that all names have, and words for what a test compares."""
 MODEL_SIZE = re.compile(r"\d+(?:\.\d+)?[mb]", re.IGNORECASE)
 
 
 def named_settings(name: str) -> dict[str, Any]:
-    """Return the settings that a file's name states, as fields of a contract. Unknown words become settings (True).
+    """Return the settings that a file's name states, as fields of a contract. Unknown words become True.
 
     >>> named_settings("tp8_chunked_prefill_zmq")["config"]["parallel_config"]
     {'tensor_parallel_size': 8}

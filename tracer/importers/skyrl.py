@@ -74,7 +74,7 @@ def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
             found.state if found.state is not None else next((a for a in found.arguments if isinstance(a, dict)), None)
         )
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
-        raise ImportFailed(f"{where}: is not a SkyRL TrainingInputBatch")
+        raise ImportFailed(f"{where} is not a SkyRL TrainingInputBatch")
     try:
         return {
             name: value if isinstance(value, Foreign) else _tensor(value, where, budget)

@@ -35,7 +35,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "rollout_expert_ids": ("rollout_routed_experts",),
 }
-"""Fields that may hold each column, or a value from which columns are computed."""
+"""Fields that may hold each column, or hold a value that columns are computed from."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
@@ -76,13 +76,13 @@ def values_of(fields: Fields) -> dict[str, Values]:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return router choices [S, L, slots]. The last token had no forward pass and is missing from the file."""
+    """Return router choices [S, L, slots] or None. The file has none for the last token, which had no forward pass."""
     found = fields.array("rollout_expert_ids", 3)
     if found is None:
         return None
     if len(found) != num_tokens - 1:
         raise ImportFailed(
-            f"{fields.where}: has router choices for {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} "
+            f"{fields.where} has router choices for {len(found)} tokens, but needs {num_tokens - 1} for {num_tokens} "
             "tokens. Leave them out with --map rollout_routed_experts="
         )
     return routed(found, num_tokens, fields.where)
@@ -97,7 +97,7 @@ def _version(fields: Fields) -> int | None:
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
-        raise ImportFailed(f"{where}: is not a sample dump")
+        raise ImportFailed(f"{where} is not a sample dump")
     return found
 
 
@@ -105,12 +105,12 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
     """Return a dump's samples as dicts. A pickled `Sample` object is read as its attributes."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)):
-        raise ImportFailed(f"{where}: has no list of samples")
+        raise ImportFailed(f"{where} has no list of samples")
     samples: list[Mapping[str, Any]] = []
     for place, sample in enumerate(found):
         fields = sample.attributes if isinstance(sample, Foreign) else sample
         if not isinstance(fields, dict):
-            raise ImportFailed(f"{where}, sample {place}: is {shown(sample)}, not a record with named fields")
+            raise ImportFailed(f"{where}, sample {place} is {shown(sample)}, not a record with named fields")
         samples.append(fields)
     return samples
 
@@ -118,7 +118,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 def named_fields(
     reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
 ) -> list[tuple[str, Fields]]:
-    """Return each sample's name and fields. Samples are named after their index, with a suffix if it repeats."""
+    """Return each sample's name and fields. A sample is named after its index, with a suffix if the index repeats."""
     found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
     for place, sample in enumerate(samples):
@@ -169,7 +169,7 @@ _VERSION = 2
 def add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump's samples. A sample's `rollout_position` is its index in the rollout dump and `raw_reward`."""
+    """Add a train dump's samples. Their `rollout_position` is an index into both the rollout dump and `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"
@@ -196,5 +196,5 @@ def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> No
     total = sum(len(indices) for indices in listed if isinstance(indices, (list, tuple)))
     if all(isinstance(indices, (list, tuple)) for indices in listed) and listed and total != num_samples:
         raise ImportFailed(
-            f"{where}: has {num_samples} samples, but its {len(listed)} data-parallel shards list {total} in total"
+            f"{where} has {num_samples} samples, but its {len(listed)} data-parallel shards list {total} in total"
         )

@@ -1,7 +1,8 @@
 """Import rollout dumps from slime and miles, joined with train dumps, which have one file per step or one per rank.
 
-slime wrote a file per rank up to THUDM/slime 429eb3d (slime/utils/train_dump_utils.py) and one file per step since
-681b3ad. miles (radixark/miles 31f1ca9, miles/utils/train_dump_utils.py) adds `cp_rank`, `cp_size` and `qkv_format`.
+slime wrote one file per rank up to commit THUDM/slime 429eb3d (slime/utils/train_dump_utils.py) and has written one
+file per step since 681b3ad. miles (radixark/miles 31f1ca9, miles/utils/train_dump_utils.py) adds `cp_rank`, `cp_size`
+and `qkv_format`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .torch_files import is_cut, read_pickled, unpickled
 _ROLLOUT_FILE = r"(?!(?:.*_)?(?:eval|state_dict)_)(?:[A-Za-z-]+_)*(\d+)\.pt"
 _TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)|(?:[A-Za-z-]+_)*[A-Za-z-]*(\d+)_\d+)\.pt"
 _USUAL = re.compile(r"(?:.*/)?(?:rollout|train)_data[/_].*")
-"""Location of the dumps of `--dump-details`. If a folder has such files, its other files are checkpoints."""
+"""Paths of dumps written with `--dump-details`. If a folder has such files, its other files are checkpoints."""
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
@@ -53,7 +54,7 @@ def _usual(names: dict[str, int]) -> dict[str, int]:
 
 
 def framework_of(folder: DumpFolder) -> str | None:
-    """Return "slime", "miles" or None. Files that show neither (ranks of old releases) are slime's."""
+    """Return "slime", "miles" or None. Dumps that match both (rank files of old releases) count as slime's."""
     kinds = {re.sub(r"\d+", "", name): name for names in reversed(dump_files(folder)) for name in reversed(names)}
     is_dump = False
     for name in kinds.values():
@@ -69,7 +70,7 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def _owner(record: Mapping[str, Any]) -> str | None:
-    """Return the only framework that writes such a train dump. None if both do, or for a rollout dump."""
+    """Return the only framework that writes such a train dump. None if both write it, or for a rollout dump."""
     if "format_version" in record:
         return "slime"
     return "miles" if record.keys() & {"cp_size", "qkv_format"} else None
@@ -83,7 +84,7 @@ def _read(framework: str, reading: Reading) -> Iterator[RowBatch]:
     for path, content in reading.contents():
         record = top_level(unpickled(content, str(path)), str(path))
         if (owner := _owner(record)) not in (None, framework):
-            raise ImportFailed(f"{path}: is a {owner} train dump. Import it with: tim-trace import {owner} PATH -o RUN")
+            raise ImportFailed(f"{path} is a {owner} train dump. Import it with: tim-trace import {owner} PATH -o RUN")
         if "rollout_data" in record:
             ranks.add(record, str(path))
         elif "format_version" in record:

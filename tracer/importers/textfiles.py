@@ -16,7 +16,7 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 8 << 20
-"""Text that is parsed at once, unless a single line is longer."""
+"""Size in bytes of the text that is parsed at once, unless a single line is longer."""
 MAX_LINE = 256 << 20
 """Maximum line length (bytes). Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16
@@ -31,11 +31,11 @@ def whole_content(path: Path, times: int = 2) -> bytes:
     """Return a file's content. Raises ImportFailed if `times` the file size exceeds the available memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
-            raise ImportFailed(f"{path}: {said}. Split it, or import it on a larger machine")
+            raise ImportFailed(f"{path}: {said}. Split the file, or import it on a larger machine")
         return path.read_bytes()
     except OSError as error:
         raise ImportFailed(
-            f"{path}: cannot be read ({error.strerror or first_line(error)}). Check its permissions"
+            f"{path} cannot be read ({error.strerror or first_line(error)}). Check its permissions"
         ) from error
 
 
@@ -45,7 +45,7 @@ def lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes. Check that this is undamaged JSON Lines"
+                f"{where}, line {number} is longer than {MAX_LINE:,} bytes. Check that the file is undamaged JSON Lines"
             )
         if line.strip():
             yield number, line
@@ -73,8 +73,8 @@ def _block(objects: Iterator[Any]) -> Iterator[Any]:
             return
 
 
-_LINE = "each line is one object"
-_LINES = "each line is one object, or a .json file is one array of objects"
+_LINE = "each line must be one object"
+_LINES = "each line must be one object, or a .json file one array of objects"
 
 
 def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -90,7 +90,7 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
                     return
                 yield number, as_object(parsed(line, where, _LINE), where, _LINE)
     except OSError as error:
-        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}). Check its permissions") from error
+        raise ImportFailed(f"{path} cannot be read ({error.strerror or error}). Check its permissions") from error
 
 
 def _is_whole(line: bytes) -> bool:
@@ -112,7 +112,7 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
             for row, value in enumerate(values, start=1):
                 yield (
                     row,
-                    as_object(value, f"{name}, row {row}", "each is one sequence"),
+                    as_object(value, f"{name}, row {row}", "each row must be an object with one sequence"),
                     "row",
                     len(text) // len(values),
                 )
@@ -120,7 +120,7 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
         file.seek(0)
         for number, line in lines_of(file, name):
             where = f"{name}, line {number}"
-            record = as_object(parsed(line, where, _LINES), where, "each line is one sequence")
+            record = as_object(parsed(line, where, _LINES), where, "each line must be an object with one sequence")
             yield number, record, "line", len(line)
 
 
@@ -133,16 +133,16 @@ def _first_character(file: Any) -> bytes:
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
-    # Where msgspec fails, Python's json has better error messages and also accepts NaN.
+    # If msgspec fails, try Python's json, which has better error messages and also accepts NaN.
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(text)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ImportFailed(f"{where}: not JSON ({error}): {remedy}") from error
+        raise ImportFailed(f"{where} is not JSON ({error}): {remedy}") from error
 
 
 def as_object(value: Any, where: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ImportFailed(f'{where}: is not an object: {what}, e.g. {{"step": 1}}')
+        raise ImportFailed(f'{where} is not an object: {what}, e.g. {{"step": 1}}')
     return value

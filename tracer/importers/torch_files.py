@@ -18,7 +18,7 @@ from .pickles import BYTES, Budget, Foreign, Known, Names, NotPlain, load
 from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
-"""First value in a legacy torch.save file. Newer releases write zip files."""
+"""First value in a legacy torch.save file. Newer releases of torch write zip files."""
 BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, NotImplementedError, RuntimeError, OSError, ValueError,
     OverflowError, MemoryError,
@@ -51,15 +51,15 @@ def is_cut(path: Path) -> bool:
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
     if depth > _MAX_INSIDE:
-        raise ImportFailed(f"{where}: contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
+        raise ImportFailed(f"{where} contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
         raise ImportFailed(
-            f"{where}: is in torch's old tar format, which is not supported. Save it again with a newer torch"
+            f"{where} is in torch's old tar format, which is not supported. Save it again with a newer torch"
         )
     if content[:1] != b"\x80":
-        raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a torch.save file")
+        raise ImportFailed(f"{where} is neither a pickle (protocol 2 or later) nor a torch.save file")
     content = bytes(content)
     names = _names(where, shells, budget, depth)
     value, end = load(content, names, where, budget)
@@ -73,16 +73,16 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             odd = next((e for e in entries.values() if e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1), None)
             if odd is not None:
                 raise ImportFailed(
-                    f"{where}: its entry {odd.filename!r} is compressed or encrypted, which torch.save never does"
+                    f"{where}: entry {odd.filename!r} is compressed or encrypted, which torch.save never does"
                 )
             pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
             if len(pickles) != 1:
-                raise ImportFailed(f"{where}: is a zip file without data.pkl, so torch.save did not write it")
+                raise ImportFailed(f"{where} is a zip file without data.pkl, so torch.save did not write it")
             root = pickles[0].removesuffix("data.pkl")
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
                 raise ImportFailed(
-                    f"{where}: was written on a big-endian machine, which is not supported. Save it again on a "
+                    f"{where} was written on a big-endian machine, which is not supported. Save it again on a "
                     "little-endian machine"
                 )
             storages: dict[str, Storage] = {}
@@ -113,7 +113,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """View an uncompressed entry's bytes without copying. ZipFile.read is slow for thousands of entries."""
+    """Return a view of an uncompressed entry's bytes. ZipFile.read would be slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -125,7 +125,7 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Local header in a zip entry: its size, then the offset and format of the two length fields (name, extra field)."""
+"""Local header of a zip entry: size in bytes, then offset and format of the lengths of the name and extra field."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
@@ -144,18 +144,18 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
     keys, start = load(content, names, where, budget, start=start)
     for key in keys if isinstance(keys, list) else ():
         if not isinstance(key, str) or key not in storages:
-            break  # a Foreign storage of unknown size, so the tensors after it have no data
+            break  # the size of a Foreign storage is unknown, so later storages cannot be found
         made, numel = storages[key]
         size = numel * _item_size(made.dtype)
         if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
-            raise ImportFailed(f"{where}: ends within a tensor's data, so it is incomplete or damaged. Copy it again")
+            raise ImportFailed(f"{where} ends within a tensor's data, so it is incomplete or damaged. Copy it again")
         budget.take(size)
         made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
     return value
 
 
 def _foreign_kind(identity: Any) -> Foreign | None:
-    """Return the class of a storage whose dtype is not supported, such as a quantized one."""
+    """Return a storage's class if its dtype is not supported, such as a quantized one, or None if it is supported."""
     kind = identity[1] if isinstance(identity, tuple) and len(identity) > 1 else None
     return kind if isinstance(kind, Foreign) else None
 

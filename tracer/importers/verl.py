@@ -59,7 +59,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass the batches, "
+            f"{folder.url} contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass the batches, "
             f"e.g. tim-trace import verl {shlex.quote(str(folder.root / names[0]))} -o RUN"
         )
     return batches or texts
@@ -100,7 +100,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if step is None:
         step = reading.fields(meta, str(path), budget).integer("step")
     if step is None:
-        raise ImportFailed(f"{path}: has no step. Move it to a folder named after its step, e.g. 7/{path.name}")
+        raise ImportFailed(f"{path} has no step. Move it to a folder named after its step, e.g. 7/{path.name}")
     temperature = reading.fields(meta, str(path), budget).number("temperature")
     yield _rows(fields, str(path), step, temperature)
 
@@ -121,7 +121,7 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
     except (ValueError, TypeError) as error:
         if isinstance(error, ImportFailed):
             raise
-        raise ImportFailed(f"{where}: is not a verl DataProto ({error})") from error
+        raise ImportFailed(f"{where} is not a verl DataProto ({error})") from error
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Prompts [B, P] are left-padded, responses and their values [B, T] right-padded."""
+    """Return a batch's rows. Prompts [B, P] are left-padded. Responses and their values [B, T] are right-padded."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
-        raise ImportFailed(f"{where}: has no responses. Save the batch after generation")
+        raise ImportFailed(f"{where} has no responses. Save the batch after generation")
     num_rows, width = responses.shape
     prompt_width = 0 if prompts is None else prompts.shape[1]
     attention = fields.array("attention_mask", 2)
@@ -185,7 +185,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """[B, P + T, L, S]. None if the trainer's choices replaced the engine's (verl's router replay mode R2)."""
+    """Return the engine's router choices [B, P + T, L, S]. None if the trainer replaced them (replay mode R2)."""
     found = _array(fields, "rollout_expert_ids", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(

@@ -51,16 +51,16 @@ def attach(
 ) -> Attached:
     """Record weights from a Hugging Face model folder as a policy version, so an imported dump can be replayed.
 
-    `folder` contains config.json and safetensors files from `save_pretrained`. The model must be a transformers class,
-    because code in the folder is never run. The config is stored with the weights, and so is the tokenizer from
-    `tokenizer` or `folder`. An interrupted call leaves the trace unchanged.
+    `folder` contains config.json and safetensors files from `save_pretrained`. The model's class must be part of
+    transformers, because code in the folder is never run. The config is stored with the weights, and so is the
+    tokenizer from `tokenizer` or `folder`. An interrupted call leaves the trace unchanged.
 
     `force` replaces weights attached earlier. Recorded weights cannot be replaced, because later versions build on
     them.
 
-    Raises InvalidOption if no row has the version, if it already has weights, or if the model does not match the trace.
-    Raises WeightsMissing if the folder has no readable weights, NotInstalled without transformers, TraceExists during
-    recording, TraceNotFound and StorageError.
+    Raises InvalidOption if no row has the version, if the version already has weights, or if the model does not match
+    the trace. Raises WeightsMissing if the folder has no readable weights, NotInstalled without transformers,
+    TraceExists while the trace is being recorded, TraceNotFound and StorageError.
     """
     Store(trace).manifest()
     model, of_tokenizer = load_folder(folder, tokenizer)
@@ -96,15 +96,15 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load the model (in its stored dtypes) and the tokenizer."""
+    """Load a folder's model, in its stored dtypes, and the tokenizer (None if the folder has none)."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
         adapter = " (merge its adapter first)" if (path / "adapter_config.json").exists() else ""
-        raise WeightsMissing(f"{path}: has no {lacking}; pass a folder written by save_pretrained{adapter}")
+        raise WeightsMissing(f"{path} has no {lacking}; pass a folder written by save_pretrained{adapter}")
     if (path / "adapter_config.json").exists():
         raise WeightsMissing(
-            f"{path}: contains an adapter; merge it (merge_and_unload) and save the model to another folder"
+            f"{path} contains an adapter; merge it (merge_and_unload) and save the model to another folder"
         )
     import torch
     import transformers
@@ -113,14 +113,14 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
         raise WeightsMissing(
-            f"{path / 'config.json'}: cannot be read ({first_line(error)}). Restore it from a backup"
+            f"{path / 'config.json'} cannot be read ({first_line(error)}). Restore it from a backup"
         ) from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
-            f"{path / 'config.json'}: names the architecture {name}, which is not a language model in the installed "
+            f"{path / 'config.json'} names the architecture {name}, which is not a language model in the installed "
             "transformers"
         )
     try:
@@ -129,11 +129,11 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
             output_loading_info=True,
         )  # fmt: skip
     except Exception as error:
-        raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}). Restore it from a backup") from error
+        raise WeightsMissing(f"{path} cannot be loaded ({first_line(error)}). Restore it from a backup") from error
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
-                f"{path}: {words} {_listed(sorted(map(str, names)))}; check that it is a complete {name}"
+                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it is a complete {name}"
             )
     with torch.no_grad():
         _put_own_dtypes(model, path)
@@ -141,7 +141,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Restore the stored bits in tensors that transformers loaded with another dtype."""
+    """Restore the stored bits of tensors that transformers converted to another dtype."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)
@@ -163,12 +163,12 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
         return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid tokenizer
         raise InvalidOption(
-            f"{place}: contains no tokenizer that can be loaded ({first_line(error)})", option="tokenizer"
+            f"{place} contains no tokenizer that can be loaded ({first_line(error)})", option="tokenizer"
         ) from error
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Accept any version if no row has one."""
+    """Raise InvalidOption if `version` is invalid, or if rows have policy versions but none has this one."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
         raise InvalidOption(f"got {version!r}; pass a policy version (a number of optimizer updates, 0 or more)")
     there: set[int] = set()
@@ -186,21 +186,21 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     for known in snapshot.writers:
         if known.model.get("adapters"):
             raise InvalidOption(
-                f"{where}: was recorded with adapters, and a single model folder does not include adapter weights"
+                f"{where} was recorded with adapters, and a single model folder does not include adapter weights"
             )
         recorded = known.model.get("config")
         if isinstance(recorded, dict):
             other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
-                raise InvalidOption(f"{there}: does not match the model in {where}: {told}")
+                raise InvalidOption(f"{there} does not match the model in {where}: {told}")
     tables = _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])
     tokens = (pc.max(pc.list_flatten(column)).as_py() for rows in tables for column in rows.columns)
     most = max((token for token in tokens if token is not None), default=-1)
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
-            f"{there}: has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that it "
+            f"{there} has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that it "
             "is the model that was trained"
         )
 
@@ -225,19 +225,19 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
     recorded = [name for name in writers if name not in states or states[name].attached_from is None]
     if recorded:
         raise InvalidOption(
-            f"{store.url}: has recorded weights of version {version}, which cannot be replaced. To attach other "
+            f"{store.url} has recorded weights of version {version}, which cannot be replaced. To attach other "
             "weights, import or copy the run without weights"
         )
     if writers and not force:
         raise InvalidOption(
-            f"{store.url}: already has weights of version {version}, attached from {states[writers[0]].attached_from}; replace them "
-            f"with {option('force')}"
+            f"{store.url} already has weights of version {version}, attached from {states[writers[0]].attached_from}; "
+            f"replace them with {option('force')}"
         )
     return writers
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Mark a writer's attached weights so that readers ignore them, then remove them."""
+    """Mark a writer as removed, so that readers ignore its attached weights, then delete its files."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -24,7 +24,7 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads Hugging Face folders named after policy versions, such as `checkpoint-20`."""
+    """Reads policy versions from Hugging Face folders whose names end with the version, such as `checkpoint-20`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -43,7 +43,7 @@ class CheckpointReader:
         """Memory-map a version's tensors. `attempt` and `is_lazy` have no effect. Raises WeightsMissing."""
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
-            raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; available: {there}")
+            raise WeightsMissing(f"{self.folder} has no checkpoint of version {version}; available: {there}")
         return read_folder(self.folders[version])
 
 
@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise WeightsMissing(f"{folder}: has no *.safetensors; pass a folder written by save_pretrained")
+        raise WeightsMissing(f"{folder} has no *.safetensors; pass a folder written by save_pretrained")
     for path in paths:
         try:
             with safe_open(path, "np"):  # raises an error if the header does not match the file
@@ -62,7 +62,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
                 start = file.tell()
         except (SafetensorError, OSError, ValueError) as error:
-            raise WeightsMissing(f"{path}: cannot be read ({error}). Restore it from a backup") from error
+            raise WeightsMissing(f"{path} cannot be read ({error}). Restore it from a backup") from error
         header.pop("__metadata__", None)
         # Mapped copy-on-write, because torch warns about read-only arrays.
         mapped = np.memmap(path, np.uint8, "c")
@@ -78,7 +78,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `architectures` to a model's config, because vLLM needs it."""
+    """Return a model's config with `architectures`, which vLLM needs."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -90,14 +90,14 @@ def write_folder(
 ) -> None:  # fmt: skip
     """Write weights, a config and tokenizer files to a folder for `from_pretrained`.
 
-    With `prefix="adapter_"`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
-    StorageError if it cannot be written.
+    With `prefix="adapter_"`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is not
+    empty, and StorageError if it cannot be written.
     """
     from safetensors import TensorSpec, serialize_file
 
     documents = {f"{prefix}config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidOption(f"{folder}: exists and is not an empty folder; pass a new folder")
+        raise InvalidOption(f"{folder} exists and is not an empty folder; pass a new folder")
     shared: dict[int, str] = {}
     arrays: dict[str, np.ndarray] = {}
     specs = {}
@@ -117,7 +117,7 @@ def write_folder(
         for document, content in documents.items():
             (folder / document).write_bytes(content)
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be written ({error}); pass a writable folder") from error
+        raise StorageError(f"{folder} cannot be written ({error}); pass a writable folder") from error
 
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"

@@ -3,7 +3,7 @@
 Any Zarr library can read these arrays (core 3.0, codecs `bytes` and `blosc`). They are written without such a library,
 because it would take 10 ms and start threads for each array, and threads cannot be started at interpreter exit.
 
-A change is two numbers: the distance from the previous changed element, and new minus old bits (unsigned, with
+A change is two numbers: the distance from the previous changed element, and the new minus the old bits (unsigned, with
 wraparound). Changes from several updates can be added in any order, and undone.
 
 Shapes: R rows (versions), E elements in a row, C elements in a chunk, K changed elements in a chunk, G distance bytes.
@@ -30,7 +30,7 @@ DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 Bits = dict[str, np.ndarray]
-"""[E] bits by dtype."""
+"""By dtype: the bits of [E] elements, as unsigned integers."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
@@ -80,7 +80,7 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write a row on the encoder threads. Return the indexes and the total size (bytes) of its nonzero chunks."""
+    """Write a row on the encoder threads. Return the indexes of its nonzero chunks and their total size (bytes)."""
     size = chunk_elements(dtype, len(bits_E))
 
     def write(index: int) -> int:
@@ -96,7 +96,7 @@ def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
     if num_chunks <= 1:
-        # For a small model, waking another thread would slow training more than encoding here.
+        # For a small model, waking another thread would slow training more than encoding the chunk in this thread.
         return [work(0)]
     found: dict[int, _T] = {}
 
@@ -128,11 +128,11 @@ def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None
 
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
-    # Check first, because blosc allocates whatever the header says.
+    # Check the sizes first, because blosc allocates as much memory as the header asks for.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it must contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
-    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc would read past the end
+    if int.from_bytes(encoded[12:16], "little") != len(encoded):  # otherwise blosc would read past the end
         raise ValueError(f"it is incomplete: it has only {len(encoded):,} bytes")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out), kind)
@@ -149,17 +149,17 @@ def changes_key(row: int, index: int) -> str:
 
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] ascending positions, and [K] new minus old bits."""
+"""[K] positions of changed elements, in ascending order, and [K] differences between their new and old bits."""
 
 _LONGEST = 255
-"""Each distance is a sum of bytes, up to and including the first byte below this value."""
+"""A distance is stored as the sum of one or more bytes. After a byte with this value, the distance continues."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """`delta_C` is the XOR between old and new bits. `bits_C` contains the new bits."""
+    """Return the changes to a chunk, given the XOR of its old and new bits (`delta_C`) and its new bits (`bits_C`)."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
@@ -202,16 +202,16 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
     places_K -= 1
     if places_K[0] < 0 or places_K[-1] >= size:
         raise ValueError(f"it changes elements beyond the chunk's size ({size:,})")
-    return places_K, np.asarray((folded_K >> 1) ^ -(folded_K & 1))  # undoes _folded
+    return places_K, np.asarray((folded_K >> 1) ^ -(folded_K & 1))  # the inverse of _folded
 
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
     places_K, differences_K = changes
-    # Takes half as long as `bits[places] += ...`.
+    # This takes half as long as `bits_C[places_K] += ...`.
     np.add.at(bits_C, places_K, -differences_K if undo else differences_K)
 
 
 def _folded(differences_K: np.ndarray) -> np.ndarray:
-    """Zigzag encoding: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    """Return the differences in zigzag encoding, where 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     high = 8 * differences_K.dtype.itemsize - 1
     return (differences_K << 1) ^ -(differences_K >> high)

@@ -22,11 +22,11 @@ _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """Return a tensor's digest, after rounding it to `dtype` and moving it to `device`, if given.
+    """Return a tensor's digest, after rounding its values to `dtype` and moving it to `device`, if given.
 
-    On a CPU, this is the XXH3-64 of its bytes. On an accelerator, it is a sum modulo 2^64 over 32-bit lanes, each
-    multiplied by an odd number that depends on its position. Digests from different device types cannot be compared.
-    `through` is a dtype to round to before `dtype`.
+    On a CPU, the digest is the XXH3-64 hash of the tensor's bytes. On an accelerator, it is a sum modulo 2^64 over
+    32-bit lanes, each multiplied by an odd number that depends on the lane's position. Digests from different device
+    types cannot be compared. If `through` is given, values are rounded to that dtype first, and then to `dtype`.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -41,7 +41,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as unsigned 64-bit integers, copied from the accelerator all at once."""
+    """Return digests as unsigned 64-bit integers. Those on an accelerator are copied to the host all at once."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -61,7 +61,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Hash a tensor's bytes, casting pieces that fit into the CPU cache."""
+    """Hash a tensor's bytes, cast to `dtype` in pieces that fit into the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -104,7 +104,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield pieces with exactly `most` elements, except for the last."""
+    """Yield a tensor in flat pieces of exactly `most` elements. The last piece may be shorter."""
     import torch
 
     held: list[Any] = []
@@ -122,7 +122,7 @@ def _pieces(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _odd_numbers(device: Any) -> Any:
-    """Return [C] odd int64 weights, from the splitmix64 hash of each lane position."""
+    """Return [C] odd int64 coefficients, computed from the splitmix64 hash of each lane's position."""
     import torch
 
     z = (torch.arange(_CHUNK_LANES, dtype=torch.int64, device=device) + 1) * _signed(_PRIME)

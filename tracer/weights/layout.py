@@ -1,4 +1,4 @@
-"""Lay out a model's tensors, including tied tensors and this process's shards."""
+"""Lay out a model's tensors for storage, including tied tensors and this process's shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Wrapper modules left out of tensor names in a state_dict."""
+"""Names of wrapper modules, which are left out of the tensor names in a state_dict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class FlatPart:
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
-    """Return state_dict tensors as this process holds them: whole tensors, DTensors and FlatParts.
+    """Return the tensors of a model's state_dict as this process holds them: whole tensors, DTensors and FlatParts.
 
     state_dict() is never called, because under FSDP its hooks call collectives that other processes would not join.
     """
@@ -64,7 +64,7 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Count elements, even if ZeRO-3 has emptied the parameter."""
+    """Return a parameter's number of elements, even if ZeRO-3 has emptied the parameter."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
@@ -76,7 +76,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                # Before the first forward, a module may hold a tensor other than its registered shard.
+                # Before the first forward pass, a module may hold a tensor other than its registered shard.
                 current = info.module._parameters.get(info.param_name)
                 tensor = current if is_sharded(current) else shard.sharded_param
                 for owner, name in zip(
@@ -97,7 +97,7 @@ def flat_parameter(module: Any) -> Any:
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    # Before the first forward, the flat parameter is the shard. Later it may be the gathered parameter.
+    # Before the first forward pass, `flat` is the shard itself. Later it may hold the gathered parameter instead.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
     for parameter, shape, own in zip(parameters, flat._shapes, flat._shard_param_infos, strict=True):

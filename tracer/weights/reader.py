@@ -40,7 +40,7 @@ SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN 
 class Tensor:
     dtype: str
     bits: np.ndarray
-    """Unsigned integers with the tensor's shape."""
+    """The elements' bits as unsigned integers, with the tensor's shape."""
 
 
 class LazyTensor(Tensor):
@@ -58,8 +58,8 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads a trace's policy versions.
 
-    The last version read stays in memory, so that reading the next one needs only a delta. The first version is not
-    kept, because it may be the only one, and neither are versions larger than half the machine's memory.
+    The last version read stays in memory, so that reading the next one needs only a delta. The first version
+    read is not kept, because it may be the only one, and neither are versions larger than half the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -70,10 +70,10 @@ class WeightReader:
         self.damaged: list[str] = []
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """(version, attempt) -> what is damaged or missing."""
+        """By version and attempt: a sentence on what is damaged or missing."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """(segment, dtype, chunk) -> version and bits in memory."""
+        """By segment, dtype and chunk: the version in memory and its bits."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
@@ -88,7 +88,7 @@ class WeightReader:
             for path in state.files:
                 folder, _, name = path.partition("/")
                 if folder == WEIGHTS and _segment_of(name) is not None and name not in names:
-                    self._note_lost(name, f"{store.shown(path)}: is missing. Restore the file from a backup", state)
+                    self._note_lost(name, f"{store.shown(path)} is missing. Restore the file from a backup", state)
 
     def _note(self, name: str, segment: Segment, known: Mapping[str, WriterState]) -> None:
         where = self.store.shown(f"{WEIGHTS}/{name}")
@@ -99,12 +99,12 @@ class WeightReader:
             self._note_lost(name, told, known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
-            self.damaged.append(f"{where}: contains the record for {record.segment}.{record.version}.json; remove it")
+            self.damaged.append(f"{where} contains the record for {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if writer is None:
             state = self.store.shown(f"{WRITERS}/{segment.writer}.json")
-            told = f"{where}: is ignored, because {state} is missing or damaged. Restore that file from a backup"
+            told = f"{where} is ignored, because {state} is missing or damaged. Restore that file from a backup"
             self._note_lost(name, told, None)
             return
         self._by_attempt.setdefault(record.version, {}).setdefault(_attempt(writer), []).append(record)
@@ -117,7 +117,7 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Records from each version's newest attempt, one per writer."""
+        """By version: the records of its newest attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
@@ -142,7 +142,9 @@ class WeightReader:
             try:
                 found = _layout(self.store.read_json(relative), record.layout_hash)
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-                raise DamagedTrace(f"{where}: cannot be read ({first_line(error)}); its versions are lost") from error
+                raise DamagedTrace(
+                    f"{where} cannot be read ({first_line(error)}); the versions in this folder are lost"
+                ) from error
             self._layouts[record.segment] = found
         return self._layouts[record.segment]
 
@@ -154,7 +156,7 @@ class WeightReader:
         the bits differ from the recorded ones.
         """
         if version not in self._by_attempt:
-            raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
+            raise WeightsMissing(f"{self.store.url} has no weights of version {version}; {self._range()}")
         for told in (self._lost.get((version, made)) for made in (self._chosen(version, attempt), 0)):
             if told is not None:
                 raise DamagedTrace(told)
@@ -170,8 +172,8 @@ class WeightReader:
             if isinstance(error, TimTraceError):
                 raise
             raise DamagedTrace(
-                f"{self.store.shown(WEIGHTS)}: version {version}: its parts do not match ({first_line(error)}); restore "
-                "the folder from a backup"
+                f"{self.store.shown(WEIGHTS)}: the parts of version {version} do not match ({first_line(error)}); "
+                "restore the folder from a backup"
             ) from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
@@ -241,7 +243,7 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # reports the first version with wrong bits
+            self._read(step, tensor)  # raises an error that names the first version with wrong bits
         raise DamagedTrace(
             f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
             "(hash mismatch). Restore the folder from a backup"
@@ -255,7 +257,7 @@ class WeightReader:
             chunk_C = self._empty(record, dtype, index)
             for step in path:
                 self._apply(step, dtype, index, chunk_C)
-        # Do not keep the first version, because it may be the only one.
+        # Do not keep the first version read, because it may be the only one.
         rows = self._rows_read.setdefault(record.writer, set())
         rows.add((record.segment, record.row))
         num_bytes = sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items())
@@ -267,7 +269,10 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert a chunk from another version through a common ancestor. Return None if that is not possible."""
+        """Turn a chunk of version `held` into that of the version at the end of `path`, through their common ancestor.
+
+        Returns None if that is not possible.
+        """
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))
@@ -278,7 +283,7 @@ class WeightReader:
             for step in path[shared:]:
                 self._apply(step, dtype, index, chunk_C)
         except (DamagedTrace, WeightsMissing):
-            return None  # a read that starts at the keyframe reports the damage
+            return None  # the caller then starts at the keyframe, and reports the damage
         return chunk_C
 
     def _shown(self, record: WeightVersion) -> str:
@@ -327,14 +332,15 @@ class WeightReader:
             for dtype, chunks in record.chunks.items():
                 if dtype not in counts:
                     raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array; "
-                        "restore it from a backup"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array of "
+                        "this dtype; restore the folder from a backup"
                     )
                 size = chunk_elements(dtype, counts[dtype])
                 are_inside = all(0 <= index * size < max(counts[dtype], 1) for index in chunks)
                 if len(set(chunks)) != len(chunks) or not are_inside:
                     raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has duplicate chunks of {dtype}, or chunks beyond its tensors"
+                        f"{self._shown(record)}: version {record.version} has duplicate chunks of {dtype}, "
+                        "or chunks beyond its tensors"
                     )
             self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
         return self._chunk_sets[key]
@@ -407,6 +413,7 @@ def _check_room(layout: WeightLayout) -> None:
             raise ValueError(f"{tensor.name} has an invalid layout: {tensor.dtype} of shape {tensor.shape}")
     num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in layout.tensors]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)  # tensors are read one by one
+    # Tensors are read one by one, so they need not fit into memory together.
+    needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)
     if needed > memory:
-        raise ValueError(f"its tensors need {needed:,} bytes, but this machine has {memory:,}")
+        raise ValueError(f"its tensors need {needed:,} bytes of memory, but this machine has {memory:,} bytes")

@@ -39,7 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change, or more while the deltas together are smaller than the keyframe."""
+"""Versions per segment if many elements change. A segment gets more while its deltas are smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
@@ -47,12 +47,12 @@ FEW = 1 / 8
 STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r."""
 MOST_ON_THE_WAY = 0.36
-"""Rebuilding a version may change at most this share of its elements. Beyond it, reading a keyframe is faster."""
+"""Maximum number of changes to rebuild a version, as a share of its elements. Beyond it, a new keyframe is faster."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum bytes to copy through pinned memory. The caller waits for larger versions."""
+"""Maximum size of a version copied through pinned memory (bytes). The caller waits for the copies of larger ones."""
 
-ENCODERS = 2  # compression threads
+ENCODERS = 2  # number of compression threads
 
 
 ChunkChanges = dict[str, list[Changes]]
@@ -61,7 +61,8 @@ ChunkChanges = dict[str, list[Changes]]
 class WeightWriter:
     """Copies weights to the host, and writes them on a separate thread.
 
-    Host memory holds two versions, so a new version waits until the previous one is written. This wait is counted.
+    Host memory holds two versions, so a new version waits until the previous one is written. `patience` counts
+    this wait.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class WeightWriter:
         self._recent: list[list[ChunkChanges]] = []
         """Changes that are not yet summed, by level: single rows, sums over STRIDE rows, and so on."""
         self._on_the_way: list[int] = []
-        """Elements to change when rebuilding each row from the keyframe."""
+        """Number of changes needed to rebuild each row from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -106,12 +107,12 @@ class WeightWriter:
         """Store a policy version once. `tensors` maps state_dict names to tensors on any device.
 
         Returns as soon as the caller may modify the tensors. For CUDA tensors, the current stream waits for the copy,
-        and the caller waits only above PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
+        and the caller waits for it only above PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
         """
         if version == self._version:
             return
         self._version = version
-        # The same tensor objects have the same layout.
+        # If all tensor objects are the same as before, so is the layout.
         known = tuple((name, id(tensor)) for name, tensor in tensors.items())
         layout = layout_of(tensors) if self._layout is None or known != self._known else self._layout
         self._known = known
