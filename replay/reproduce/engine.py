@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,7 +27,7 @@ from ..locate.execution import Execution
 from ..locate.judged import OF_CODE
 from ..locate.vllm_execution import AnyExecution, VllmExecution
 from ..recorded import RecordedRun
-from .script import Script, Writer
+from .script import Writer
 from .search import differences
 from .vllm_parts import vllm_differences
 
@@ -87,7 +87,6 @@ def reproduce(
     return reproduced(RecordedRun(trace, weights_from=weights_from), found, executions, Path(output))
 
 
-@torch.no_grad()
 def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExecution], output: Path) -> Reproduction:
     """Write a script for a result of `locate` and its executions. Raises CannotReplay."""
     first = found.first
@@ -103,24 +102,29 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
             )
     row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
     why = "no module and not the whole model differs beyond rounding when it runs on its own"
-    for script in _scripts(executions, first, torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])):
-        if script.num_lines > MOST_LINES:
-            why = f"a script has {script.num_lines} lines (limit: {MOST_LINES})"
-            continue
-        num_bytes, duration_s, code, said = _run(script)
-        if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
-            file = replace(script, text=script.text.replace(_DURATION, f"{duration_s:.0f} s")).write(output)
-            return Reproduction(
-                a=found.a, b=found.b, first=first, script=os.fspath(output), file=os.fspath(file) if file else None,
-                num_lines=script.num_lines, num_bytes=num_bytes, duration_s=duration_s, output=said,
-            )  # fmt: skip
-        why = f"the script exits with {code} in a fresh process"
-        if num_bytes > MOST_BYTES:
-            why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
+    row_T = torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])
+    with torch.no_grad():
+        for text, tensors in _scripts(executions, first, row_T):
+            num_lines = text.count("\n")
+            if num_lines > MOST_LINES:
+                why = f"a script has {num_lines} lines (limit: {MOST_LINES})"
+                continue
+            num_bytes, duration_s, code, said = _run(text, tensors)
+            if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
+                file = _write(output, text.replace(_DURATION, f"{duration_s:.0f} s"), tensors)
+                return Reproduction(
+                    a=found.a, b=found.b, first=first, script=os.fspath(output), num_lines=num_lines, num_bytes=num_bytes,
+                    file=os.fspath(file) if file else None, duration_s=duration_s, output=said,
+                )  # fmt: skip
+            why = f"the script exits with {code} in a fresh process"
+            if num_bytes > MOST_BYTES:
+                why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
     raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
 
 
-def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
+def _scripts(
+    executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
     side, reference = first.side, B if first.side == A else A
     suspect, model = executions[side], executions[reference].model
     if isinstance(suspect, VllmExecution):
@@ -143,15 +147,22 @@ def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: A
             yield Writer(found, executions, side).script(header)
 
 
-def _run(script: Script) -> tuple[int, float, int, str]:
+def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
+    """Write a script, and its tensors beside it. Return the path of the tensors' file, or None."""
+    path.write_text(text)
+    if not tensors:
+        return None
+    torch.save(tensors, path.with_suffix(".pt"))
+    return path.with_suffix(".pt")
+
+
+def _run(text: str, tensors: Mapping[str, Any]) -> tuple[int, float, int, str]:
     """Run a script in a temporary folder, and return its file's size (bytes), the time (seconds), the exit code and its
     output."""
     with tempfile.TemporaryDirectory(prefix="tim-trace-reproduce-") as folder:
-        path = Path(folder) / "bug.py"
-        file = script.write(path)
-        start = perf_counter()
+        file, start = _write(Path(folder) / "bug.py", text, tensors), perf_counter()
         try:
-            command = [sys.executable, os.fspath(path)]
+            command = [sys.executable, os.fspath(Path(folder) / "bug.py")]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return 0, _MOST_SECONDS, -1, ""

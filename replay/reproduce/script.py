@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -13,31 +11,18 @@ import torch
 from ...tracer.located import A, B
 from ..locate.taps import outputs_of, with_tensors
 from ..locate.vllm_execution import AnyExecution
-from .calls import Calls, Name, NotWritable, written
+from .calls import Calls, Name, NotWritable
 from .search import SEED, Code, Difference, bfloat16, dtype_of, holding, num_ids, state
 
 _MOST_LITERALS = 24
 _WIDTH = 118
+_IMPORTS = {
+    "deepcopy(": "from copy import deepcopy",
+    "TemporaryDirectory(": "from tempfile import TemporaryDirectory", "os.": "import os", "inf": "from math import inf",
+    "F.": "import torch.nn.functional as F", "functional_call(": "from torch.func import functional_call",
+}  # fmt: skip
+"""Text in a script -> import that it needs."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    text: str
-    file: dict[str, Any]
-    """Tensors that the script reads, by name."""
-
-    @property
-    def num_lines(self) -> int:
-        return self.text.count("\n")
-
-    def write(self, path: Path) -> Path | None:
-        """Write the script, and its tensors beside it. Return the path of the tensors' file, or None."""
-        path.write_text(self.text)
-        if not self.file:
-            return None
-        torch.save(self.file, path.with_suffix(".pt"))
-        return path.with_suffix(".pt")
 
 
 class Writer:
@@ -49,36 +34,35 @@ class Writer:
         """Sources of the weights that the script needs."""
         self._constants: dict[str, Any] = {}
 
-    def script(self, header: str) -> Script:
-        """Return the script. Raises NotWritable."""
+    def script(self, header: str) -> tuple[str, dict[str, Any]]:
+        """Return the script and the tensors that it reads from its file, by name. Raises NotWritable."""
         suspect, reference = self._suspect, self._reference
         codes = {reference: self._code(reference)}
         codes[suspect] = self._found.part or self._code(suspect, codes[reference].built)
-        source = [line for side in (reference, suspect) for line in codes[side].setup] + self._numbers(
-            codes[A].built or codes[B].built
-        )
+        source = [line for side in (reference, suspect) for line in codes[side].setup]
+        source += self._numbers(codes[reference].built or codes[suspect].built)
         names = ", ".join(["w", *(f"x{i}" for i in range(len(self._found.inputs)))])
         for side in (A, B):
             source += ["", "", f"def {side}({names}):", *(f"    {line}" for line in codes[side].body)]
-        imports = {"import sys", "import torch", *(line for code in codes.values() for line in code.imports)}
-        imports |= {"import torch.nn.functional as F"} if any("F." in line for line in source) else set()
-        imports |= {"from pathlib import Path"} if self._file else set()
-        lines = [
-            f'"""{header}"""', "", *sorted(imports, key=lambda line: (line.startswith("from"), line)), "", *source, "", "",
+        imports = {"import torch", *(line for code in codes.values() for line in code.imports)}
+        for word, line in _IMPORTS.items():
+            imports |= {line} if any(word in each for each in source) else set()
+        runs = [f"run({side}, {codes[side].dtype})" for side in (A, B)]
+        text = "\n".join([
+            *sorted(imports, key=lambda line: (line.startswith("from"), line)), "", *source, "", "",
             "def run(function, dtype):",
             "    values = [v.to(dtype, copy=True) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
-            f"    value_a, value_b = run(a, {codes[A].dtype}), run(b, {codes[B].dtype})",
-            f"    exact = run({reference}, torch.float64)",
+            f"    value_a, value_b, exact = {', '.join(runs)}, run({reference}, torch.float64)",
             f"error, rounding = (value_{suspect} - exact).abs(), (value_{reference} - exact).abs().max()",
             f"unit, at = torch.finfo({codes[suspect].dtype}).eps / 2, error.argmax()",
             "bound = 4 * max(float(rounding), unit * float(exact.abs().max()))",
-            f'print(f"a {{value_a[at]:.9g}}, b {{value_b[at]:.9g}}, {reference} in float64 {{exact[at]:.9g}}")',
-            f'print(f"error of {suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}")',
-            "sys.exit(0 if error[at] <= bound else 1)",
-        ]  # fmt: skip
-        return Script("\n".join(lines) + "\n", self._file)
+            f"print(f'a {{value_a[at]:.9g}}, b {{value_b[at]:.9g}}, {reference} in float64 {{exact[at]:.9g}}')",
+            f"print(f'error of {suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}')",
+            "raise SystemExit(0 if error[at] <= bound else 1)", "",
+        ])  # fmt: skip
+        return f'"""{header}"""\n\n' + text.replace("'", '"'), self._file
 
     def _code(self, side: str, built: str = "") -> Code:
         """Return a side's source. `built` is the other side's module, if the script builds it."""
@@ -91,27 +75,23 @@ class Writer:
                 raise NotWritable("vLLM needs the recorded model's class of transformers")
             return Code(body=self._calls(module, own, dtype), dtype=dtype)
         name, config, kind = f"module_{side}", model.config, type(model).__name__
-        fields = [f"{field}={written(value)}" for field, value in _fields(config, scope.num_layers).items()]
+        fields = [f"{field}={value!r}" for field, value in _fields(config, scope.num_layers).items()]
         setup = ["config = deepcopy(config)"] if built else _filled(f"config = {type(config).__name__}(", fields, ")")
-        kernels = ("attn", "experts") if any("experts" in each for each in state(module)) else ("attn",)
-        setup += [f'config._{each}_implementation = "{getattr(config, f"_{each}_implementation")}"' for each in kernels]
-        arguments = with_tensors(found.args, found.kwargs, [Name(i) for i in range(len(found.inputs))])
-        xs = {i: f"x{i}" for i in range(len(found.inputs))}
-        call = f"w, {', '.join(written(each, xs) for each in arguments)})"
+        kernels = ("attn", "experts") if any("experts" in each for each in state(model)) else ("attn",)
+        setup += [f"config._{each}_implementation = {getattr(config, f'_{each}_implementation')!r}" for each in kernels]
+        args, kwargs = with_tensors(found.args, found.kwargs, [Name(f"x{i}") for i in range(len(found.inputs))])
         if scope.path:  # without memory for the whole model
-            setup += ['with torch.device("meta"):', f'    {name} = {kind}(config).eval().get_submodule("{scope.path}")']
-            call = f"functional_call({name}, {call}" + ("" if found.output is None else f"[{found.output}]")
+            setup += ["with torch.device('meta'):", f"    {name} = {kind}(config).eval().get_submodule('{scope.path}')"]
+            output = "" if found.output is None else f"[{found.output}]"
         else:
             setup.append(f"{name} = {kind}(config).eval()")
-            call = f"functional_call({name}.to(next(iter(w.values()))), {call}.logits.log_softmax(-1)"
-            call += "[:, :-1].gather(-1, x0[:, 1:, None])" if found.part else ""
+            output = ".logits.log_softmax(-1)" + ("[:, :-1].gather(-1, x0[:, 1:, None])" if found.part else "")
+        called = name if scope.path else f"{name}.to(next(iter(w.values())))"
         self._used |= {f'w["{each}"]' for each in (found.weights if scope.path else module.state_dict())}
-        imports = [
-            f"from transformers import {type(config).__name__}, {kind}",
-            "from torch.func import functional_call",
-        ]
-        imports += ["from copy import deepcopy"] if built else []
-        return Code(imports=imports, setup=setup, body=[f"return {call}"], dtype=dtype, built=name)
+        return Code(
+            imports=[f"from transformers import {type(config).__name__}, {kind}"], setup=setup, dtype=dtype, built=name,
+            body=_filled("return functional_call(", [called, "w", repr(args), repr(kwargs)], f"){output}"),
+        )  # fmt: skip
 
     def _calls(self, module: Any, own: Mapping[str, Any], dtype: Any) -> list[str]:
         """Return the body of a function that makes the module's torch calls."""
@@ -123,8 +103,8 @@ class Writer:
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
         with holding(module, {**found.weights, **own}), Calls(named, len(self._constants)) as calls:
             given = outputs_of(self._scope.call(module, args, kwargs))[found.output or 0]
-        body: list[str] = calls.source(given)
-        used = calls.used(given)
+        body: list[str]
+        body, used = calls.source(given)
         constants = {name: value for name, value in calls.constants.items() if f'w["{name}"]' in used}
         if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
             raise NotWritable("the code holds numbers that were computed from the model's weights")
@@ -133,78 +113,57 @@ class Writer:
         return body
 
     def _numbers(self, built: str) -> list[str]:
-        """Return the lines that define `weights` and `inputs`."""
+        """Return the lines that define `inputs` and `weights`."""
         found, scope = self._found, self._scope
         parameters = dict(scope.module(scope.a).named_parameters()) if found.random_weights else {}
-        lines = [f"torch.manual_seed({SEED})"] if parameters or any(found.random_inputs) else []
-        if parameters and built:
-            lines.append(
-                f"weights = {{n: torch.randn(p.shape) / p.shape[-1] ** 0.5 for n, p in {built}.named_parameters()}}"
-            )
-        elif parameters:
-            shapes = [f"{written(name)}: {tuple(found.weights[name].shape)}" for name in parameters]
-            lines += _filled("shapes = {", shapes, "}")
-            lines.append("weights = {n: torch.randn(shape) / shape[-1] ** 0.5 for n, shape in shapes.items()}")
-        else:
-            lines.append("weights = {}")
-        needed = {
-            name: value
-            for name, value in found.weights.items()
-            if f'w["{name}"]' in self._used and name not in parameters
-        }
-        kept = {}
-        for name, value in (needed | self._constants).items():
-            if (text := literal(value)) is None:
-                kept[name] = _kept(value)
-            else:
-                lines += _filled(f"weights[{written(name)}] = ", [text], "")
-        if kept:
-            self._file["weights"] = kept
-            lines.append('weights |= file["weights"]')
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
-            shape, text = tuple(value.shape), literal(value)
-            if is_random:
-                text = (
-                    f"torch.randn({shape})"
-                    if value.is_floating_point()
-                    else f"torch.randint({num_ids(scope.a)}, {shape})"
-                )
-            elif text is None:
-                self._file[f"x{i}"], text = _kept(value), f'file["x{i}"]'
-            inputs.append(text)
-        file = ['file = torch.load(Path(__file__).with_suffix(".pt"))'] if self._file else []
-        return [*file, *lines, *_filled("inputs = [", inputs, "]")]
+            drawn = f"randint({num_ids(scope.a)}, " if not value.is_floating_point() else "randn("
+            inputs.append(f"torch.{drawn}{tuple(value.shape)})" if is_random else self._number(f"x{i}", value))
+        values = {
+            name: value for name, value in found.weights.items() if f'w["{name}"]' in self._used
+        } | self._constants
+        weights = {name: self._number(name, value) for name, value in values.items() if name not in parameters}
+        lines = ["file = torch.load(__file__[:-2] + 'pt')"] if self._file else []
+        lines += [f"torch.manual_seed({SEED})"] if parameters or any(found.random_inputs) else []
+        lines += _filled("inputs = [", inputs, "]")
+        named = f"{built}.named_parameters()"
+        if parameters and not built:
+            named = "empty.items()"
+            shapes = [f"{name!r}: torch.empty({tuple(found.weights[name].shape)})" for name in parameters]
+            lines += _filled("empty = {", shapes, "}")
+        drawn = f"{{n: torch.randn(p.shape) / p.shape[-1] ** 0.5 for n, p in {named}}}" if parameters else "{}"
+        lines.append(f"weights = {drawn}" + (" | file" if self._file.keys() & weights.keys() else ""))
+        for name, text in weights.items():
+            lines += [] if name in self._file else _filled(f"weights[{name!r}] = ", [text], "")
+        return lines
 
-
-def literal(value: Any) -> str | None:
-    """Return a small or regular tensor as source, or None."""
-    shape, flat = tuple(value.shape), value.detach().cpu().flatten()
-    if bool((flat == flat[:1]).all()):
-        return f"torch.full({shape}, {written(flat[:1].sum().item())}, dtype={value.dtype})"
-    if flat.tolist() == list(range(flat.numel())):
-        return f"torch.arange({flat.numel()}, dtype={value.dtype}).reshape({shape})"
-    if flat.numel() > _MOST_LITERALS:
-        return None
-    is_float32 = value.dtype == torch.float32  # written with the fewest digits
-    numbers = [float(str(each)) for each in flat.numpy()] if is_float32 else flat.tolist()
-    return f"torch.tensor({written(numbers)}, dtype={value.dtype})" + (f".reshape({shape})" if shape[1:] else "")
-
-
-def _kept(value: Any) -> Any:
-    """Return a tensor for the file, in bfloat16 if that changes nothing."""
-    fewer = bfloat16(value)
-    return (fewer if bool((fewer.to(value.dtype) == value).all()) else value).detach().cpu().clone()
+    def _number(self, name: str, value: Any) -> str:
+        """Return a tensor as source, or its place in the file."""
+        shape, flat = tuple(value.shape), value.detach().cpu().flatten()
+        if bool((flat == flat[:1]).all()):
+            return f"torch.full({shape}, {flat[:1].sum().item()}, dtype={value.dtype})"
+        if value.dtype == torch.int64 and flat.tolist() == list(range(flat.numel())):
+            return f"torch.arange({flat.numel()}).reshape({shape})"
+        if flat.numel() <= _MOST_LITERALS:
+            is_float32 = value.dtype == torch.float32  # written with the fewest digits
+            numbers = [float(str(each)) for each in flat.numpy()] if is_float32 else flat.tolist()
+            return f"torch.tensor({numbers}, dtype={value.dtype})" + (f".reshape({shape})" if shape[1:] else "")
+        fewer = bfloat16(value)  # if that changes nothing
+        self._file[name] = (fewer if bool((fewer.to(value) == value).all()) else value).detach().cpu().clone()
+        return f"file.pop({name!r})"
 
 
 def _fields(config: Any, num_layers: int | None) -> dict[str, Any]:
     """Return the arguments that build an equal configuration, or one with fewer layers."""
-    usual, total = type(config)().to_dict(), len(getattr(config, "layer_types", None) or ())
-    return {
+    total, count = len(getattr(config, "layer_types", None) or ()), config.num_hidden_layers
+    usual = type(config)(num_hidden_layers=count).to_dict()
+    fields = {
         name: value[:num_layers] if isinstance(value, list) and len(value) == total else value
         for name, value in config.to_dict().items()
-        if name in usual and value != usual[name] and name not in _NOT_IN_CONFIG
+        if name in usual and name not in _NOT_IN_CONFIG
     }
+    return {"num_hidden_layers": count} | {name: value for name, value in fields.items() if value != usual[name]}
 
 
 def _filled(start: str, items: Sequence[str], end: str) -> list[str]:

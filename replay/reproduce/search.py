@@ -5,11 +5,10 @@ Shapes: T tokens in a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -99,9 +98,9 @@ class Difference:
     own: dict[str, Any]
     """The suspect's parameters and buffers that differ from the reference's."""
     random_weights: bool
-    """True if `weights` are random numbers from `SEED` (in order), except buffers."""
+    """True if `weights` are random numbers from `SEED` (in order), drawn after the inputs, except buffers."""
     random_inputs: tuple[bool, ...]
-    """For each input tensor, true if it holds random numbers from `SEED`, drawn after the weights."""
+    """For each input tensor, true if it holds random numbers from `SEED`."""
     output: int | None = None
     """Index of the differing tensor among the outputs, or None if there is only one."""
     part: Code | None = None
@@ -135,7 +134,7 @@ def _scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
         starts = [".".join(parts[:number]) for number in range(len(parts), 0, -1)]
         names = sorted(modules, key=len)
         path = next((name for start in starts for name in names if f".{name}".endswith(f".{start}")), "")
-    paths = []
+    paths = [name for name in modules if path and name.rpartition(".")[0] == path and any(modules[name].children())]
     while path and not any(name.startswith(f"{path}.") for name in layers):
         paths.append(path)
         path = path.rpartition(".")[0]
@@ -165,6 +164,7 @@ class _Search:
     def __init__(self, scope: Scope, row_T: Any, token: int):
         self._scope, self._row_T, self._token = scope, row_T, token
         self._a, self._b = scope.module(scope.a), scope.module(scope.b)
+        self._exact = deepcopy(self._a).double()
         self._weights = {name: value.detach().clone() for name, value in state(self._a).items()}
         self._shapes = {name: tuple(value.shape) for name, value in self._a.named_parameters()}
         self._own = {
@@ -172,10 +172,6 @@ class _Search:
             for name, value in state(self._b).items()
             if (given := self._weights.get(name)) is None or not torch.equal(value.to(given), given)
         }
-
-    @cached_property
-    def _exact(self) -> Any:
-        return deepcopy(self._a).double()
 
     def found(self) -> Iterator[Difference]:
         """Yield differences, the simplest kind of numbers first."""
@@ -201,9 +197,9 @@ class _Search:
             if random_inputs and not any(are_random):
                 return None
             torch.manual_seed(SEED)  # the script draws in the same order
+            inputs = [_drawn(each, scope.a) if own else each for each, own in zip(inputs, are_random, strict=True)]
             shapes = self._shapes if random_weights else {}
             weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
-            inputs = [_drawn(each, scope.a) if own else each for each, own in zip(inputs, are_random, strict=True)]
             args, kwargs = with_tensors(args, kwargs, inputs)
             return self._judged(
                 Difference(
@@ -238,32 +234,25 @@ class _Search:
             with holding(module, found.weights | own):
                 values.append(self._scope.call(module, *with_tensors(found.args, found.kwargs, inputs)))
         ratios = [_ratio(*each) for each in zip(*map(outputs_of, values), strict=False)]
-        if max(ratios) <= 1.0:
+        best = max(range(len(ratios)), key=ratios.__getitem__)
+        if ratios[best] <= 1.0:
             return None
-        return replace(
-            found, output=None if isinstance(values[0], torch.Tensor) else max(enumerate(ratios), key=lambda e: e[1])[0]
-        )
+        return replace(found, output=None if isinstance(values[0], torch.Tensor) else best)
 
     def _reduced(self, found: Difference) -> Difference:
-        """Keep only the used rows of an embedding, or some rows of a projection, or fewer digits."""
-        weight = found.weights.get("weight", found.own.get("weight"))
-        inputs, changes = found.inputs, list[Callable[[Any], Any]]()
-        if found.random_weights:
-            return found
-        if not isinstance(self._a, torch.nn.Linear | torch.nn.Embedding) or weight is None:
-            changes = [lambda value: bfloat16(value).to(value.dtype)]
-        else:
-            size = len(weight)
-            choices = torch.arange(size).split(_ROWS)
-            if not inputs[0].is_floating_point():
-                used, inputs[0] = inputs[0].unique(return_inverse=True)
-                choices = (used,)
-            changes = [
-                lambda value, rows=rows: value[rows] if value.shape[:1] == (size,) else value for rows in choices
-            ]
+        """Keep only some rows of a projection, the used rows of an embedding, or fewer digits of other weights."""
+        inputs, size, choices = found.inputs, 0, list[Any]([None])
+        if isinstance(self._a, torch.nn.Linear):
+            size = len(self._a.weight)
+            choices = [*torch.arange(size).split(_ROWS)]
+        elif isinstance(self._a, torch.nn.Embedding):
+            size = len(self._a.weight)
+            choices[0], inputs[0] = inputs[0].unique(return_inverse=True)
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
-        for change in changes:
-            weights, own = ({name: change(each) for name, each in held.items()} for held in (found.weights, found.own))
+        for rows in choices if not found.random_weights else ():
+            weights, own = (
+                {name: _less(each, rows, size) for name, each in held.items()} for held in (found.weights, found.own)
+            )
             with suppress(*OF_CODE):
                 if less := self._judged(replace(found, args=args, kwargs=kwargs, weights=weights, own=own)):
                     return less
@@ -283,6 +272,12 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     """Return the dtype in which a module computes."""
     values = (*module.parameters(), *module.buffers(), *inputs)
     return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
+
+
+def _less(value: Any, rows: Any, size: int) -> Any:
+    if rows is None:
+        return bfloat16(value).to(value.dtype)
+    return value[rows] if value.shape[:1] == (size,) else value
 
 
 def _drawn(value: Any, model: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from ..locate.judged import OF_CODE
 from ..locate.names import layer_modules, layer_of
 from ..locate.vllm_execution import VllmExecution
-from .calls import written
 from .search import Code, Difference, Scope, dtype_of, state
 
 _LENGTHS = (2, 3, 8)
@@ -49,8 +48,9 @@ def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Differenc
         module, config = theirs[f"{layer}.self_attn.rotary_emb"], model.config.get_text_config()
         table = next(each for name, each in own.items() if name.endswith("rotary_emb"))
         rotate = vars(sys.modules[type(own[f"{layer}.self_attn"]).__module__])["apply_rotary_pos_emb"]
-        words = f"{module.head_size}, {config.max_position_embeddings}, {module.is_neox_style}, "
-        words += written(config.rope_parameters)
+        maker = sys.modules["vllm.model_executor.layers.rotary_embedding"].get_rope
+        sizes = f"{module.head_size}, {config.max_position_embeddings}, {module.is_neox_style}"
+        words = f"{sizes}, {config.rope_parameters}"
         inputs = [torch.arange(length), torch.randn(length, module.head_size)]
 
         def computed(*parts: Any) -> Any:
@@ -58,7 +58,7 @@ def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Differenc
             return rotate(x[None, None], x[None, None], *table(x, positions[None]))[0][0, 0]
     elif kind == "activation":
         module, act_fn = theirs[f"{layer}.mlp.act_fn"], own[f"{layer}.mlp"].act_fn
-        words = f'approximate="{module.approximate}"' if hasattr(module, "approximate") else ""
+        maker, words = type(module), f"approximate='{module.approximate}'" if hasattr(module, "approximate") else ""
         inputs = [torch.randn(1, _GATED)]
 
         def computed(*parts: Any) -> Any:
@@ -67,7 +67,7 @@ def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Differenc
     else:
         norms = [name for name in own if name.startswith(f"{layer}.") and name.endswith("norm")]
         name = norms[-1] if kind == "residual" else operator
-        norm, module = own[name], theirs[name]
+        norm, maker = own[name], type(theirs[name])
         weights = dict(norm.named_parameters())
         (size,) = norm.weight.shape  # no projection
         words = f"{size}, eps={norm.variance_epsilon if hasattr(norm, 'variance_epsilon') else norm.eps}"
@@ -76,21 +76,15 @@ def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Differenc
         def computed(*parts: Any) -> Any:
             return norm(parts[0] + parts[1] if parts[1:] else parts[0])
 
-    file, name = type(module).__module__, type(module).__name__
-    if ".rotary." in operator:
-        file, name = "vllm.model_executor.layers.rotary_embedding", "get_rope"
-    reference = torch.nn.Module()
+    name, reference = maker.__name__, torch.nn.ParameterDict(weights)
     reference.forward = computed
-    for parameter, weight in weights.items():
-        reference.register_parameter(parameter, weight)
     modules = torch.nn.ModuleDict({name: reference})
     xs = [f"x{i}" for i in range(len(inputs))]
     code = Code(
-        imports=("import os",),
         setup=(
             _SETTINGS,
             "from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config",
-            f"from {file} import {name}",
+            f"from {maker.__module__} import {name}",
             'with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):',
             f"    module = {name}({words})",
         ),
@@ -110,9 +104,8 @@ def _engine(
     model: Any, execution: VllmExecution, num_layers: int, ids_BT: Any, is_random: bool, built: str
 ) -> Iterator[Difference]:
     words = {name: value for name, value in execution.engine_arguments.items() if name not in _OWN_ARGUMENTS}
-    arguments = ", ".join(f"{name}={written(value)}" for name, value in words.items())
+    arguments = ", ".join(f"{name}={value!r}" for name, value in words.items())
     code = Code(
-        imports=("import os", "from tempfile import TemporaryDirectory"),
         setup=(_SETTINGS, "from vllm import LLM, SamplingParams"),
         body=(
             "with TemporaryDirectory() as folder:",
