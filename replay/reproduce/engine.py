@@ -141,7 +141,7 @@ def _scripts(
         path, kind = found.scope.path, type(found.scope.module(found.scope.a)).__name__
         header = (
             f"{side}'s {f'{kind} ({path})' if path else kind} has an error beyond rounding. Exits with 1 while it has, "
-            f"else with 0. Takes {_DURATION}.\n\n{arms}Written by tim-trace {__version__}, {versions}."
+            f"else with 0. Takes {_DURATION}.\n{arms}Written by tim-trace {__version__}, {versions}."
         )
         with suppress(*OF_CODE):  # code of another form, or that cannot be written
             yield Writer(found, executions, side).script(header)

@@ -76,8 +76,10 @@ def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Differenc
         def computed(*parts: Any) -> Any:
             return norm(parts[0] + parts[1] if parts[1:] else parts[0])
 
-    name, reference = maker.__name__, torch.nn.ParameterDict(weights)
+    name, reference = maker.__name__, torch.nn.Module()
     reference.forward = computed
+    for parameter, weight in weights.items():
+        reference.register_parameter(parameter, weight)
     modules = torch.nn.ModuleDict({name: reference})
     xs = [f"x{i}" for i in range(len(inputs))]
     code = Code(
