@@ -58,13 +58,12 @@ class _Call:
 
 
 class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
-    """Records each torch call within the block. `named` maps the source of each known tensor to the tensor."""
+    """Records each torch call within the block. `named` maps the source of each known tensor to the tensor. `constants`
+    receives tensors that were neither named nor returned by a recorded call, by name. Their source is w["c0"], ..."""
 
-    def __init__(self, named: Mapping[str, Any], first: int = 0):
+    def __init__(self, named: Mapping[str, Any], constants: dict[str, Any]):
         super().__init__()
-        self._first = first
-        self.constants: dict[str, Any] = {}
-        """Tensors that were neither named nor returned by a recorded call. Their source is w["c0"], ..."""
+        self._constants = constants
         self._calls: list[_Call] = []
         self._kept = [*named.values()]  # keeps ids unique
         self._names = {id(tensor): Name(source) for source, tensor in reversed([*named.items()])}
@@ -91,9 +90,9 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
 
     def _known(self, tensor: Any) -> Name:
         if id(tensor) not in self._names:
-            name = f"c{self._first + len(self.constants)}"
+            name = f"c{len(self._constants)}"
             self._kept.append(tensor)
-            self._names[id(tensor)], self.constants[name] = Name(f'w["{name}"]'), tensor.detach().clone()
+            self._names[id(tensor)], self._constants[name] = Name(f'w["{name}"]'), tensor.detach().clone()
         return self._names[id(tensor)]
 
     def source(self, given: Any) -> tuple[list[str], set[str]]:

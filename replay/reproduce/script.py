@@ -12,14 +12,15 @@ from ...tracer.located import A, B
 from ..locate.taps import outputs_of, with_tensors
 from ..locate.vllm_execution import AnyExecution
 from .calls import Calls, Name, NotWritable
-from .search import SEED, Code, Difference, bfloat16, dtype_of, holding, num_ids, state
+from .search import SEED, Code, Difference, dtype_of, holding, num_ids, state
 
 _MOST_LITERALS = 24
 _WIDTH = 118
 _IMPORTS = {
-    "deepcopy(": "from copy import deepcopy",
-    "TemporaryDirectory(": "from tempfile import TemporaryDirectory", "os.": "import os", "inf": "from math import inf",
-    "F.": "import torch.nn.functional as F", "functional_call(": "from torch.func import functional_call",
+    "os.": "import os", "torch.": "import torch", "F.": "import torch.nn.functional as F",
+    "deepcopy(": "from copy import deepcopy", "inf": "from math import inf",
+    "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
+    "functional_call(": "from torch.func import functional_call",
 }  # fmt: skip
 """Text in a script -> import that it needs."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
@@ -44,12 +45,10 @@ class Writer:
         names = ", ".join(["w", *(f"x{i}" for i in range(len(self._found.inputs)))])
         for side in (A, B):
             source += ["", "", f"def {side}({names}):", *(f"    {line}" for line in codes[side].body)]
-        imports = {"import torch", *(line for code in codes.values() for line in code.imports)}
-        for word, line in _IMPORTS.items():
-            imports |= {line} if any(word in each for each in source) else set()
+        imports = [line for word, line in _IMPORTS.items() if any(word in each for each in source)]
         runs = [f"run({side}, {codes[side].dtype})" for side in (A, B)]
         text = "\n".join([
-            *sorted(imports, key=lambda line: (line.startswith("from"), line)), "", *source, "", "",
+            *imports, "", *source, "", "",
             "def run(function, dtype):",
             "    values = [v.to(dtype, copy=True) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
@@ -76,7 +75,10 @@ class Writer:
             return Code(body=self._calls(module, own, dtype), dtype=dtype)
         name, config, kind = f"module_{side}", model.config, type(model).__name__
         fields = [f"{field}={value!r}" for field, value in _fields(config, scope.num_layers).items()]
-        setup = ["config = deepcopy(config)"] if built else _filled(f"config = {type(config).__name__}(", fields, ")")
+        setup = ["config = deepcopy(config)"]
+        if not built:
+            setup = [f"from transformers import {type(config).__name__}, {kind}"]
+            setup += _filled(f"config = {type(config).__name__}(", fields, ")")
         kernels = ("attn", "experts") if any("experts" in each for each in state(model)) else ("attn",)
         setup += [f"config._{each}_implementation = {getattr(config, f'_{each}_implementation')!r}" for each in kernels]
         args, kwargs = with_tensors(found.args, found.kwargs, [Name(f"x{i}") for i in range(len(found.inputs))])
@@ -89,7 +91,7 @@ class Writer:
         called = name if scope.path else f"{name}.to(next(iter(w.values())))"
         self._used |= {f'w["{each}"]' for each in (found.weights if scope.path else module.state_dict())}
         return Code(
-            imports=[f"from transformers import {type(config).__name__}, {kind}"], setup=setup, dtype=dtype, built=name,
+            setup=setup, dtype=dtype, built=name,
             body=_filled("return functional_call(", [called, "w", repr(args), repr(kwargs)], f"){output}"),
         )  # fmt: skip
 
@@ -101,15 +103,15 @@ class Writer:
         named = {f"x{i}": each for i, each in enumerate(inputs)}
         named |= {f'w["{keys[name]}"]': each for name, each in state(module).items()}
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
-        with holding(module, {**found.weights, **own}), Calls(named, len(self._constants)) as calls:
+        with holding(module, {**found.weights, **own}), Calls(named, self._constants) as calls:
             given = outputs_of(self._scope.call(module, args, kwargs))[found.output or 0]
         body: list[str]
         body, used = calls.source(given)
-        constants = {name: value for name, value in calls.constants.items() if f'w["{name}"]' in used}
-        if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
+        computed = [value for name, value in self._constants.items() if f'w["{name}"]' in used]
+        if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in computed):
             raise NotWritable("the code holds numbers that were computed from the model's weights")
         self._used |= used
-        self._constants |= constants | {keys[name]: own[name] for name in own if f'w["{keys[name]}"]' in used}
+        self._constants |= {keys[name]: value for name, value in own.items()}
         return body
 
     def _numbers(self, built: str) -> list[str]:
@@ -118,12 +120,12 @@ class Writer:
         parameters = dict(scope.module(scope.a).named_parameters()) if found.random_weights else {}
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
-            drawn = f"randint({num_ids(scope.a)}, " if not value.is_floating_point() else "randn("
-            inputs.append(f"torch.{drawn}{tuple(value.shape)})" if is_random else self._number(f"x{i}", value))
-        values = {
-            name: value for name, value in found.weights.items() if f'w["{name}"]' in self._used
-        } | self._constants
-        weights = {name: self._number(name, value) for name, value in values.items() if name not in parameters}
+            if is_random:
+                kind = "randn(" if value.is_floating_point() else f"randint({num_ids(scope.a)}, "
+            inputs.append(f"torch.{kind}{tuple(value.shape)})" if is_random else self._number(f"x{i}", value))
+        values = {**found.weights, **self._constants}
+        needed = [name for name in values if f'w["{name}"]' in self._used and name not in parameters]
+        weights = {name: self._number(name, values[name]) for name in needed}
         lines = ["file = torch.load(__file__[:-2] + 'pt')"] if self._file else []
         lines += [f"torch.manual_seed({SEED})"] if parameters or any(found.random_inputs) else []
         lines += _filled("inputs = [", inputs, "]")
@@ -149,7 +151,7 @@ class Writer:
             is_float32 = value.dtype == torch.float32  # written with the fewest digits
             numbers = [float(str(each)) for each in flat.numpy()] if is_float32 else flat.tolist()
             return f"torch.tensor({numbers}, dtype={value.dtype})" + (f".reshape({shape})" if shape[1:] else "")
-        fewer = bfloat16(value)  # if that changes nothing
+        fewer = value.bfloat16() if value.is_floating_point() else value
         self._file[name] = (fewer if bool((fewer.to(value) == value).all()) else value).detach().cpu().clone()
         return f"file.pop({name!r})"
 

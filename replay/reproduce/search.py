@@ -76,7 +76,6 @@ class Scope:
 class Code:
     """Source of one side of a script."""
 
-    imports: Sequence[str] = ()
     setup: Sequence[str] = ()
     body: Sequence[str]
     """Lines of a function of `w` (weights by name) and `x0`, `x1`, ... (inputs)."""
@@ -197,7 +196,12 @@ class _Search:
             if random_inputs and not any(are_random):
                 return None
             torch.manual_seed(SEED)  # the script draws in the same order
-            inputs = [_drawn(each, scope.a) if own else each for each, own in zip(inputs, are_random, strict=True)]
+            for i, each in enumerate(inputs):
+                if are_random[i]:
+                    shape, size = each.shape, num_ids(scope.a)
+                    inputs[i] = (torch.randn(shape) if each.is_floating_point() else torch.randint(size, shape)).to(
+                        each
+                    )
             shapes = self._shapes if random_weights else {}
             weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
             args, kwargs = with_tensors(args, kwargs, inputs)
@@ -263,11 +267,6 @@ def num_ids(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def bfloat16(value: Any) -> Any:
-    """Return a floating-point tensor rounded to bfloat16, and others unchanged."""
-    return value.to(torch.bfloat16) if value.is_floating_point() else value
-
-
 def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     """Return the dtype in which a module computes."""
     values = (*module.parameters(), *module.buffers(), *inputs)
@@ -276,13 +275,8 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
 
 def _less(value: Any, rows: Any, size: int) -> Any:
     if rows is None:
-        return bfloat16(value).to(value.dtype)
+        return value.bfloat16().to(value.dtype) if value.is_floating_point() else value
     return value[rows] if value.shape[:1] == (size,) else value
-
-
-def _drawn(value: Any, model: Any) -> Any:
-    shape = tuple(value.shape)
-    return (torch.randn(shape) if value.is_floating_point() else torch.randint(num_ids(model), shape)).to(value)
 
 
 def _is_plain(value: Any) -> bool:

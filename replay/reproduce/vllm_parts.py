@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,9 +35,8 @@ def vllm_differences(
     lengths = [length for length in _LENGTHS if length < len(row_T)] + [len(row_T)]
     numbers = sorted({1, (layer_of(operator) or 0) + 1, len(layer_modules(model))})
     for is_random, tried in ((True, lengths), (False, lengths[-1:])):
-        for number in numbers:
-            for length in tried:
-                yield from _engine(model, execution, number, row_T[None, :length], is_random, built)
+        for number, length in product(numbers, tried):
+            yield from _engine(model, execution, number, row_T[None, :length], is_random, built)
 
 
 def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Difference:

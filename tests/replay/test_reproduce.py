@@ -173,7 +173,7 @@ def test_recorded_calls_give_the_same_bits_as_source():
         return torch.nn.functional.softmax(1.0 - total @ weight.T, dim=-1)[:, None].clamp(max=float("inf"))
 
     x, weight = torch.randn(3, 8), torch.randn(5, 4)
-    with Calls({"x": x, "weight": weight}) as calls:
+    with Calls({"x": x, "weight": weight}, {}) as calls:
         given = computed(x, weight)
     lines, used = calls.source(given)
     body = "\n".join(f"    {line}" for line in lines)
