@@ -245,18 +245,14 @@ class _Search:
 
     def _reduced(self, found: Difference) -> Difference:
         """Keep only some rows of a projection, the used rows of an embedding, or fewer digits of other weights."""
-        inputs, size, choices = found.inputs, 0, list[Any]([None])
+        inputs, choices = found.inputs, list[Any]([None])
         if isinstance(self._a, torch.nn.Linear):
-            size = len(self._a.weight)
-            choices = [*torch.arange(size).split(_ROWS)]
+            choices = [*torch.arange(len(self._a.weight)).split(_ROWS)]
         elif isinstance(self._a, torch.nn.Embedding):
-            size = len(self._a.weight)
             choices[0], inputs[0] = inputs[0].unique(return_inverse=True)
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
         for rows in choices if not found.random_weights else ():
-            weights, own = (
-                {name: _less(each, rows, size) for name, each in held.items()} for held in (found.weights, found.own)
-            )
+            weights, own = ({name: _less(each, rows) for name, each in of.items()} for of in (found.weights, found.own))
             with suppress(*OF_CODE):
                 if less := self._judged(replace(found, args=args, kwargs=kwargs, weights=weights, own=own)):
                     return less
@@ -273,10 +269,10 @@ def dtype_of(module: Any, inputs: Sequence[Any]) -> Any:
     return next((each.dtype for each in values if each.is_floating_point()), torch.float32)
 
 
-def _less(value: Any, rows: Any, size: int) -> Any:
-    if rows is None:
-        return value.bfloat16().to(value.dtype) if value.is_floating_point() else value
-    return value[rows] if value.shape[:1] == (size,) else value
+def _less(value: Any, rows: Any) -> Any:
+    if rows is not None:
+        return value[rows] if value.dim() else value
+    return value.bfloat16().to(value.dtype) if value.is_floating_point() else value
 
 
 def _is_plain(value: Any) -> bool:
