@@ -92,10 +92,9 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
     first = found.first
     if first is None:
         return Reproduction(a=found.a, b=found.b, first=None)
-    reference = B if first.side == A else A
-    for side in (first.side, reference):
-        execution = executions[side]
-        if type(execution) is not Execution and not (side == first.side and isinstance(execution, VllmExecution)):
+    for side, execution in executions.items():
+        is_vllm = side == first.side and isinstance(execution, VllmExecution)
+        if type(execution) is not Execution and not is_vllm:
             raise CannotReplay(
                 f"{side} ({execution.arm.name}): engine {execution.arm.engine} cannot be written as a script"
                 f"{' of an error in the other side' if execution.arm.engine == VLLM else ''}; compare with engine=hf"

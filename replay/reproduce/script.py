@@ -74,7 +74,7 @@ class Writer:
                 raise NotWritable("vLLM needs the recorded model's class of transformers")
             return Code(body=self._calls(module, own, dtype), dtype=dtype)
         name, config, kind = f"module_{side}", model.config, type(model).__name__
-        fields = [f"{field}={value!r}" for field, value in _fields(config, scope.num_layers).items()]
+        fields = [f"{field}={value!r}" for field, value in _fields(config).items()]
         setup = ["config = deepcopy(config)"]
         if not built:
             setup = [f"from transformers import {type(config).__name__}, {kind}"]
@@ -156,12 +156,12 @@ class Writer:
         return f"file.pop({name!r})"
 
 
-def _fields(config: Any, num_layers: int | None) -> dict[str, Any]:
-    """Return the arguments that build an equal configuration, or one with fewer layers."""
-    total, count = len(getattr(config, "layer_types", None) or ()), config.num_hidden_layers
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the arguments that build an equal configuration. Its number of layers may have been reduced."""
+    count, total = config.num_hidden_layers, len(getattr(config, "layer_types", None) or ())
     usual = type(config)(num_hidden_layers=count).to_dict()
     fields = {
-        name: value[:num_layers] if isinstance(value, list) and len(value) == total else value
+        name: value[:count] if isinstance(value, list) and len(value) == total else value
         for name, value in config.to_dict().items()
         if name in usual and name not in _NOT_IN_CONFIG
     }

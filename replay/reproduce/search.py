@@ -189,10 +189,11 @@ class _Search:
         with suppress(*OF_CODE), torch.random.fork_rng(devices=[]):  # code that does not run on these numbers
             args, kwargs = self._calls_of(ids_T)[call]
             inputs = tensors_of(args, kwargs)
-            alone = [id(each) for each in (*args, *kwargs.values())]  # not the tables of a rotary embedding, a pair
-            are_random = tuple(
-                random_inputs and (not scope.path or (id(each) in alone and _is_plain(each))) for each in inputs
-            )
+            arguments = [
+                each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)
+            ]  # no rotary tables
+            plain = [id(each) for each in arguments if each.is_floating_point() and each.abs().max() < _LARGE]
+            are_random = tuple(random_inputs and (not scope.path or id(each) in plain) for each in inputs)
             if random_inputs and not any(are_random):
                 return None
             torch.manual_seed(SEED)  # the script draws in the same order
@@ -273,11 +274,6 @@ def _less(value: Any, rows: Any) -> Any:
     if rows is not None:
         return value[rows] if value.dim() else value
     return value.bfloat16().to(value.dtype) if value.is_floating_point() else value
-
-
-def _is_plain(value: Any) -> bool:
-    """Return True if random numbers can replace a tensor: it holds numbers, not a mask."""
-    return bool(value.is_floating_point() and value.dim() > 1 and value.abs().max() < _LARGE)
 
 
 def _ratio(a: Any, b: Any, exact: Any) -> float:
