@@ -158,14 +158,15 @@ class Writer:
 
 def _fields(config: Any) -> dict[str, Any]:
     """Return the arguments that build an equal configuration. Its number of layers may have been reduced."""
-    count, total = config.num_hidden_layers, len(getattr(config, "layer_types", None) or ())
-    usual = type(config)(num_hidden_layers=count).to_dict()
+    count, total = getattr(config, "num_hidden_layers", None), len(getattr(config, "layer_types", None) or ())
+    counted = {} if count is None else {"num_hidden_layers": count}
+    usual = type(config)(**counted).to_dict()
     fields = {
         name: value[:count] if isinstance(value, list) and len(value) == total else value
         for name, value in config.to_dict().items()
         if name in usual and name not in _NOT_IN_CONFIG
     }
-    return {"num_hidden_layers": count} | {name: value for name, value in fields.items() if value != usual[name]}
+    return counted | {name: value for name, value in fields.items() if value != usual[name]}
 
 
 def _filled(start: str, items: Sequence[str], end: str) -> list[str]:
