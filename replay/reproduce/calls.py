@@ -6,14 +6,12 @@ Python values that depend on tensors, such as sizes and chosen experts, become c
 from __future__ import annotations
 
 import ast
-import inspect
-import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,29 +21,28 @@ from ..locate.taps import outputs_of, with_outputs
 
 _WIDTH = 112
 """Maximum length of an expression (characters)."""
-_LONG = 90
-"""Maximum length of an expression within another (characters)."""
 _OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "true_divide": "/", "matmul": "@", "pow": "**",
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and": "&", "or": "|",
     "floordiv": "//", "mod": "%",
 }  # fmt: skip
 _IN_PLACE = re.compile(r"__setitem__|__i(?!nvert)\w+__|[a-z]\w*[a-z0-9]_")
-
-
-class Source(str):
-    """Source text that is written unchanged."""
+_SLICE = re.compile(r"slice\((?:None|([^,()]+)), (?:None|([^,()]+)), (?:None|([^,()]+))\)")
+_DEVICE = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
 
 
 class NotWritable(ValueError):
-    """A call has an argument that cannot be written as source."""
+    """A call cannot be written as source."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """Reference to a recorded tensor."""
+@dataclass(slots=True, eq=False)
+class Name:
+    """A tensor's source, which is also its representation within other values."""
 
-    tensor: int
+    text: str = ""
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +50,23 @@ class _Call:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    takes: list[int]
-    gives: list[int]
+    takes: list[Name]
+    gives: list[Name]
     is_one: bool
     """True if the call returns a single tensor, rather than a tuple."""
     in_place: bool
 
 
 class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
-    """Records each torch call within the block. `named` maps the source of each known tensor to the tensor."""
+    """Records each torch call within the block. `named` maps the source of each known tensor to the tensor. `constants`
+    receives tensors that were neither named nor returned by a recorded call, by name. Their source is w["c0"], ..."""
 
-    def __init__(self, named: Mapping[str, Any], first: int = 0):
+    def __init__(self, named: Mapping[str, Any], constants: dict[str, Any]):
         super().__init__()
-        self._first = first
-        self.constants: dict[str, Any] = {}
-        """Tensors that were neither named nor returned by a recorded call. Their source is w["c0"], ..."""
+        self._constants = constants
         self._calls: list[_Call] = []
-        self._kept: list[Any] = []  # keeps ids unique
-        self._sources: dict[int, str] = {}
-        for source, tensor in named.items():
-            self._sources.setdefault(self._id(tensor), source)
-
-    def _id(self, tensor: Any) -> int:
-        self._kept.append(tensor)
-        return id(tensor)
+        self._kept = [*named.values()]  # keeps ids unique
+        self._names = {id(tensor): Name(source) for source, tensor in reversed([*named.items()])}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -86,150 +76,95 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         kwargs = dict(kwargs or {})
         in_place = bool(_IN_PLACE.fullmatch(getattr(func, "__name__", ""))) or "out" in kwargs
         takes = [self._known(each) for each in outputs_of((args, kwargs))]
-        named_args, named_kwargs = with_outputs((args, kwargs), map(_Name, takes))
+        named_args, named_kwargs = with_outputs((args, kwargs), takes)
         given = func(*args, **kwargs)
         gives = outputs_of(given)
         is_same = len(gives) == 1 and any(gives[0] is each for each in outputs_of(args))
         if in_place or (gives and not is_same):
-            new = [] if in_place and is_same else [self._id(each) for each in gives]
-            self._calls.append(
-                _Call(func, named_args, named_kwargs, takes, new, isinstance(given, torch.Tensor), in_place)
-            )
-            self._sources |= dict.fromkeys(new, "")
+            new = {} if in_place and is_same else {id(each): Name() for each in gives}
+            self._kept += gives
+            self._names |= new
+            is_one = isinstance(given, torch.Tensor)
+            self._calls.append(_Call(func, named_args, named_kwargs, takes, [*new.values()], is_one, in_place))
         return given
 
-    def _known(self, tensor: Any) -> int:
-        if id(tensor) not in self._sources:
-            name = f"c{self._first + len(self.constants)}"
-            self._sources[self._id(tensor)], self.constants[name] = f'w["{name}"]', tensor.detach().clone()
-        return id(tensor)
+    def _known(self, tensor: Any) -> Name:
+        if id(tensor) not in self._names:
+            name = f"c{len(self._constants)}"
+            self._kept.append(tensor)
+            self._names[id(tensor)], self._constants[name] = Name(f'w["{name}"]'), tensor.detach().clone()
+        return self._names[id(tensor)]
 
-    def used(self, given: Any) -> set[str]:
-        """Return the sources of the named tensors on which the tensor `given` depends."""
-        return {source for call in self._needed(given) for each in call.takes if (source := self._sources[each])}
-
-    def _needed(self, given: Any) -> list[_Call]:
-        needed, calls = {id(given)}, []
+    def source(self, given: Any) -> tuple[list[str], set[str]]:
+        """Return the lines of a function body that computes the tensor `given`, and the sources of the named tensors on
+        which it depends. Raises NotWritable."""
+        if (result := self._names.get(id(given))) is None:
+            raise NotWritable("the result was computed by calls that torch does not report")
+        needed, calls = {result}, list[_Call]()
         for call in reversed(self._calls):
             if call.in_place or needed & set(call.gives):
                 needed.update(call.takes)
-                calls.append(call)
-        return calls[::-1]
+                calls.insert(0, call)
+        used = {name.text for name in needed if name.text}
+        uses = Counter([*(name for call in calls for name in call.takes), result])
+        lines, numbers = list[str](), count(1)
+        pending: list[Name] = []
+        """Results whose text is an expression, to be written within their only use."""
 
-    def source(self, given: Any) -> list[str]:
-        """Return the lines of a function body that computes the tensor `given`. Raises NotWritable."""
-        calls, texts, number = self._needed(given), dict(self._sources), 0
-        uses = Counter(name for call in calls for name in call.takes)
-        uses[id(given)] += 1
-        lines: list[str] = []
-        pending: dict[int, str] = {}
-
-        def assign(name: int) -> None:
-            nonlocal number
-            number += 1
-            lines.append(f"v{number} = {pending.pop(name)}")
-            texts[name] = f"v{number}"
-
-        def text_of(name: int) -> str:
-            return texts[name] or pending[name]
+        def assign(names: list[Name], text: str, comma: str = "") -> None:
+            for name in names:
+                name.text = f"v{next(numbers)}" if uses[name] else "_"
+            lines.append(f"{', '.join(name.text for name in names)}{comma} = {text}")
 
         for call in calls:
-            takes = set(call.takes)
-            for name in takes & pending.keys():
-                if len(pending[name]) > _LONG:
-                    assign(name)
-            text = _text(call, text_of)
-            if len(text) > _WIDTH:
-                for name in sorted(takes & pending.keys(), key=lambda name: len(pending[name])):
-                    assign(name)
-                text = _text(call, text_of)
-            for name in takes:
-                pending.pop(name, None)
-            if call.in_place:
-                for name in list(pending):
-                    assign(name)
+            others, within = ([name for name in pending if (name in call.takes) == i] for i in (False, True))
+            while within and len(_text(call)) > _WIDTH:
+                within.sort(key=lambda name: len(name.text))
+                assign([within[-1]], within.pop().text)
+            for name in others if call.in_place else ():
+                assign([name], name.text)
+            text, pending = _text(call), [] if call.in_place else others
             if not call.gives:
                 lines.append(text)
             elif call.is_one and uses[call.gives[0]] == 1 and not call.in_place:
-                pending[call.gives[0]] = text
+                call.gives[0].text = text
+                pending.append(call.gives[0])
             else:
-                for name in call.gives:
-                    number += bool(uses[name])
-                    texts[name] = f"v{number}" if uses[name] else "_"
-                comma = "," if len(call.gives) == 1 and not call.is_one else ""
-                lines.append(f"{', '.join(texts[name] for name in call.gives)}{comma} = {text}")
-        if not texts.get(id(given)) and id(given) not in pending:
-            raise NotWritable("the result was computed by calls that torch does not report")
-        lines.append(f"return {text_of(id(given))}")
-        return [ast.unparse(ast.parse(line)).replace("'", '"') for line in lines]  # without needless parentheses
+                assign(call.gives, text, "" if call.is_one or len(call.gives) > 1 else ",")
+        lines.append(f"return {result}")
+        try:  # without needless parentheses
+            return [ast.unparse(ast.parse(line)) for line in lines], used
+        except SyntaxError as error:
+            raise NotWritable(f"a call has an argument that is no source: {error.text}") from error
 
 
-def _text(call: _Call, text_of: Callable[[int], str]) -> str:
-    def own(value: Any) -> str | None:
-        return text_of(value.tensor) if isinstance(value, _Name) else None
-
+def _text(call: _Call) -> str:
     name = resolve_name(call.function) or f"torch.{call.function.__name__}"
-    parts = name.split(".")
-    last = parts[-1].strip("_") if parts[-1].startswith("__") else parts[-1]
-    try:
-        parameters = inspect.signature(call.function).parameters
-        defaults = {each.name: each.default for each in parameters.values()}
-    except (TypeError, ValueError):  # built-in functions
-        defaults = {}
-    args = [written(each, own) for each in call.args]
-    while args[-1:] == ["None"] and parts[1] == "nn":
-        args.pop()
+    _, *parents, leaf = name.split(".")
+    last = leaf.strip("_") if leaf.startswith("__") else leaf
+    args = [_DEVICE.sub("'cpu'", repr(each)) for each in call.args]
     words = [
-        f"{word}={written(value, own)}"
+        f"{word}={value!r}"
         for word, value in call.kwargs.items()
-        if not word.startswith("_") and word != "device" and value is not None and value != defaults.get(word)
+        if not word.startswith("_") and word != "device" and value is not None
     ]
-    if parts[1] != "Tensor":
-        if reduce(lambda found, part: getattr(found, part, None), parts[1:], torch) is not call.function:
+    if parents[:1] != ["Tensor"]:
+        if reduce(lambda found, part: getattr(found, part, None), [*parents, leaf], torch) is not call.function:
             raise NotWritable(f"{name} is not a public torch function")
         return f"{name.replace('torch.nn.functional.', 'F.')}({', '.join(args + words)})"
     if last == "get":
-        return f"{args[0]}.{parts[-2]}"
+        return f"{args[0]}.{parents[-1]}"
     if last in ("getitem", "setitem"):
+        within = _SLICE.sub(lambda ends: f"{ends[1] or ''}:{ends[2] or ''}:{ends[3] or ''}", args[1])
+        within = within.replace("Ellipsis", "...")
         is_tuple = isinstance(call.args[1], tuple) and call.args[1]
-        within = args[1][1:-1].removesuffix(",") if is_tuple else args[1]
+        within = within[1:-1].removesuffix(",") if is_tuple else within
         return f"{args[0]}[{within}]" + (f" = {args[2]}" if last == "setitem" else "")
-    if parts[-1].startswith("__i") and last[1:] in _OPERATORS:
+    if leaf.startswith("__i") and last[1:] in _OPERATORS:
         return f"{args[0]} {_OPERATORS[last[1:]]}= {args[1]}"
     if len(args) == 2 and not words:
         if last in _OPERATORS:
             return f"({args[0]} {_OPERATORS[last]} {args[1]})"
         if last[:1] == "r" and last[1:] in _OPERATORS:
             return f"({args[1]} {_OPERATORS[last[1:]]} {args[0]})"
-    if last in ("neg", "invert"):
-        return f"({'-' if last == 'neg' else '~'}{args[0]})"
-    return f"{args[0]}.{parts[-1]}({', '.join(args[1:] + words)})"
-
-
-def written(value: Any, own: Callable[[Any], str | None] = lambda value: None) -> str:
-    """Return a Python value as source. `own` returns the source of other values, or None. Raises NotWritable."""
-    if (text := own(value)) is not None:
-        return text
-    if isinstance(value, slice):
-        ends = [value.start, value.stop] + ([] if value.step is None else [value.step])
-        return ":".join("" if end is None else written(end, own) for end in ends)
-    if value is Ellipsis:
-        return "..."
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    if isinstance(value, Source):
-        return str(value)
-    if isinstance(value, torch.device):
-        return '"cpu"'
-    if isinstance(value, str):
-        return json.dumps(value)
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{written(name)}: {written(each, own)}" for name, each in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        inner = ", ".join(written(each, own) for each in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
-    raise NotWritable(f"{type(value).__name__} {value!r:.60} cannot be written as source")
+    return f"{args[0]}.{leaf}({', '.join(args[1:] + words)})"

