@@ -889,8 +889,8 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
     The default thresholds are the published ones. verl's presets always use verl's own thresholds. Every row shows the
-    full rule, which ratio its source limits (verl's k1 limits the inverse ratio), and the condition for keeping a
-    token, where rho = exp(d).
+    full rule, the ratio that the rule limits in its published source (verl's k1 limits the inverse ratio), and the
+    condition for keeping a token, where rho = exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 

@@ -285,7 +285,7 @@ def arms():
 
 
 def clash_text(clash):
-    """Return a clash as text, such as: `packed`, `shared` with mode `decode`, `chunked`"""
+    """Return the option and values that exclude each other, for example "`packed` with mode `decode`"."""
     other = " ".join([f"`{clash.other.replace('_', '-')}`", ", ".join(clash.others)]).strip()
     own = f"{', '.join(f'`{value}`' for value in clash.values)} with " if clash.values else ""
     return own + other + (f" (engine {clash.engine})" if clash.engine else "")

@@ -66,7 +66,7 @@ def _check(document: Any, content: bytes) -> None:
 def _integer(text: str) -> int:
     value = int(text)
     if abs(value) > _MAX_INTEGER:
-        raise ValueError("it contains an integer beyond 64 bits")
+        raise ValueError("it contains an integer that does not fit in 64 bits")
     return value
 
 

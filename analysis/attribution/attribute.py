@@ -241,6 +241,9 @@ def broken_steps(facts: Facts) -> Iterator[int]:
         yield ending
     if facts.changed_rewards is not None:
         yield facts.changed_rewards.step
+    for fault in facts.checked.data if facts.checked else ():
+        if not fault.is_notice:
+            yield int(facts.steps[0]) if fault.since is None else fault.since
     lag = np.abs(facts.values("version_lag"))
     known = np.flatnonzero(np.isfinite(lag))
     if len(known):

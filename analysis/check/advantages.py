@@ -179,7 +179,7 @@ class _Rows:
 
     @cached_property
     def n(self) -> np.ndarray:
-        """[N] number of rows in the group."""
+        """[N] number of rows in each row's group."""
         return count_of(self.g)
 
     @cached_property

@@ -235,7 +235,7 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # Logits that only pad the vocabulary are dropped, so their effect counts as the log-softmax's.
+            # Logits that only pad the vocabulary are dropped, so their effect is attributed to the log-softmax.
             # Missing logits become NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan

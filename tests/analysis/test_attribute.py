@@ -89,6 +89,8 @@ class Story:
     says_limit: bool = False
     runs_on: Callable[[int], int] | None = None
     """Tokens after the end token, which ends responses of this story only."""
+    masks_right: Callable[[int], float] = NONE
+    """Whether the loss mask leaves out right responses."""
     swaps: bool = False
     """Whether the rewards of each two neighbouring rows are exchanged."""
     sign: float = 1.0
@@ -146,10 +148,12 @@ def record_step(recorder, story, step, chance):
         policy_version=max(step - 1 - story.lag, 0),
         reward=reward,
         advantage=advantage,
+        response_mask=[[not (right[r] and story.masks_right(step))] * len(ids[r]) for r in range(rows)],
         max_tokens=[story.limit(step)] * rows if story.limit is not None and story.says_limit else None,
     )
     # Likelier responses are right ones more often, as those of a policy that knows something.
-    train = [-chance.gamma(2.0, 0.3 if good else 0.6, len(row)) for row, good in zip(ids, right, strict=True)]
+    scale = story.entropy(step)
+    train = [-scale * chance.gamma(2.0, 0.3 if good else 0.6, len(row)) for row, good in zip(ids, right, strict=True)]
     if story.has_rollout:
         rollout = [np.minimum(one + chance.normal(0, story.gap(step), len(one)), 0.0) for one in train]
         recorder.add_scores("rollout", batch, logprobs=[one.tolist() for one in rollout])
@@ -260,6 +264,12 @@ def test_responses_that_go_on_after_the_end_token_are_truncated(tmp_path):
     assert evidence_of(found, "truncation")["stop_ignored"] > 1
 
 
+def test_responses_that_the_loss_mask_leaves_out_before_the_drop_are_truncated(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=drops(63, 0.8, 0.2), masks_right=drops(60, 0.0, 1.0))))
+    assert found.cause == "truncation"
+    assert evidence_of(found, "truncation")["rows_left_out"] > 1
+
+
 def test_rewards_of_neighbouring_rows_that_are_exchanged_are_misaligned(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=FALLING, swaps=True)))
     assert found.cause == "pairing"
@@ -297,6 +307,13 @@ def test_rewards_that_check_finds_in_other_rows_count_for_misaligned_rows(tmp_pa
     found = attribute(record(tmp_path / "run", Story(reward=FALLING, advantages_of=1)))
     assert evidence_of(found, "pairing")["data_fault"] > 1
     assert "check finds, starting at step 1: rewards belong to other rows" in attribution_text(found)
+
+
+def test_rewards_that_check_finds_in_other_rows_are_told_without_a_drop(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(advantages_of=1)))
+    assert found.fall is None
+    assert found.supposed is not None
+    assert (found.supposed.suspects[0].code, found.supposed.step) == ("pairing", 1)
 
 
 def test_every_data_fault_that_counts_for_a_suspect_exists_in_check():

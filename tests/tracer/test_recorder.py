@@ -288,7 +288,10 @@ def test_scores_point_at_the_contract_that_held_when_they_were_added(tmp_path):
             r"step 1, sequence 'b': got 1 values of logprobs of pass 'train' for 2 response tokens",
         ),
         ({"logprobs": [[-1.0]]}, "1 rows of logprobs for 2 sequences; pass rows="),
-        ({"logprobs": [[-1.0], [-1.0, 0.5]]}, r"step 1, sequence 'b': pass 'train' has logprob 0.5 at response token 1"),
+        (
+            {"logprobs": [[-1.0], [-1.0, 0.5]]},
+            r"step 1, sequence 'b': pass 'train' has logprob 0.5 at response token 1",
+        ),
         ({"logprobs": [[0.9], [0.1, 0.2]]}, "not probabilities or logits"),
         ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': got 1 values of entropy"),
         ({"logprobs": [[-1.0]], "rows": [2]}, "pass row numbers from 0 to 1"),

@@ -267,8 +267,13 @@ def endings(facts: Facts) -> Iterator[Fact]:
     if first < 3 or last <= first:
         return
     gradient = facts.moves.step("grad_norm")
-    goes_on = facts.rollouts.by_step(facts.rollouts.goes_on.astype(float))
-    for code, (steps, share) in (("endings_change", other_endings(facts.rollouts, before)), ("stop_ignored", goes_on)):
+    rows = facts.rollouts
+    shares = {
+        "endings_change": other_endings(rows, before),
+        "stop_ignored": rows.by_step(rows.goes_on.astype(float)),
+        "rows_left_out": rows.by_step(((rows.length == 0) & (rows.num_tokens > 0)).astype(float)),
+    }
+    for code, (steps, share) in shares.items():
         usual = np.array([np.median(share[max(at - 10, 0) : at]) for at in range(first, last)])
         jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
         at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0

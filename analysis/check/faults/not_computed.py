@@ -202,7 +202,10 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return the fault if the rows that lack logprobs in the loss have about as many of them outside of it."""
+    """Return a displaced loss mask, or None.
+
+    A displaced mask leaves out about as many tokens with logprobs as it includes tokens without, in the same rows.
+    """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
