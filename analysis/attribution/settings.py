@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import re
 
+from ..facts.conditions import is_coefficient
+
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
     ("length", ("length_bonus", "length_penalty", "length_reward", "length_coef", "length_cost", "length_weight", "len_penalty", "len_bonus",
@@ -56,5 +58,4 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    words = re.split(r"[^a-z0-9]+", name.lower())
-    return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
+    return is_coefficient(name) or not any(word in _MEASURED for word in re.split(r"[^a-z0-9]+", name.lower()))

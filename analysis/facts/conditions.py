@@ -185,7 +185,7 @@ def _of_metrics(database: Database, known: list[Series]) -> Iterator[Series]:
             is_set = is_held(filled) or (begins_held(filled) and not is_learning_rate(str(name)))
             kind = SETTING if is_set else LOGGED
             yield Series(name.removeprefix(HYPERPARAMETER), held, filled, LINEAR, kind, "recorded as a setting")
-        elif is_held(value):
+        elif is_held(value) or (is_coefficient(name) and begins_held(value)):
             yield Series(name, at, value, LINEAR, SETTING, f"logged as {name}")
         else:
             is_positive = bool((value > 0).all()) and value.max() > 10 * value.min()
@@ -209,6 +209,11 @@ def begins_held(values: np.ndarray) -> bool:
     """Return True if a setting starts constant and then changes steadily, like a ramp or a controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
+
+
+def is_coefficient(name: str) -> bool:
+    """Return True if a metric's name says that it is the coefficient of a loss term, which a controller may change."""
+    return re.split(r"[^a-z0-9]+", name.lower())[-1] in ("coef", "coeff", "coefficient", "weight")
 
 
 def is_learning_rate(name: str) -> bool:

@@ -222,7 +222,7 @@ def _run(database: Database, run: str | None) -> str:
 
 NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "actor/grad_norm", "train/grad_norm", "optim/grad_norm"),
-    "loss": ("loss", "actor/pg_loss", "train/loss", "loss/mean"),
+    "loss": ("loss", "actor/pg_loss", "train/loss", "loss/mean", "pg_loss", "actor_loss", "policy/loss", "loss/policy"),
     "learning_rate": ("learning_rate", "actor/lr", "train/learning_rate", "optim/lr", "lr"),
     "entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "train/entropy", "entropy/mean"),
     "update_to_weight": ("optimizer/update_to_weight",),
