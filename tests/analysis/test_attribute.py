@@ -28,11 +28,13 @@ from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
 from tim_trace.analysis.facts.mismatch import read_earlier_weights
+from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.relations import changed_responses, relation
 from tim_trace.analysis.facts.rollouts import Rollouts, repeated_responses
 from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.analysis.rows import result_json
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
@@ -97,6 +99,8 @@ class Story:
     """Factor of the advantages."""
     offset: Callable[[int], float] = NONE
     """Added to the logged loss."""
+    controller: Callable[[int], float] | None = None
+    """KL coefficient, logged at each step."""
     coefficient: Callable[[int], float] | None = None
     """Coefficient of the entropy in the logged loss."""
     settings: dict[str, Any] = field(default_factory=lambda: {"adam_beta2": 0.999})
@@ -172,6 +176,8 @@ def record_step(recorder, story, step, chance):
     if story.coefficient is not None:
         metrics["loss"] = -float(advantage.mean()) - story.coefficient(step) * metrics["entropy"]
         metrics["loss"] += story.offset(step)
+    if story.controller is not None:
+        metrics["actor/kl_coef"] = story.controller(step)
     if story.evaluation is not None and step % 5 == 0:
         metrics["eval/accuracy"] = story.evaluation(step) + 0.01 * chance.normal()
     recorder.add_metrics(step, metrics)
@@ -314,6 +320,22 @@ def test_rewards_that_check_finds_in_other_rows_are_told_without_a_drop(tmp_path
     assert found.fall is None
     assert found.supposed is not None
     assert (found.supposed.suspects[0].code, found.supposed.step) == ("pairing", 1)
+
+
+def test_a_coefficient_that_a_controller_raises_is_a_setting_that_changes(tmp_path):
+    found = attribute(
+        record(tmp_path / "run", Story(reward=FALLING, controller=lambda step: 0.02 * 1.2 ** max(step - 45, 0)))
+    )
+    assert found.cause == "reference"
+    assert "actor/kl_coef changes from 0.02" in attribution_text(found)
+
+
+@pytest.mark.parametrize("name", ["pg_loss", "policy/loss", "loss/policy"])
+def test_the_loss_is_read_under_the_names_that_trainers_log_it_by(tmp_path, name):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 4):
+            recorder.add_metrics(step, {name: step / 4})
+    assert read_series(open_database(tmp_path / "run"))["loss"].values.tolist() == [0.25, 0.5, 0.75]
 
 
 def test_every_data_fault_that_counts_for_a_suspect_exists_in_check():
