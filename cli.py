@@ -770,7 +770,7 @@ def query_(
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If the trace is local, finished and writable, the sums per sequence are stored in it (sums/ and index/), so that the
+    If the trace is local, finished and writable, this stores the sums per sequence in it (sums/ and index/), so that the
     next call does not have to read tokens.
     """
     from .analysis.stats import approximate, likeness

@@ -43,7 +43,7 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If a trace is local, finished and writable, each sequence's sums are stored in it (`sums/`, `index/`), so that later
+    If a trace is local, finished and writable, this stores the sums of each sequence in it (`sums/`, `index/`), so that later
     calls need not read the tokens.
 
     For `pair` a:b, d = logprob(a) - logprob(b) (nats), over tokens that count toward the loss and are finite in both

@@ -31,6 +31,7 @@ from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, Not
 from .divergence import SAMPLING, UPDATE
 from .fact import Fact
 from .looks.engine import OF_WEIGHTS, carried
+from .looks.samples import data_faults_since
 from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
@@ -241,9 +242,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
         yield ending
     if facts.changed_rewards is not None:
         yield facts.changed_rewards.step
-    for fault in facts.checked.data if facts.checked else ():
-        if not fault.is_notice:
-            yield int(facts.steps[0]) if fault.since is None else fault.since
+    yield from (since for _, since, _ in data_faults_since(facts))
     lag = np.abs(facts.values("version_lag"))
     known = np.flatnonzero(np.isfinite(lag))
     if len(known):

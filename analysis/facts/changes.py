@@ -335,7 +335,7 @@ def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> 
     for name, least in _LOGARITHMS.items():
         if name in series:
             found[name] = (series[name].steps, np.log(np.maximum(series[name].values, 1e-6)), least)
-    if (reward := series.get("reward")) is not None:
+    if (reward := series.get("reward")) is not None and np.isfinite(reward.values).any():
         found["reward"] = (reward.steps, reward.values, 0.02 * float(np.nanstd(reward.values)))
     columns = {}
     for name, (steps, values, least) in found.items():

@@ -223,7 +223,7 @@ def test_a_trace_without_digests_says_how_to_record_them(tmp_path):
         recorder.add_sequences(step=1, prompt_ids=[[5]], response_ids=[[7]])
     with pytest.raises(WeightsMissing, match="has no digests of the engine's weights"):
         weights(tmp_path / "t", engine=True)
-    with pytest.raises(InvalidOption, match="cannot be combined"):
+    with pytest.raises(InvalidOption, match="applies only to the trainer's weights; drop one"):
         weights(tmp_path / "t", engine=True, verify=True)
 
 

@@ -144,7 +144,7 @@ def test_a_damaged_result_is_named_by_verify_and_in_no_answer(run, damage):
         assert found.is_whole
         assert sql(run, "FROM operators").rows == []
         return
-    assert any(f"/locate/{path.name}: " in sentence for sentence in found.damaged), found.damaged
+    assert any(f"/locate/{path.name}" in sentence for sentence in found.damaged), found.damaged
     with pytest.warns(DamageWarning, match=path.name):
         assert sql(run, "FROM operators").rows == []
 

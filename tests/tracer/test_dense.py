@@ -142,5 +142,5 @@ def test_a_missing_group_is_named(tmp_path):
     record_logits(tmp_path / "run", torch.zeros(7, 2), [0, 2])
     (_, group, start, tokens), *_ = links(tmp_path / "run")
     (tmp_path / "run" / "dense").rename(tmp_path / "elsewhere")
-    with pytest.raises(DamagedTrace, match=f"dense/{group}: is missing"):
+    with pytest.raises(DamagedTrace, match=f"dense/{group} is missing"):
         read_dense(Store(tmp_path / "run"), group, start, tokens)

@@ -244,6 +244,6 @@ def test_texts_are_not_joined_to_a_recorded_run_and_the_reason_is_told(tmp_path,
     dumps.ONE_SIDED[format](tmp_path, make_steps(1))
     make_trace(tmp_path / "run")
     before = stats(tmp_path / "run").dicts()
-    with pytest.raises(TraceExists, match=f"a {format} dump has no ids to match its rows"):
+    with pytest.raises(TraceExists, match=f"a {format} dump has no ids that match its rows"):
         import_dump(format, tmp_path, output=tmp_path / "run")
     assert stats(tmp_path / "run").dicts() == before

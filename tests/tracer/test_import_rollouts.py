@@ -250,7 +250,7 @@ def test_a_sidecar_that_is_a_link_out_of_the_bank_is_not_followed(tmp_path):
     (path,) = (tmp_path / "bank").rglob("tokens.bin")
     path.rename(tmp_path / "tokens.bin")
     path.symlink_to(tmp_path / "tokens.bin")
-    refused(tmp_path / "bank", tmp_path / "run", "is a link pointing outside the folder")
+    refused(tmp_path / "bank", tmp_path / "run", "is a link that points outside the folder")
 
 
 def test_a_group_that_is_being_written_waits(tmp_path):

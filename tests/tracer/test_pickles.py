@@ -308,7 +308,9 @@ def change_samples(folder, change):
 def test_a_needed_field_that_is_an_object_is_named_with_the_way_out(tmp_path, column):
     WRITERS["slime"](tmp_path / "dump", make_steps(1))
     change_samples(tmp_path / "dump", lambda sample: sample | {column: Bag({})})
-    with pytest.raises(ImportFailed, match=rf"sample 0: field '{column}' is an object of .*Bag, .*--map {column}="):
+    with pytest.raises(
+        ImportFailed, match=rf"sample 0: field '{column}', needed for .*, is an object of .*Bag, .*--map {column}="
+    ):
         import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     if column != "tokens":
@@ -556,7 +558,7 @@ def test_a_column_of_a_batch_that_is_an_object_is_named(tmp_path):
         encoded = dumps.skyrl_tensor
         patch.setattr(dumps, "skyrl_tensor", lambda value: Bag({}) if value.dtype == torch.float32 else encoded(value))
         dumps.write_skyrl(tmp_path / "skyrl", make_steps(1))
-    with pytest.raises(ImportFailed, match=r"'rollout_logprobs' is an object of .*Bag"):
+    with pytest.raises(ImportFailed, match=r"'rollout_logprobs', needed for rollout_logprobs, is an object of .*Bag"):
         import_dump("skyrl", tmp_path / "skyrl", output=tmp_path / "run")
 
 

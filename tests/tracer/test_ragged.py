@@ -86,7 +86,7 @@ def test_what_is_no_batch_is_named(data, message):
 
 
 def test_a_mask_of_another_shape_is_named():
-    with pytest.raises(InvalidRecord, match=r"\(2, 4\).*mask has \(2, 3\)"):
+    with pytest.raises(InvalidRecord, match=r"\(2, 4\).*mask has shape \(2, 3\)"):
         flatten(np.zeros((2, 4)), np.float32, Padding.of(np.ones((2, 3))), "x")
 
 

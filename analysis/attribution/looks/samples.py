@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...check.finding import DataFinding
 from ...facts import thresholds as ft
 from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
@@ -35,16 +36,22 @@ DATA_FAULTS = {
 """Suspect -> `check` codes of the data faults that point to the suspect."""
 
 
+def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
+    """Yield the suspect, the first step and the finding for each fault that `check` finds in the data."""
+    for suspect, codes in DATA_FAULTS.items():
+        for one in facts.checked.data if facts.checked else ():
+            if not one.is_notice and one.code in codes.split():
+                yield suspect, int(facts.steps[0]) if one.since is None else one.since, one
+
+
 def data_faults(facts: Facts) -> Iterator[Fact]:
     """Yield the faults that `check` finds in rewards, advantages, groups and responses."""
     assert facts.fall is not None
-    for suspect, codes in DATA_FAULTS.items():
+    for suspect in DATA_FAULTS:
         found = [
             fact("data_fault", math.sqrt(one.share) * nearness(facts, since), suspect, finding=one.title, step=since)
-            for one in (facts.checked.data if facts.checked else ())
-            if not one.is_notice and one.code in codes.split()
-            for since in [int(facts.steps[0]) if one.since is None else one.since]
-            if since <= facts.fall.latest
+            for owner, since, one in data_faults_since(facts)
+            if owner == suspect and since <= facts.fall.latest
         ]
         if found:
             yield max(found, key=lambda one: one.level)
