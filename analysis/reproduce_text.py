@@ -11,7 +11,7 @@ def reproduction_text(found: Reproduction, width: int | None = None) -> str:
         return f"Only rounding: no operator of a ({found.a}) or b ({found.b}) exceeds its rounding bound. No script written."
     numbers = f" and {found.file} ({found.num_bytes / 1e3:,.0f} kB)" if found.file else ""
     return (
-        f"{found.script} ({found.num_lines} lines){numbers} shows the error of {found.first.operator} in "
+        f"{found.script} ({found.num_lines} lines){numbers} show{'' if found.file else 's'} the error of {found.first.operator} in "
         f"{found.first.side}. In a fresh process it took {found.duration_s:.1f} s, exited with 1 and printed:\n\n"
         f"{found.output.rstrip()}"
     )
