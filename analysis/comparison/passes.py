@@ -297,9 +297,9 @@ class _Group:
         )  # fmt: skip
 
     def _divergences(self, own_R: np.ndarray, other_R: np.ndarray, shared_R: np.ndarray) -> list[int]:
-        """Return, for each prompt that both classes continue with different tokens, the first divergent token.
+        """Return the place of the first differing token for each prompt whose responses differ between the two classes.
 
-        The arguments are the ends [R] of the tokens that this class has, that the other class has, and that both have.
+        The arguments are the numbers of tokens [R] that this class has, that the other class has, and that both share.
         """
         numbers: dict[tuple[int, str], int] = {}
         prompt_R = np.array([numbers.setdefault((row[0], row[2]), len(numbers)) for row in self.values.rows], np.int64)

@@ -166,7 +166,7 @@ def check_attention(
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
-            f"the contract's attention {_named(name)} is not trusted, so it is not loaded; {_factory()[3:]}"
+            f"the contract names attention {_named(name)}, which is not trusted and was not loaded; {_factory()[3:]}"
         )
     if experts not in (None, *EXPERTS):
         raise CannotReplay(

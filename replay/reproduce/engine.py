@@ -118,7 +118,9 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
             why = f"the script exits with {code} in a fresh process"
             if num_bytes > MOST_BYTES:
                 why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
-    raise CannotReplay(f"{first.side} {first.operator}: no script shows the difference: {why}; see tim-trace locate")
+    raise CannotReplay(
+        f"{first.side} {first.operator}: cannot write a script that shows the difference: {why}; see tim-trace locate"
+    )
 
 
 def _scripts(

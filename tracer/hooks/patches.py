@@ -42,7 +42,7 @@ class Patches:
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`. Return missing functions, with the data lost."""
+        """Wrap a class's functions with methods of `hooks`. Return the missing functions, each with the data lost without it."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 

@@ -43,12 +43,12 @@ def import_dump(
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
-    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Several paths hold the values
-    of several engines for the same prompts: each path becomes a pass, and sequences are matched by prompt. `map` maps
-    field names in the files to columns, including columns that the format lacks. A field mapped to "" is skipped.
-    `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing their names. Incomplete
-    steps and half-written files are skipped and listed in the result. To add them later, import again. To read as much
-    of them as possible now, set `partial`.
+    `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Pass several paths to
+    import the values that several engines gave for the same prompts: each path becomes a pass, and sequences are
+    matched by prompt. `map` maps field names in the files to columns, including columns that the format lacks. A field
+    mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing
+    their names. Incomplete steps and half-written files are skipped and listed in the result. To add them later, import
+    again. To read as much of them as possible now, set `partial`.
 
     Nothing in the files is executed: pickles are read as data, and an object of an unsupported class is an error only
     if it is in a field that is read. At most one step or 512 JSON Lines rows are held in memory. If several paths are
