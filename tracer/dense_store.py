@@ -131,7 +131,7 @@ class _Array:
         row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if count * row_bytes > memory // 4:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)}: reading {count:,} rows with {row_bytes:,} bytes each would take "
+                f"{self._group._shown(self._name)}: reading {count:,} rows of {row_bytes:,} bytes each would take "
                 "over a quarter of this machine's memory"
             )
         import zarr

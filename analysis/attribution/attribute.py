@@ -28,6 +28,7 @@ from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SupposedCause, Suspect
+from .brief import LAG
 from .divergence import SAMPLING, UPDATE
 from .fact import Fact
 from .looks.engine import OF_WEIGHTS, carried
@@ -289,8 +290,9 @@ def _next(facts: Facts, suspect: str) -> Advice:
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")
     if suspect == "staleness":
+        near = f"step BETWEEN {facts.fall.step - 10} AND {facts.fall.step + 10}" if facts.fall else "step >= 0"
         return Advice(
-            f"tim-trace replay {trace} --steps {step} --weights-version V-1",
+            f'tim-trace sql {trace} "{LAG.format(near=near)}"',
             "or rerun synchronously, with one policy version per step",
         )
     if suspect == "length":

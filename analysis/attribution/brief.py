@@ -10,12 +10,15 @@ _MOST_LETTERS = 10_000
 """Maximum length of the facts table in characters. It keeps the whole brief at about 4,000 tokens."""
 _WEAK, _OPEN, _ALIKE = 0.05, 0.05, 3.0
 
+LAG = (
+    "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
+    "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"
+)
+"""Query for the updates between the weights that sampled and those that scored."""
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": ("Does the mismatch begin before the drop?",
         "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step"),
-    "staleness": ("How many updates is the engine behind?",
-        "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
-        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"),
+    "staleness": ("How many updates is the engine behind?", LAG),
     "optimizer": ("Did the learning rate, the gradient norm or the loss change before the drop?",
         "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step"),
     "reward": ("Which identical responses get different rewards before and after the drop?",

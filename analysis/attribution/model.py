@@ -49,7 +49,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return the strongest fact for each feature, weakened by the share that other facts explain."""
+    """Return the strongest fact for each feature, with its level reduced by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):

@@ -18,7 +18,7 @@ _SHOWN = 0.02
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
-    "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
+    "setting_changed": "starting at step {step}, {series} changes from {from_value} to {to_value}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's, so the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",

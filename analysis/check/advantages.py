@@ -320,10 +320,10 @@ def _factor(rows: _Rows) -> np.ndarray:
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
     size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
     # Factors other than 1 can be usual: leave-one-out baselines multiply by n / (n - 1), a batch may be normalised over
-    # tokens instead of rows, and eps is up to 1e-4.
+    # tokens instead of rows, and eps is up to 0.1.
     usual = (
         (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
-        (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 1e-4) * np.sqrt(1 - 1 / few), 1.0),
+        (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
     )  # fmt: skip
     factor, is_usual = np.full(len(few), np.nan), np.zeros(len(few), bool)
     for given, low, high in usual:

@@ -173,7 +173,8 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            # If a bonus per token grows with every step, the difference depends on length times the steps between.
+            # If a bonus per token grows with every step, the difference depends on the length times
+            # the number of steps in between.
             steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily

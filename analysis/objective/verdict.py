@@ -77,7 +77,7 @@ class Objective(Result):
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Sentences about open questions and what to record."""
+        """Sentences that say what remains unknown and what to record to find out."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property

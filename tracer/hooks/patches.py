@@ -32,7 +32,7 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # Ray checks whether a function is a coroutine function, so the wrapper of one must be one too.
+        # Ray checks whether a function is a coroutine function, so its wrapper must be a coroutine function too.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)

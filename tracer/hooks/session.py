@@ -61,7 +61,7 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    An error in a call by `record` ends the recording of one `Part`, and an error in a block under `guard` ends all
+    An error in a call made through `record` ends the recording of one `Part`, and an error in a block under `guard` ends all
     recording in this process. Neither error reaches the program. Recording never calls a collective operation, because
     processes that have stopped recording would not take part in it.
     """

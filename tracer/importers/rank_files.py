@@ -75,7 +75,7 @@ class Ranks:
                     raise ImportFailed(f"{where}, sample {name}: {column} has different lengths on two ranks")
 
     def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each sample's name and cells, joined over the ranks."""
+        """Yield each sample's name and cells, joined across ranks."""
         for name, sample in self._samples.items():
             where = f"step {self._reading.part.step}, sample {name}"
             whole = {
