@@ -135,6 +135,7 @@ SOUND = {
     "grpo": {},
     "grpo of graded rewards": {"reward": graded},
     "grpo with the other standard deviation": {"advantage": lambda r, n: grpo(r, ddof=0, eps=1e-6)},
+    "grpo with a large eps": {"advantage": lambda r, n: grpo(0.5 * r, eps=0.05), "recorded": lambda r, n: 0.5 * r},
     "dr. grpo": {"advantage": lambda r, n: centred(r)},
     "rloo": {"advantage": lambda r, n: centred(r) * IN_GROUP / (IN_GROUP - 1), "reward": graded},
     "group mean, batch scale": {"advantage": lambda r, n: whitened(centred(r)), "reward": graded},
