@@ -201,14 +201,12 @@ class Store:
             raise DamagedTrace(f"{self.shown(relative)} is not a regular file ({error.strerror}). Remove it") from error
 
     def read_json(self, relative: str) -> bytes:
-        if not self.is_local:  # use a single request instead of querying the file's size first
-            content = self.read_range(relative, 0, MAX_BYTES + 1)
-            size = len(content)
-        else:
+        # Do not query the size first: a live writer may replace the file by a longer one before it is read.
+        content = self.read_range(relative, 0, MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
             size = self.file_size(relative)
-        if size > MAX_BYTES:
             raise DamagedTrace(f"{self.shown(relative)} has {size:,} bytes, too many for a JSON file in a trace")
-        return self.read_bytes(relative) if self.is_local else content
+        return content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
         first = relative.partition("/")[0]

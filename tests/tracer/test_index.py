@@ -278,3 +278,10 @@ def test_a_run_that_is_being_sent_has_an_index_of_nearly_all_that_is_there(s3, t
     assert len(there & read_index(store).paths) > len(there) / 2
     upload.send()
     assert rows_of("s3://bucket/growing/run") == rows_of(tmp_path / "run")
+
+
+def test_a_document_that_a_writer_replaces_by_a_longer_one_is_read_whole(tmp_path, monkeypatch):
+    path, size_before = tmp_path / "state.json", len("{}")
+    path.write_text('{"state": "open"}')
+    monkeypatch.setattr(Store, "file_size", lambda *_: size_before)
+    assert Store(tmp_path).read_json("state.json") == path.read_bytes()
