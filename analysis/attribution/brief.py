@@ -14,7 +14,7 @@ LAG = (
     "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
     "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"
 )
-"""Query for the updates between the weights that sampled and those that scored."""
+"""Query for the number of updates by which the engine's weights lag behind the trainer's, by step."""
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": ("Does the mismatch begin before the drop?",
         "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step"),

@@ -258,10 +258,8 @@ GROUP BY ALL ORDER BY a.step
 
 
 _AT_START = """
-SELECT a.step, avg(list_avg(list_transform(list_zip(a.logprobs, b.logprobs), lambda two: abs(two[1] - two[2])))) AS mean
-FROM scores AS a JOIN scores AS b USING (run, step, seq_id)
-WHERE a."pass" = 'train' AND b."pass" = 'reference' AND a.iteration = 0 AND b.iteration = 0 AND a.policy_version = 0
-GROUP BY a.step ORDER BY a.step LIMIT 1
+SELECT mean_abs_d FROM pair_steps('train', 'reference')
+WHERE step = (SELECT min(step) FROM scores WHERE "pass" = 'train' AND iteration = 0 AND policy_version = 0)
 """
 _OTHER_WEIGHTS = 0.2
 """Mean |d| between two passes that 16-bit rounding does not reach (nats)."""
@@ -270,7 +268,7 @@ _OTHER_WEIGHTS = 0.2
 def _reference(run: DataRows) -> Iterator[DataFinding]:
     """Find a reference that is not the initial policy."""
     if {"train", "reference"} <= {*scored_passes(run.database)}:
-        for _, size in run.database.connection.execute(_AT_START).fetchall():
+        for (size,) in run.database.connection.execute(_AT_START).fetchall():
             differs = np.full(len(run.rows["step"]), (size or 0.0) > _OTHER_WEIGHTS)
             yield from run.find("reference_apart", differs, size=size, notice=True)
 

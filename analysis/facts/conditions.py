@@ -213,7 +213,8 @@ def begins_held(values: np.ndarray) -> bool:
 
 def is_coefficient(name: str) -> bool:
     """Return True if a metric's name says that it is the coefficient of a loss term, which a controller may change."""
-    return re.split(r"[^a-z0-9]+", name.lower())[-1] in ("coef", "coeff", "coefficient", "weight")
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return words[-1] == "weight" or not {"coef", "coeff", "coefficient"}.isdisjoint(words)
 
 
 def is_learning_rate(name: str) -> bool:

@@ -64,7 +64,7 @@ FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 _MOST = 0.9
-"""Share of the early responses shorter than the longest that a single token must end."""
+"""A token counts as the end token if it ends at least this share of the early responses that are not cut off."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum number of pairs in a comparison, and of responses that must occur both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
@@ -219,7 +219,7 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 ORDERS = {
     "members_first": "all first group members before all second ones (rows and columns swapped)",
     "groups_first": "rewards read group by group rather than member by member (rows and columns swapped)",
-    "neighbours": "rewards of each two neighbouring rows swapped",
+    "neighbours": "rewards of neighbouring rows swapped in pairs",
     "reversed": "rewards in reverse order within the step",
     "reversed_in_groups": "rewards in reverse order within each group",
     "shortest_first": "rewards assigned in completion order (shortest response first)",

@@ -223,7 +223,10 @@ class _Search:
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[str]:
-        """Yield layouts that change no option of an arm, without the words that the arms share with them."""
+        """Yield the layouts to search, leaving out those that change an option of an arm.
+
+        Words of a layout that every arm already has are dropped.
+        """
         words = [set(side.text.replace(" ", "").split(",")) for side in self._sides]
         named = {word.partition("=")[0].replace("_", "-") for word in set.union(*words)}
         engines = {side.arm.engine for side in self._sides}

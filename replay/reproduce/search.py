@@ -189,9 +189,8 @@ class _Search:
         with suppress(*OF_CODE), torch.random.fork_rng(devices=[]):  # code that does not run on these numbers
             args, kwargs = self._calls_of(ids_T)[call]
             inputs = tensors_of(args, kwargs)
-            arguments = [
-                each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)
-            ]  # no rotary tables
+            # Rotary tables are tuples, so they keep the recorded numbers.
+            arguments = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
             plain = [id(each) for each in arguments if each.is_floating_point() and each.abs().max() < _LARGE]
             are_random = tuple(random_inputs and (not scope.path or id(each) in plain) for each in inputs)
             if random_inputs and not any(are_random):
@@ -199,10 +198,9 @@ class _Search:
             torch.manual_seed(SEED)  # the script draws in the same order
             for i, each in enumerate(inputs):
                 if are_random[i]:
-                    shape, size = each.shape, num_ids(scope.a)
-                    inputs[i] = (torch.randn(shape) if each.is_floating_point() else torch.randint(size, shape)).to(
-                        each
-                    )
+                    is_float = each.is_floating_point()
+                    drawn = torch.randn(each.shape) if is_float else torch.randint(num_ids(scope.a), each.shape)
+                    inputs[i] = drawn.to(each)
             shapes = self._shapes if random_weights else {}
             weights = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
             args, kwargs = with_tensors(args, kwargs, inputs)

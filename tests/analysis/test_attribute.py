@@ -17,6 +17,7 @@ from tim_trace.analysis.attribution.brief import attribution_brief
 from tim_trace.analysis.attribution.fact import fact
 from tim_trace.analysis.attribution.looks.samples import DATA_FAULTS
 from tim_trace.analysis.attribution.model import unexplained
+from tim_trace.analysis.attribution.settings import is_setting
 from tim_trace.analysis.attribution.text import (
     attribution_text,
     difference_sentences,
@@ -328,6 +329,14 @@ def test_a_coefficient_that_a_controller_raises_is_a_setting_that_changes(tmp_pa
     )
     assert found.cause == "reference"
     assert "actor/kl_coef changes from 0.02" in attribution_text(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("actor/kl_coef", True), ("kl_coef/mean", True), ("policy/kl_weight", True), ("optimizer/weight_norm", False)],
+)
+def test_a_metric_with_the_name_of_a_coefficient_is_a_setting(name, is_one):
+    assert is_setting(name) == is_one
 
 
 @pytest.mark.parametrize("name", ["pg_loss", "policy/loss", "loss/policy"])

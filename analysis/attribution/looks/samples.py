@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -47,14 +48,12 @@ def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
 def data_faults(facts: Facts) -> Iterator[Fact]:
     """Yield the faults that `check` finds in rewards, advantages, groups and responses."""
     assert facts.fall is not None
-    for suspect in DATA_FAULTS:
-        found = [
-            fact("data_fault", math.sqrt(one.share) * nearness(facts, since), suspect, finding=one.title, step=since)
-            for owner, since, one in data_faults_since(facts)
-            if owner == suspect and since <= facts.fall.latest
-        ]
-        if found:
-            yield max(found, key=lambda one: one.level)
+    found = defaultdict[str, list[Fact]](list)
+    for suspect, since, one in data_faults_since(facts):
+        if since <= facts.fall.latest:
+            level = math.sqrt(one.share) * nearness(facts, since)
+            found[suspect].append(fact("data_fault", level, suspect, finding=one.title, step=since))
+    yield from (max(each, key=lambda one: one.level) for each in found.values())
 
 
 def _known(value: float) -> float:

@@ -18,7 +18,6 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 
-_ORDER = ("policy", "reference", "entropy")
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
@@ -151,10 +150,10 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
 
     The policy's term is -mean(advantage), which assumes an importance ratio of 1. The last column is constant.
     """
-    series, rows, conditions = (
+    series, conditions, rows = (
         read_series(database, pair=pair),
-        read_rollouts(database, pair),
         read_conditions(database),
+        read_rollouts(database, pair),
     )
     if "loss" not in series:
         return np.empty(0, np.int64), np.array([""]), np.empty((0, 1)), np.empty(0)
@@ -170,7 +169,7 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
     ]
     steps, loss = series["loss"].steps, series["loss"].values
     kept, known = [], np.isfinite(loss)
-    for name, at, values in sorted(terms, key=lambda term: _ORDER.index(term[0])):
+    for name, at, values in terms:
         there, aligned = np.isin(at, steps), np.full(len(steps), np.nan)
         aligned[np.searchsorted(steps, at[there])] = values[there]
         if np.isfinite(aligned).mean() > 0.9:
