@@ -32,8 +32,6 @@ from . import thresholds as t
 from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
-_LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""When comparing rewards with lengths: number of steps before and after the drop, and minimum number on each side."""
 _ENOUGH = 20
 
 
@@ -192,21 +190,6 @@ class Facts:
         if found.share < ft.ALMOST_ALL:
             return 0.0
         return relations.pays_length_otherwise(since, before)
-
-    @cached_property
-    def rewards_by_length(self) -> tuple[float, float] | None:
-        """Share of within-step reward variance explained by length, before and after the onset. None if the
-        share does not rise clearly."""
-        if self.fall is None:
-            return None
-        steps, share = relations.explained_by_length_by_step(self.rollouts)
-        first = self.fall.interval[0] - ft.AHEAD
-        before = share[steps < first][-_LONG_BEFORE:]
-        since = share[(steps >= first) & (steps <= self.fall.latest + _LONG_SINCE)]
-        if min(len(before), len(since)) < _FEWEST_TELLING:
-            return None
-        usual, now = float(np.median(before)), float(np.median(since))
-        return (usual, now) if usual < t.LENGTH_LITTLE and now >= t.LENGTH_MOST else None
 
     @cached_property
     def changed_reference(self) -> relations.ChangedResponses | None:

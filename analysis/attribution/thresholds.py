@@ -40,8 +40,5 @@ MOSTLY_CUT = 0.8
 """A length limit is the explanation if at least this fraction of the differing responses only end earlier."""
 LENGTH_SHARE = 0.5
 """Rewards count as newly dependent on length only if at least this fraction of rewards changes."""
-LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
-"""Rewards count as newly dependent on length if the share of their variance that length explains rises from below
-the first value to at least the second."""
 WEIGHTS_DIFFER = 1e-5
 """Weights count as different if a response's mean logprob differs by this much (nats). fp32 kernels differ by 1e-7."""

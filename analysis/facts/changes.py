@@ -17,10 +17,10 @@ from ..trace.database import Database, cached
 from ..trace.ragged import array_of
 from ..trace.source import Pair
 from . import thresholds as t
-from .read_series import read_series
+from .read_series import read_evaluations, read_series
 from .relations import relation_by_step
 from .rollouts import Rollouts
-from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_evaluation, is_named_outcome, refined
+from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_named_outcome, refined
 
 MOST = 1000
 """Maximum number of values that are searched for changes. In longer series, neighbouring steps are averaged first."""
@@ -230,10 +230,9 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
     outcomes = []
     rewards = array_of(database.connection.sql(_REWARDS).to_arrow_table()["reward"])
     floor = min(float(np.quantile(rewards, 0.01)), 0.0) if len(rewards) else 0.0
-    for name in np.unique(names):
-        if is_evaluation(str(name)):
-            of_name = names == name
-            outcomes.append(_outcome(str(name), steps[of_name], values[of_name], floor, is_evaluation=True))
+    for name in sorted(read_evaluations(database, database.sources[0].run)):
+        of_name = names == name
+        outcomes.append(_outcome(name, steps[of_name], values[of_name], floor, is_evaluation=True))
     reward = series.get("reward")
     if reward is not None:
         outcomes.append(_outcome("reward", reward.steps, reward.values, floor, is_evaluation=False))

@@ -290,6 +290,18 @@ SELECT DISTINCT name FROM metrics
 WHERE run = $run AND step > 0 AND value IS NOT NULL AND NOT contains(name, 'eval') AND NOT contains(name, 'hyperparameter/')
 ORDER BY name
 """
+_SHARE_STEPS = """
+SELECT name, count(DISTINCT step) / (SELECT count(DISTINCT step) FROM metrics WHERE run = $run AND step > 0)
+FROM metrics WHERE run = $run AND step > 0 AND value IS NOT NULL AND name NOT LIKE 'hyperparameter/%'
+GROUP BY name
+"""
+
+
+@cached
+def read_evaluations(database: Database, run: str) -> frozenset[str]:
+    """Return the names of logged metrics that are outcomes on held-out data."""
+    rows = database.connection.execute(_SHARE_STEPS, {"run": run}).fetchall()
+    return frozenset(name for name, share in rows if is_evaluation(name, share))
 
 
 def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
@@ -337,7 +349,8 @@ def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Serie
 
 def _chosen(database: Database, run: str, has_tokens: bool) -> dict[str, str]:
     rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
-    logged = {name: None for (name,) in rows if not is_evaluation(name)}
+    evaluations = read_evaluations(database, run)
+    logged = {name: None for (name,) in rows if name not in evaluations}
     averages = {} if has_tokens else AVERAGES
     bare = {_bare(name): name for name in reversed(logged)} if averages else {}
     found = {}

@@ -14,7 +14,7 @@ from ..trace.source import Pair
 from . import conditions, series
 from .changes import ChangePoint, change_points, read_changes, read_outcomes
 from .conditions import SETTING
-from .read_series import read_series
+from .read_series import read_evaluations, read_series
 from .series import MISMATCH, REWARD, Fall, Series
 
 SET = "set"
@@ -70,9 +70,9 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
         for change in changes
         if name in by_name
     ]
-    judged = {fall.outcome, fall.onset_of} if fall else set()
+    judged = {*read_evaluations(database, database.sources[0].run), *((fall.outcome, fall.onset_of) if fall else ())}
     for one in conditions.read_conditions(database).values():
-        if one.name in judged or one.name in by_name or series.is_evaluation(one.name):
+        if one.name in judged or one.name in by_name:
             continue
         found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
     found += _texts(database)

@@ -20,7 +20,6 @@ from .rollouts import (
 )
 
 _FEWEST_OF_LENGTH = 5
-_FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
 
 
 class Relation(NamedTuple):
@@ -115,17 +114,50 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     return within if is_paid and is_other and goes * within > 0 else 0.0
 
 
-def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    found = {}
-    for step in np.unique(rollouts.step):
-        part = rollouts.at_step(step)
-        place = np.unique(part.length, return_inverse=True)[1]
-        known = np.isfinite(part.reward)
-        kept = (np.bincount(place, known) >= _FEWEST_OF_LENGTH_IN_STEP)[place] & known
-        reward, length = part.reward[kept], part.length[kept]
-        if len(np.unique(length)) >= _FEWEST_LENGTHS_IN_STEP and float(reward.var()) > 1e-12:
-            found[int(step)] = _explained(reward, length)
-    return np.array(list(found), np.int64), np.array(list(found.values()))
+_MOST_LENGTHS = 24
+_LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
+"""Number of steps before and after a change in which rewards are compared with lengths, and minimum number of each."""
+
+
+def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:
+    """Find the step, at most `last`, at which the variance of rewards that length explains within a step grows most.
+
+    Return the step and the explained shares of the variance before and after it, or None if there are too few steps.
+    The share before the first step is 0. Both shares refer to the larger of the two variances before and after, so a
+    large share of the little variance that is left once all responses are right counts little.
+    """
+    rows = rollouts.ordered(np.isfinite(rollouts.reward))
+    steps, at = np.unique(rows.step, return_inverse=True)
+    if len(steps) < _FEWEST_TELLING:
+        return None
+    reward = centred(rows.reward, at)
+    edges = np.unique(np.quantile(rows.length, np.linspace(0, 1, _MOST_LENGTHS + 1)))
+    place, num = np.searchsorted(edges, rows.length), len(edges)
+    counts_SL, sums_SL, squares_SL = (
+        np.r_[
+            np.zeros((1, num)), np.cumsum(np.bincount(at * num + place, weights, len(steps) * num).reshape(-1, num), 0)
+        ]
+        for weights in (np.ones(len(reward)), reward, reward**2)
+    )
+
+    def explained(first: int, end: int) -> tuple[float, float]:
+        """Return the variance that length explains, adjusted for the number of lengths, and the whole variance."""
+        counts, sums = counts_SL[end] - counts_SL[first], sums_SL[end] - sums_SL[first]
+        known, n = counts > 0, float(counts.sum())
+        whole = float((squares_SL[end] - squares_SL[first]).sum()) / max(n - (end - first), 1.0)
+        left = n * whole - float((sums[known] ** 2 / counts[known]).sum())
+        return max(whole - left / max(n - known.sum() - (end - first), 1.0), 0.0), whole
+
+    best = (0, 0.0, 0.0)
+    for first in (0, *range(_FEWEST_TELLING, len(steps) - _FEWEST_TELLING + 1)):
+        if steps[first] > last:
+            break
+        of_length, whole = explained(first, min(first + _LONG_SINCE, len(steps)))
+        usual, whole_before = explained(max(first - _LONG_BEFORE, 0), first) if first else (0.0, whole)
+        largest = max(whole, whole_before, 1e-12)
+        if (of_length - usual) / largest > best[2] - best[1]:
+            best = first, usual / largest, of_length / largest
+    return int(steps[best[0]]), *best[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -328,3 +328,20 @@ def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
 
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
     return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]
+
+
+def unequal_in_step(rollouts: Rollouts) -> tuple[float, float]:
+    """Return how often the rewards of equal responses to equal prompts differ in one group, and in two groups of a step.
+
+    The shares are NaN if there are too few pairs, or if no groups are recorded.
+    """
+    least, whole = least_reward(rollouts), rollouts.whole.astype(np.uint64)
+
+    def alike(number: np.ndarray) -> np.ndarray:
+        mixed: np.ndarray = whole ^ (number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        return mixed
+
+    of_group = _unequal(rollouts.reward, successive(alike(rollouts.group), rollouts.step), least)[1]
+    one, two = successive(alike(rollouts.step), rollouts.group)
+    apart = rollouts.group[one] != rollouts.group[two]
+    return of_group, _unequal(rollouts.reward, (one[apart], two[apart]), least)[1]

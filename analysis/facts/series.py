@@ -127,11 +127,17 @@ FLAT_SHARE = 0.5
 """A run is judged flat if it rises by less than this fraction of its baseline's rise. None of 392 healthy runs was
 judged flat."""
 
+SPARSE = 1 / 3
+"""Training metrics are logged at most steps; evaluations, which cost time, at no more than this fraction of them."""
+
 _UNSEEN_CORRELATION = 2.0
 """Factor applied to the scatter if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
 _LEVEL = 0.99
 
-_EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
+_EVALUATION = re.compile(
+    r"(^|[/_-])(eval|evals|evaluation|val|valid|validation|test|dev|held[_-]?out|hold[_-]?out|benchmarks?)([/_-]|$)",
+    re.IGNORECASE,
+)
 _OUTCOME = re.compile(
     r"reward|score|acc|pass@|success|solve|mean@|return|correct|exact_?match|win_?rate", re.IGNORECASE
 )
@@ -194,9 +200,13 @@ class Fall:
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
-def is_evaluation(name: str) -> bool:
-    """True if the name suggests an outcome on held-out data, such as `eval/reward`, `eval/gsm8k` or just `eval`."""
-    return bool(_EVALUATION.search(name)) and not _NO_OUTCOME.search(name)
+def is_evaluation(name: str, share_steps: float = 1.0) -> bool:
+    """True if the name suggests an outcome on held-out data, such as `eval/reward`, `eval/gsm8k` or just `eval`.
+
+    A score logged at `share_steps` of the steps, SPARSE or less, is an evaluation under any name.
+    """
+    is_held_out = _EVALUATION.search(name) or (share_steps <= SPARSE and _OUTCOME.search(name))
+    return bool(is_held_out) and not _NO_OUTCOME.search(name)
 
 
 def is_named_outcome(name: str) -> bool:

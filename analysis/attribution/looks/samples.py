@@ -11,8 +11,8 @@ from ...facts import thresholds as ft
 from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, order_beside
-from ...facts.relations import relation
-from ...facts.rollouts import Rollouts, other_endings
+from ...facts.relations import explained_by_length_since, relation
+from ...facts.rollouts import Rollouts, other_endings, unequal_in_step
 from ...facts.series import FLAT
 from ...statement import Measured
 from ...trace.ragged import centred
@@ -66,6 +66,10 @@ def repeats(facts: Facts) -> Iterator[Fact]:
         level = math.sqrt(found.unequal) * (max(found.unequal - before, 0.0) / found.unequal)
         values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
         yield fact("rewards_noisy", level, mean_difference=found.mean_difference, **values)
+    within, between = (math.nan, math.nan) if facts.rewards_lie_off else unequal_in_step(facts.since_fall)
+    if between > within:  # False if either is NaN
+        values = {"within_groups_share": within, "between_groups_share": between}
+        yield fact("rewards_differ_by_group", between - within, **values)
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
@@ -235,9 +239,11 @@ def length(facts: Facts) -> Iterator[Fact]:
         level = paid * of_ratio(far.after, changes[0].before, 3.0)
         values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}
         yield fact("length_pays" if paid > 0 else "length_costs", level, "moves", correlation=paid, **values)
-    if facts.rewards_by_length is not None:
-        before, share = facts.rewards_by_length
-        yield fact("length_explains_rewards", share - before, before_share=before, share=share)
+    found = explained_by_length_since(facts.rollouts, facts.fall.latest)
+    if found is not None:
+        at, before, share = found
+        group = "" if before else "at_start"
+        yield fact("length_explains_rewards", share - before, group, step=at, before_share=before, share=share)
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}

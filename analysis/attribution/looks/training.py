@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.conditions import LOGGED, is_learning_rate, read_conditions
+from ...facts.conditions import LOGGED, is_coefficient, is_learning_rate, read_conditions
 from ...facts.read_series import read_series
 from ...facts.recorded import RecordedChange
 from ...facts.rollouts import read_rollouts
@@ -21,6 +21,7 @@ from ..settings import suspect_of
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
 """Share of the logged loss's variance that its terms may leave unexplained."""
+_FEWEST_DIFFERENCES = 5
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
 """Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
 second applies where a changed term is compared with an added constant, which is inexact for the same reason."""
@@ -211,4 +212,44 @@ def changed_term(
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))
 
 
-ALL = (settings, rate, updates, entropy, reference, loss_terms)
+_SIGNS = {"reference": 1.0, "entropy": -1.0}
+"""Terms of a minimised loss -> sign of their coefficient."""
+_MOST_LEFT_OF_STEPS = 0.2
+"""Share of the variance of the loss's differences between steps that one term may leave unexplained."""
+
+
+def coefficients(facts: Facts) -> Iterator[Fact]:
+    """Yield the loss term whose coefficient has the wrong sign, or is much larger than declared.
+
+    The coefficient is fitted to differences between successive steps, so that common trends do not count.
+    """
+    assert facts.fall is not None
+    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
+    since = steps >= facts.fall.interval[0] - ft.AHEAD
+    change = np.diff(loss[since])
+    if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
+        return
+    for term, sign in _SIGNS.items():
+        fits = []
+        for column in columns_SF[since].T[names == term]:
+            of_term = np.diff(column)
+            if np.count_nonzero(of_term) >= _FEWEST_DIFFERENCES:
+                slope = float(of_term @ change) / float(of_term @ of_term)
+                fits.append((float(np.sum((change - slope * of_term) ** 2) / (change @ change)), slope))
+        left, slope = min(fits, default=(1.0, 0.0))
+        known = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0))
+        if slope * sign < 0:
+            yield fact("loss_term_inverted", known, term, term=term, coefficient=slope)
+        elif declared := [
+            abs(value) for name, value in facts.settings.items() if _is_coefficient_of(term, name, value)
+        ]:
+            level = max(of_ratio(abs(slope), 3 * max(*declared, 1e-6), 10.0), 0.0)
+            yield fact("loss_term_oversized", level * known, term, term=term, coefficient=slope, declared=max(declared))
+
+
+def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
+    is_coefficient_name = is_coefficient(setting) or setting.endswith("beta")
+    return is_coefficient_name and suspect_of(setting) == term and isinstance(value, float)
+
+
+ALL = (settings, rate, updates, entropy, reference, loss_terms, coefficients)
