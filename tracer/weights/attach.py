@@ -120,8 +120,8 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
-            f"{path / 'config.json'} names the architecture {name}, which is not a language model in the installed "
-            "transformers"
+            f"{path / 'config.json'} names the architecture {name}, which the installed transformers does not "
+            "provide as a language model"
         )
     try:
         model, told = kind.from_pretrained(
