@@ -167,7 +167,7 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
     """Add findings with a new code or cause.
 
-    A finding that is visible only after correcting for the fault `behind` says so. It has no command, because a command
+    Findings that are visible only after the fault `behind` has been corrected say so. They have no command, because it
     would read the uncorrected trace.
     """
     known = {(each.code, each.cause) for each in found}

@@ -270,7 +270,7 @@ def _finding(
         numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
         broken = SIDES.get(str(numbers["side"]), "computation")
     elif kind == "prompt" and cause == "prompt":
-        # Prefill predicts the first response token, so prefill faults increase the error there, and decode faults do not.
+        # Prefill predicts the first response token, so prefill faults make its error large, and decode faults do not.
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
     elif kind == "onset" and (begins := features.onset(data)) is not None:
