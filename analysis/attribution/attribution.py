@@ -165,7 +165,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect, except `unknown`, that is more likely than all others together, or None if there is none."""
+        """Code of the suspect, except `unknown`, that is likelier than all others together, or None if there is none."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None
