@@ -226,7 +226,7 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
             raise ImportFailed(f"got {text!r}, expected theirs=ours, e.g. completion_ids=response_ids", option="map")
         if found.setdefault(theirs, ours) != ours:
             raise ImportFailed(
-                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}. Map it once", option="map"
+                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}. Map it only once", option="map"
             )
     return found
 

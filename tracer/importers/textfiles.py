@@ -45,7 +45,7 @@ def lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number} is longer than {MAX_LINE:,} bytes. Check that the file is undamaged JSON Lines"
+                f"{where}, line {number} is longer than {MAX_LINE:,} bytes. Check that the file is valid JSON Lines"
             )
         if line.strip():
             yield number, line

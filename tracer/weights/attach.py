@@ -200,8 +200,8 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
-            f"{there} has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that it "
-            "is the model that was trained"
+            f"{there} has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that the "
+            "folder holds the model that was trained"
         )
 
 
