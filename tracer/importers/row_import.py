@@ -282,7 +282,7 @@ def open_import(
     output: str | os.PathLike[str], format: str, url: str, selection: Selection, *, ordered: bool, grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:  # fmt: skip
-    """Open a RowImport for a new trace, or for additions to a finished one (`grows`). A failed import leaves no files."""
+    """Open a RowImport for a new trace, or for additions to a finished one (`grows`). Leaves no files on failure."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
