@@ -119,7 +119,7 @@ _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _indented(value: Any, indent: str = "") -> str:
-    """Serialize a JSON value. An object or array that fits on one line is kept on it."""
+    """Serialize a JSON value. An object or array is put on one line if it fits."""
     line = _encoded(value)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
         return line

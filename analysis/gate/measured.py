@@ -235,7 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the probabilities of the two quantiles that bound the interval. Probability 1 is the largest value."""
+    """Return the probabilities of the two quantiles that bound the interval. Probability 1 means the maximum."""
 
     def share(totals: Totals) -> Array:
         return totals["above"] / totals["tokens"]
