@@ -177,7 +177,7 @@ _QUIET = f"{__name__}.quiet"
 
 
 class _Place(click.Path):
-    """A path that shells complete. Unlike click.Path, it is not checked, because its file system may not respond."""
+    """A path with shell completion. Unlike click.Path, never accesses the path, because its file system may hang."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
@@ -250,7 +250,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command that has the options of all frameworks, grouped by framework in its help."""
+    """A command that accepts every framework's options and lists them by framework in its help."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -310,8 +310,9 @@ class _Form:
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None,
         json: Form | None = None,
     ) -> None:  # fmt: skip
-        """Print a result as text, CSV or JSON. Its `_text` is MODULE:NAME_text. The functions NAME_text and NAME_rows
-        in this module make the text and the CSV rows. JSON has the form `json` (default: NAME_FORM)."""
+        """Print a result as text, CSV or JSON. The result's `_text` names a function as MODULE:NAME_text. This function
+        renders the text, and NAME_rows in the same module returns the rows of the CSV. `json` is the form of the JSON
+        output (default: the module's NAME_FORM)."""
         module, _, function = found._text.partition(":")
         renderers = vars(import_module(module))
         self.answer(
@@ -491,10 +492,10 @@ def example_(path: str, force: bool) -> None:
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
-@click.option("--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep for each token.")
+@click.option("--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to record for each token.")
 @click.option(
     "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of sequences for which distributions are kept.",
+    help="Share of sequences whose distributions are recorded.",
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
@@ -538,7 +539,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            # Without DuckDB, an installation can only record. The first query elsewhere then computes the sums.
+            # A record-only installation has no DuckDB. The first query by a full installation then computes the sums.
             if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
@@ -657,8 +658,9 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge a trace's many files into a few, sorted by step and pass.
 
-    Results stay the same, bit for bit. It becomes faster to open the trace, to read single steps, and to read from
-    object storage. You can interrupt the command at any time: the trace stays complete, and the next call continues.
+    Results stay the same, bit for bit. Afterwards, opening the trace, reading single steps and reading from object
+    storage are faster. You can interrupt the command at any time: the trace stays complete, and the next call continues
+    the merge.
     """
     from .analysis.compact import compaction_text
 
@@ -770,7 +772,7 @@ def query_(
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If the trace is local, finished and writable, this stores the sums per sequence in it (sums/ and index/), so that the
+    If the trace is local, finished and writable, stats stores per-sequence sums in it (sums/ and index/), so that the
     next call does not have to read tokens.
     """
     from .analysis.stats import approximate, likeness
@@ -826,9 +828,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
-    Covers temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or
-    partly synchronised weights, caches, adapters, quantisation, low precision and router flips. Faults are listed by
-    likelihood, each with its evidence, size, share of affected tokens and a command to confirm it.
+    Detects faults in temperature, truncation, masks, units, padding, caches, adapters, quantisation and precision, and
+    shifts, wrong rows, placeholders, retokenised text, stale or partly synchronised weights, and router flips. Faults
+    are listed by likelihood, each with its evidence, size, share of affected tokens and a command to confirm it.
 
     If a trace has passes of several engines, but neither a train nor a rollout pass, all its passes are checked, as in
     compare.
@@ -845,7 +847,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 @click.argument("b", metavar="[RUN2]", required=False)
 @_pair
 @click.option(
-    "--against", metavar="PASS", help="Without RUN2: the reference pass.  [default: a pass in the largest class]"
+    "--against",
+    metavar="PASS",
+    help="Without RUN2: the reference pass.  [default: a pass from the largest class of bit-identical passes]",
 )
 @_steps
 @_prints()
@@ -857,9 +861,9 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where the
     difference exceeds noise, and its size in standard deviations.
 
-    Without RUN2, groups the passes by equal bits (several engines' values of the same tokens, or the trainer's and the
-    engine's). Reports each class's distance from the reference, tokens at which one class is far from all others, and
-    passes whose stated settings contradict their bits.
+    Without RUN2, groups the passes of RUN (from several engines, or from the trainer and the engine) into classes of
+    bit-identical passes. Reports each class's distance from the reference, tokens at which one class is far from all
+    others, and passes whose stated settings contradict their bits.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -997,7 +1001,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option(
     "--engine", metavar="CHANGES",
-    help="With --predict: the arm that repeats the recorded engine.  [default: engine=vllm,mode=decode]",
+    help="With --predict: the arm that reproduces the recorded engine.  [default: engine=vllm,mode=decode]",
 )  # fmt: skip
 @_model_factory
 @_weights_from
@@ -1037,11 +1041,11 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The recorded settings come first, and the resulting norm is compared with the norm that the trainer logged. An arm
-    is one or more comma-separated changes: the options that --arm lists, logprobs=train|rollout|current|replay/NAME
-    (used in the loss instead of the trainer's logprobs; rollout is bypass mode), or
-    correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
-    sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
+    The gradient under the recorded settings is computed first, and its norm is compared with the norm that the trainer
+    logged. An arm is one or more comma-separated changes: the options listed under --arm,
+    logprobs=train|rollout|current|replay/NAME (used in the loss instead of the trainer's logprobs; rollout is bypass
+    mode), or correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2
+    or sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
     bias is the norm of the difference from the recorded gradient. variance is the variance of the mean over
     micro-batches.
@@ -1076,7 +1080,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     Each operator in both executions is compared with a float64 model on the same inputs, so errors from earlier
     operators do not count. The divergence is the first error that exceeds what rounding can cause. carried is the share
     of mean squared d from an operator's own error. removed is the share that disappears if the other execution's code
-    computes the operator. The exit code is 1 if rounding does not explain everything.
+    computes the operator. The exit code is 1 if a divergence was found.
     """
     from .analysis.locate_text import next_command
 
@@ -1107,7 +1111,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
 @click.option(
     "--max-length", type=int, metavar="L",
-    help="Maximum tokens per prompt and per response.  [default: 256, or what the model allows]",
+    help="Maximum tokens per prompt and per response.  [default: 256, or the model's limit if lower]",
 )  # fmt: skip
 @click.option("--minutes", default=5.0, metavar="M", help="How long to search.")
 @click.option("--seed", default=0, metavar="N", help="Seed for token ids and random changes.")
@@ -1121,9 +1125,9 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def certify(trace: str, form: _Form, **options: Any) -> None:
     """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
 
-    MODEL is a Hugging Face model folder. What an arm sets stays fixed. If it does not set the padding side, cached
-    decoding, chunks or threads, these are varied (for vLLM: decoding, preemption, chunks and the prefix cache). The
-    exit code is 1 if bits differ, or if time runs out before every planned batch was tried.
+    MODEL is a Hugging Face model folder. The settings in an arm stay fixed. Unless the arm sets them, the search varies
+    the padding side, cached decoding, chunks and threads (for vLLM: decoding, preemption, chunks and the prefix cache).
+    The exit code is 1 if bits differ, or if time runs out before every planned batch was tried.
     """
     found = _asked(analysis.certify, trace, held_back=True, **options)
     form.result(found)
@@ -1142,11 +1146,11 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
 def reproduce(trace: str, form: _Form, **options: Any) -> None:
     """Write a short script that shows the first difference between two executions.
 
-    The difference is the one that locate reports for the same options. The script has at most 80 lines, needs only torch
-    and transformers, prints the two values and exits with 1. Once the executions agree, it exits with 0. It contains the
-    smallest module and the fewest tokens that show the difference, with random weights and inputs if these show it too.
-    Otherwise, weights are stored in a .pt file next to the script (at most 1 MB). Without a difference beyond rounding,
-    nothing is written.
+    The difference is the one that locate reports for the same options. The script has at most 80 lines, needs only
+    torch and transformers, prints the two values and exits with 1. Once the executions agree, it exits with 0. It
+    contains the smallest module and the fewest tokens that show the difference. Weights and inputs are random if random
+    values show the difference too. Otherwise, weights are stored in a .pt file next to the script (at most 1 MB). If
+    the executions differ only by rounding, nothing is written.
     """
     form.result(_asked(analysis.reproduce, trace, held_back=True, **options))
 
@@ -1157,7 +1161,7 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
-    help="Compare each tensor in the engine with the trainer's, and show when the tensor was last sent.",
+    help="Compare each tensor in the engine with the trainer's, and show the version last sent to the engine.",
 )  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
@@ -1233,7 +1237,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with a probability,
     evidence for and against it, and the cheapest replay or rerun that would settle it. A single run gives observational
-    evidence. A baseline run makes it a controlled experiment, and shows when a run stopped learning.
+    evidence. Adding a baseline run gives a controlled experiment, which also shows when a run stopped learning.
     """
     from .analysis.attribution.brief import attribution_brief
     from .analysis.attribution.text import attribution_text
@@ -1351,7 +1355,7 @@ def export_(trace: str, **options: Any) -> None:
 @click.option(
     "--certificate",
     metavar="FILE",
-    help="Fail if the run's settings or batches differ from those in this certificate.json.",
+    help="Fail unless this certificate.json covers the run's settings, batch sizes and sequence lengths.",
 )
 @_pair
 @_confidence
@@ -1366,14 +1370,14 @@ def export_(trace: str, **options: Any) -> None:
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Fail if a run violates a condition, for the CI of training code.
 
-    Like stats, gate stores the sums per sequence in the trace.
+    Like stats, gate stores per-sequence sums in the trace.
 
-    A condition names a metric and the values that fail. The metric is tim.NAME (a column in stats, or a per-step metric
-    from the alerts), verl.NAME (a column in stats --like verl) or check (the result from the check command). A
-    condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
-    steps). A run that passes as a whole gets a warning if individual steps fail. The exit code is 1 if a condition
-    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the
-    confidence interval over groups contains the bound or cannot be computed.
+    A condition describes which values of a metric fail the gate. The metric is tim.NAME (a column in stats, or a
+    per-step metric from the alerts), verl.NAME (a column in stats --like verl) or check (the result from the check
+    command). A condition covers all tokens in the run, each step separately (any step), or the last N steps together
+    (last N steps). A run that passes as a whole gets a warning if individual steps fail. The exit code is 1 if a
+    condition fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
+    tell` if the confidence interval over groups contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")
@@ -1386,7 +1390,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 @contextmanager
 def _ended_after(timeout: float | None) -> Iterator[None]:
-    """End the process if the query ignores an interrupt, because DuckDB cannot interrupt a single expression."""
+    """End the process if a query ignores an interrupt, because DuckDB cannot stop in the middle of an expression."""
     from .analysis.trace.limits import too_long
 
     def end() -> None:

@@ -50,7 +50,7 @@ Deviation = tuple[str, str, str, str, str, int | None]
 def conformance(store: Store, database: Database | None) -> Rows:
     """Return one row, as in COLUMNS, for each deviation of a trace's files, fields, columns and rows from the format.
 
-    `database` is None if the trace cannot be opened, and its rows are then not checked.
+    `database` is None if the trace cannot be opened. Its rows are then not checked.
     """
     found = [*_documents(store), *_tables(store)]
     if database is not None:

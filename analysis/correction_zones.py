@@ -43,8 +43,8 @@ Bounds = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
-    """Register `correction_zones_of(a, b, mask, advantage, advantages)`, which returns each sequence's groups as a
-    list."""
+    """Register `correction_zones_of(a, b, mask, advantage, advantages)`, which returns each sequence's groups of
+    tokens as a list."""
     with suppress(duckdb.InvalidInputException):  # raised if the function is not registered yet
         connection.remove_function(FUNCTION)
     connection.create_function(

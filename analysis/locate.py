@@ -76,7 +76,7 @@ def locate(
 def question_id(question: LocateQuestion) -> str:
     """Return a result's id: the XXH3-64 hash of its options as canonical JSON, in 16 hexadecimal digits.
 
-    An arm is hashed by its changes rather than its name, so options added in later releases do not change ids.
+    Only the changes that an arm makes are hashed, so that options added in later releases do not change existing ids.
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}

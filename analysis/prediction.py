@@ -106,8 +106,8 @@ def listed(steps: Sequence[int]) -> str:
 
 
 def parse_remedies(run: RecordedRun, steps: Sequence[int], predict: Sequence[str], engine: str | None) -> list[Remedy]:
-    """Parse remedies. A remedy changes both sides (`dtype=fp16`), one side (`train:lm-head=fp32`), or each side on its
-    own (with a slash between the two).
+    """Parse remedies. A remedy changes both sides (`dtype=fp16`), one side (`train:lm-head=fp32`), or each side in a
+    different way (with a slash between the changes).
 
     A remedy for the engine is applied to the arm that replays the engine unchanged. Raises InvalidOption.
     """
@@ -213,7 +213,9 @@ def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
 
 
 def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
-    """Return a statistic over the groups at each place in `place_G`, or over all groups ([1]) if `place_G` is None.
+    """Return a statistic for each index in `place_G`, over the groups with this index.
+
+    If `place_G` is None, return a single value over all groups, [1].
 
     The statistic is NaN if there are no tokens, or if it needs advantages and none were recorded.
     """
@@ -262,10 +264,10 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
 
 
 def _power(metric: str, old: Sums, new: Sums) -> tuple[float, float]:
-    """Return the power, limited to the range from 0 to 1, and the half-width of its interval.
+    """Fit new ~ old^power, and return the power, limited to the range from 0 to 1, and the half-width of its interval.
 
-    The other steps may deviate from the replayed ones: in the part that the slope does not explain, by as many standard
-    deviations as in the recorded statistic.
+    The interval allows for residuals at the other steps: where the recorded statistic differs from the replayed steps
+    by k standard deviations, the residual may differ by k of its own standard deviations.
     """
     x_S, y_S = (_log_by_step(metric, sums) for sums in (old, new))
     if len(x_S) != len(y_S) or len(x_S) < MIN_GROUPS or not x_S.std():

@@ -59,7 +59,7 @@ class Session:
         if memory is not None:
             set_memory(self._database.connection.raw, memory)
         if not unsafe:
-            # Confine the connection to the traces' files, without access to this process's variables.
+            # Let the connection read only the traces' files, and none of this process's Python variables.
             for setting in (
                 f"allowed_directories = ['{PROTOCOL}://']", "python_enable_replacements = false",
                 "enable_external_access = false", "lock_configuration = true",

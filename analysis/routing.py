@@ -135,6 +135,8 @@ def _read(
         rows = [row for row, name in enumerate(runs) if name == run]
         places = [(groups[row], starts[row], counts[row]) for row in rows]
         if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
-            raise InvalidQuery(f"routing: run {run!r} has no such rows; use values from `scores`")
+            raise InvalidQuery(
+                f"routing: run {run!r} has no rows at this position; pass run, routing and routing_start from scores"
+            )
         found |= zip(rows, read_routing(stores[run], places), strict=True)
     return [found[row] for row in range(len(runs))]

@@ -83,7 +83,7 @@ leave a field out. The JSON Schemas are derived from the types of the fields and
 def form_of(kind: type[Result]) -> Form:
     """Return the form in which a command prints a result as JSON.
 
-    If the result's `_text` is MODULE:NAME_text, this is NAME_FORM from MODULE. If MODULE has no NAME_FORM, the form
+    If the result's `_text` is MODULE:NAME_text, the form is NAME_FORM from MODULE. If MODULE has no NAME_FORM, the form
     adds a key `sentence`, which NAME_sentence from MODULE computes.
     """
     module, _, function = kind._text.partition(":")
@@ -119,7 +119,7 @@ _encoded = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def _indented(value: Any, indent: str = "") -> str:
-    """Serialize a JSON value. An object or array that fits on a line is not split."""
+    """Serialize a JSON value. An object or array is put on one line if it fits."""
     line = _encoded(value)
     if not value or not isinstance(value, (dict, list)) or len(indent) + len(line) <= _LINE:
         return line
@@ -139,11 +139,11 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with one line per row and numbers to six digits. A few rows that are too wide for this are
-    rendered as lists instead.
+    """Render a table with one line per row and numbers to six digits. If the table is too wide but has only a few
+    rows, they are rendered as lists.
 
-    If the table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in `main`
-    are kept first, in that order, then the others from left to right.
+    If any other table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in
+    `main` are kept first, in that order, then the others from left to right.
     """
     if not rows.columns:
         return ""

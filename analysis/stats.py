@@ -43,8 +43,8 @@ def stats(
 ) -> Rows:
     """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    If a trace is local, finished and writable, this stores the sums of each sequence in it (`sums/`, `index/`), so that later
-    calls need not read the tokens.
+    If a trace is local, finished and writable, its per-sequence sums are stored in it (`sums/`, `index/`), so that
+    later calls need not read the tokens.
 
     For `pair` a:b, d = logprob(a) - logprob(b) (nats), over tokens that count toward the loss and are finite in both
     passes. NaN and infinities are counted separately. The columns match the SQL macros `pair_runs`, `pair_steps` and
@@ -84,7 +84,7 @@ def stats(
     if by == "layer":
         if not routed:
             raise NothingToCompare(
-                f"{', '.join(source.run for source in database.sources)}: {names[0]!r} and {names[1]!r} do not both have router "
+                f"{', '.join(source.run for source in database.sources)}: {names[0]!r} or {names[1]!r} has no router "
                 "choices; record an MoE model with --routing and replay it with hf, which stores them for every pass"
             )
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
@@ -149,8 +149,8 @@ def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Return notes on the metrics that `like` selects: where they are defined, and caveats. Without `like`, there
-    are none."""
+    """Return notes on the metrics that `like` selects: where they are defined, and caveats. Without `like`, the
+    list is empty."""
     if like is None:
         return []
     options = {name: value for name, value in options.items() if name not in ("by", "exact")}

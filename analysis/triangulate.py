@@ -110,11 +110,11 @@ def triangulate(
 
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already
     has these replays. Compares the tokens that count toward the loss and have finite logprobs in trainer, engine and
-    reference. Also replays each remedy in `predict`, and predicts how much of the mismatch would remain with it at the
-    run's other steps, with a 90% interval. A remedy is one arm for both sides (`dtype=fp16`), an arm for one side
+    reference. Also replays each remedy in `predict`, and predicts, with a 90% interval, how much of the mismatch the
+    remedy would leave at the run's other steps. A remedy is one arm for both sides (`dtype=fp16`), an arm for one side
     (`rollout:engine=exact`), or an arm for each side (`train:lm-head=fp32/rollout:dtype=fp32`). `engine` is the arm
-    that repeats the recorded engine, by default `engine=vllm,mode=decode` if vLLM was recorded. Remedies are applied to
-    this arm.
+    that reproduces the recorded engine, by default `engine=vllm,mode=decode` if vLLM was recorded. Remedies are applied
+    to this arm.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers.
     `weights_from` is the folder of the run's checkpoints, for a trace without weights. `allow_kernel` lists
@@ -261,7 +261,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each column's share of the sum of d^2, with its interval. The share is NaN if the sum of d^2 is 0."""
+    """Return each named column's share of the sum of d^2, with its interval. The share is NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)

@@ -234,7 +234,7 @@ class _Verifier:
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(
-                f"{where}: {content.damage}; results do not include the records after it. Restore the file from a backup"
+                f"{where}: {content.damage}; results exclude all later records. Restore the file from a backup"
             )
         found = self.source.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):

@@ -35,7 +35,7 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database with the given steps, or reuse one with the same steps and cluster.
+    """Open traces as a database with the given steps. Such a database on the same Ray cluster is returned unchanged.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """
@@ -51,8 +51,8 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     (results of `locate`). Table macros, with d = logprob(a) - logprob(b) in nats:
 
     - `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`;
-    - `pair_distributions(a, b)`, one row per response token whose distribution both passes captured, and
-      `pair_distribution_sequences(a, b)`, `_steps` and `_runs`;
+    - `pair_distributions(a, b)`, one row per response token whose distribution both passes captured, and its summaries
+      `pair_distribution_sequences(a, b)`, `pair_distribution_steps(a, b)` and `pair_distribution_runs(a, b)`;
     - `pair_routing(a, b)` and related macros, if router choices were recorded;
     - `objective_tokens(train, rollout, now, ...)` and `loss_shares(now, ...)` for the effect of the mismatch on a loss.
 

@@ -33,11 +33,11 @@ def weights(
 ) -> Rows:
     """List the weight versions, with their size and the share of elements that changed.
 
-    Per version, a row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
+    Each version's row has the number of elements, their bytes in memory and on disk, the share whose bits differ from
     the previous version, and a hash over the whole history. In bfloat16 at usual learning rates, at least 98% of
-    the elements stay the same (arXiv 2602.03839). `verify` rebuilds each version and checks its hashes: `verified` is
-    `ok` or describes the damage. If `by` is module, each row is a module, with the same module of all layers
-    combined, and `num_unchanged` counts the versions in which it did not change.
+    the elements stay the same (arXiv 2602.03839). `verify` rebuilds each version, checks its hashes, and adds a column
+    `verified`, which is `ok` or describes the damage. If `by` is module, each row is a module, combined over all
+    layers, and `num_unchanged` counts the versions in which the module did not change.
 
     `engine` compares the engine's tensors, or layer groups, with the trainer's instead. Each row has the trainer's
     version when the engine last started sampling, the version last received, the latest version whose bits the engine
@@ -79,8 +79,8 @@ def export(
     A model with adapters is written as the base model, plus one folder per adapter for peft's
     `PeftModel.from_pretrained`.
 
-    Only genuine tokenizer files are copied from the trace: no code, no pickle, no model config. If the trace is
-    untrusted, load the folder without trust_remote_code.
+    The only files copied from the trace are those with the name of a tokenizer file, so no code, pickle or model config
+    is copied. If the trace is untrusted, load the folder without trust_remote_code.
 
     Raises WeightsMissing or DamagedTrace, or InvalidOption if `folder` exists.
     """
@@ -192,7 +192,7 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the rows. Rows that agree at every version are only counted, unless `verbose`."""
+    """Render the rows. Unless `verbose`, rows that agree at every version are counted but not listed."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []

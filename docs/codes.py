@@ -1,4 +1,4 @@
-"""Every code in the JSON output: its command, where it stands, and what it means."""
+"""Every code in the JSON output: its command, the field that contains it, and its meaning."""
 
 import inspect
 import re
@@ -53,7 +53,7 @@ def alarm_codes():
 
 
 def codes():
-    """Return the meaning of every code by its place, such as `check: findings`."""
+    """Return every code's meaning, grouped by command and output field, such as `check: findings`."""
     return {
         "check: findings": FAULTS | HEALTHY,
         "check: signals": {f"{fault.code}.{name}": text for fault in ALL for name, text in fault.evidence.items()},
@@ -85,7 +85,7 @@ def codes():
 
 
 def table():
-    """Return all codes as Markdown, one table for each place."""
+    """Return all codes as Markdown, with one table per command and output field."""
     parts = []
     for place, found in codes().items():
         rows = [f"| `{code}` | {_plain(meaning)} |" for code, meaning in found.items()]
@@ -94,7 +94,7 @@ def table():
 
 
 def _plain(sentence):
-    """Return a sentence with its values as words, in one line of a table."""
+    """Return a sentence template as the text of a table cell, with each placeholder as its name in italics."""
     parts = [
         text + ("" if name is None else f"*{re.sub(r'[^a-z_0-9].*', '', name)}*")
         for text, name, _, _ in string.Formatter().parse(sentence)

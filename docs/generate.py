@@ -40,7 +40,7 @@ DOCS = Path(__file__).parent
 
 
 def helps():
-    """Yield every --help as it is printed, under a heading."""
+    """Yield each command's --help output under a heading."""
     names = ["tim-trace", *(f"tim-trace {name}" for names in cli.SECTIONS.values() for name in names)]
     for name in names:
         command = cli.main if name == "tim-trace" else cli.main.commands[name.split()[1]]
@@ -98,7 +98,7 @@ _SHOWN_TOGETHER = [[f"{other}_{name}" for other in STANDARD] for name in (*OF_TO
 
 
 def importable():
-    """Return the columns that `tim-trace import parquet` reads as a Markdown table."""
+    """Return a Markdown table of the columns that `tim-trace import parquet` reads."""
     lines = ["| column | each cell | |", "|---|---|---|"]
     for name, kind in IMPORTED.items():
         names = next((names for names in _SHOWN_TOGETHER if name in names), [name])
@@ -112,7 +112,7 @@ def importable():
 
 
 def thresholds(*files):
-    """Return the thresholds in files of analysis/ as a Markdown table: each is an assignment with a docstring."""
+    """Return a Markdown table of the thresholds (assignments with a docstring) in the given files of analysis/."""
     lines = ["| threshold | value | reason |", "|---|---|---|"]
     for file in files:
         source = (DOCS.parent / "analysis" / file).read_text(encoding="utf-8")
@@ -141,11 +141,11 @@ UNITS = {
     "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
     "value": "the setting's", "version": "step, or steps before",
 }  # fmt: skip
-"""Units of the numbers in the sentences of an attribution."""
+"""Units of the numbers in the sentences that `attribute` prints as evidence."""
 
 
 def evidence():
-    """Return the codes of an attribution's evidence as a Markdown table."""
+    """Return a Markdown table of the evidence codes of `attribute`."""
     lines = ["| code | numbers | sentence |", "|---|---|---|"]
     for code, sentence in (EVIDENCE | DIFFERENCES).items():
         names = dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(sentence) if name)
@@ -176,7 +176,7 @@ def first_line(public):
 
 
 def fields_of(public, column="default"):
-    """Return the fields of a dataclass as a Markdown table: each with its default or type, and its docstring."""
+    """Return a Markdown table of a dataclass's fields, with each field's default or type and its docstring."""
     body = ast.parse(textwrap.dedent(inspect.getsource(public))).body[0].body
     lines = [f"| field | {column} | meaning |", "|---|---|---|"]
     for assigned, said in itertools.pairwise(body):
@@ -205,7 +205,7 @@ def public_names():
 
 
 def formats():
-    """Yield every format of `tim-trace import`: its files, the fields of each column, and the passes it lacks."""
+    """Yield a section per `tim-trace import` format: its files, the field read for each column, and missing passes."""
     for format in FORMATS.values():
         lines = [
             f"### {format.name}",
@@ -224,7 +224,7 @@ def formats():
 
 
 def logged_names():
-    """Return the framework names of each series as a Markdown table."""
+    """Return a Markdown table of the names under which frameworks log each series."""
     lines = ["| series | logged as |", "|---|---|"]
     for series in dict.fromkeys((*AVERAGES, *NAMES)):
         names = (*NAMES.get(series, ()), *AVERAGES.get(series, ()))
@@ -233,7 +233,7 @@ def logged_names():
 
 
 def pages():
-    """Return the generated texts by page and marker."""
+    """Return the generated texts as page -> marker -> text."""
     return {
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
@@ -267,7 +267,7 @@ def pages():
 
 
 def arms():
-    """Return the options of a replay arm, their engines, and what they exclude, as a Markdown table."""
+    """Return a Markdown table of the replay arm options, with the engines and the incompatible settings of each."""
     lines = ["| option | values | what it does | engines | incompatible with | gradient |", "|---|---|---|---|---|---|"]
     for name, described in OPTIONS.items():
         refused = [
@@ -292,7 +292,7 @@ def clash_text(clash):
 
 
 def required():
-    """Return the columns that each table's files must have as a Markdown table."""
+    """Return a Markdown table of the required and optional columns in each table's files."""
     lines = ["| table | required columns | optional columns |", "|---|---|---|"]
     for spec in TABLES.values():
         cells = (

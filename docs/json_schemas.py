@@ -36,9 +36,9 @@ COMMON = {
         "type": "array", "items": {"type": "string"},
     },
 }  # fmt: skip
-"""Keys of all output."""
+"""Keys that every command's output has."""
 ROWS = {"gate": (Verdict,), "info": (TraceInfo,), "replay": (ReplayedStep, ArmPlan)}
-"""Commands whose `rows` have the fields of a dataclass: of several, all rows have those of one."""
+"""Command -> dataclasses whose fields its `rows` have. All rows of one output are of the same dataclass."""
 SHORTER = {"diagnose": SHORT_FORM}
 """Commands that leave out keys unless --verbose is given."""
 
@@ -49,7 +49,7 @@ def hints(owner):
 
 
 def returned(function):
-    """Return a function's result type. Its arguments' types may be imported for type checkers only."""
+    """Return a function's result type without resolving its argument types, which may be unavailable at run time."""
     annotated = types.SimpleNamespace(__annotations__={"return": function.__annotations__["return"]})
     return get_type_hints(annotated, globalns=function.__globals__)["return"]
 
@@ -103,7 +103,7 @@ class Schemas:
         return {"type": next(name for kind, name in SCALARS.items() if issubclass(origin, kind))}
 
     def object(self, kind):
-        """Return the schema of a dataclass, with the keys that every form has as required ones."""
+        """Return the schema of a dataclass. Keys are required if they occur in every form."""
         chosen = [entries(kind, form) for form in self.forms]
         properties = {}
         for name, entry in itertools.chain(*(each.items() for each in chosen)):
@@ -120,7 +120,7 @@ class Schemas:
 
 
 def enclosed(schema, definitions, title):
-    """Return a whole schema: an object's keys, beside those that all output has."""
+    """Return a command's full schema: an object's own keys plus the keys that every output has."""
     return {
         "$schema": DIALECT, "title": title, "type": "object", "properties": COMMON | schema["properties"],
         "required": list(dict.fromkeys([*COMMON, *schema["required"]])), "additionalProperties": False,
@@ -192,7 +192,7 @@ def verbs():
 
 
 def documents():
-    """Return every schema file's text by its name."""
+    """Return the text of every schema file, keyed by file name."""
     made = {verb: schema_of(verb) for verb in verbs()} | {"error": error()}
     return {f"{name}.json": to_json(schema) + "\n" for name, schema in sorted(made.items())}
 

@@ -1,12 +1,12 @@
-"""Run the commands whose output README.md and docs/ show, and write their output anew.
+"""Run the commands whose output README.md and docs/ show, and update the shown output.
 
-python docs/outputs.py runs/demo runs/demo-collapse            # write them; the traces of make demo and make demo-collapse
-python docs/outputs.py runs/demo runs/demo-collapse --check    # fail when they are stale
+python docs/outputs.py runs/demo runs/demo-collapse            # update; traces: make demo, make demo-collapse
+python docs/outputs.py runs/demo runs/demo-collapse --check    # fail if an output is stale
 
-A shown output is one fence between `<!-- begin output -->` and `<!-- end output -->`. Its first lines are the command after
-`$ `, and what follows is generated. `<!-- begin output lines 1-5 -->` shows these lines of the output alone. The commands
-of a page run in order in a folder with copies of the traces, so that no page changes what another shows. A page about a trace
-that is not given stays as it is, and is named.
+A shown output is a fenced block between `<!-- begin output -->` and `<!-- end output -->`. It starts with `$ ` and the
+command; the remaining lines are generated. `<!-- begin output lines 1-5 -->` shows only these lines of the output. The
+commands of a page run in order in a folder with copies of the traces, so that pages do not affect each other. A page
+that needs a trace that was not given is left unchanged, and its name is printed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WIDTH = 120
-"""Columns from which on a line of text is broken."""
+"""Maximum line length. Longer lines of output are wrapped."""
 
 SHOWN = re.compile(
     r"^<!-- begin output(?: lines (?P<first>\d+)-(?P<last>\d+))? -->\n```\n(?P<body>.*?)```\n<!-- end output -->$",
@@ -35,30 +35,30 @@ SHOWN = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownOutput:
-    """A command and its output, as a page shows them."""
+    """A command and its output as shown on a page."""
 
     page: str
     command: str
-    """As it is shown, over several lines where a quoted word has some."""
+    """The command as shown. It has several lines if a quoted argument does."""
     output: str
     lines: slice
-    """Which lines of the output are shown."""
+    """Lines of the output to show."""
 
 
 def shown_outputs(page: str, text: str) -> list[ShownOutput]:
-    """The shown outputs of a page. Raises ValueError for one that does not begin with a command of tim-trace."""
+    """Return a page's shown outputs. Raises ValueError if an output does not begin with a tim-trace command."""
     return [_shown(page, match) for match in SHOWN.finditer(text)]
 
 
 def _shown(page: str, match: re.Match[str]) -> ShownOutput:
     lines = match["body"].splitlines()
     if not lines or not lines[0].startswith("$ tim-trace "):
-        raise ValueError(f"{page}: an output begins with its command, as: $ tim-trace info runs/demo")
+        raise ValueError(f"{page}: an output must begin with its command, e.g. $ tim-trace info runs/demo")
     length = 1
     while '"' in lines[0] and "\n".join(lines[:length]).count('"') % 2:
         length += 1
         if length > len(lines):
-            raise ValueError(f"{page}: {lines[0]} has a quote that does not end")
+            raise ValueError(f"{page}: {lines[0]} has an unclosed quote")
     chosen = slice(None) if match["first"] is None else slice(int(match["first"]) - 1, int(match["last"]))
     return ShownOutput(
         page=page,
@@ -69,7 +69,7 @@ def _shown(page: str, match: re.Match[str]) -> ShownOutput:
 
 
 def filled(page: str, text: str, run: Callable[[str], str]) -> str:
-    """The page with every shown output as `run` gives it for the command."""
+    """Return the page with each shown output replaced by the output that `run` returns for its command."""
 
     def fresh(match: re.Match[str]) -> str:
         shown = _shown(page, match)
@@ -81,14 +81,14 @@ def filled(page: str, text: str, run: Callable[[str], str]) -> str:
 
 
 def needed_traces(page: str, text: str) -> set[str]:
-    """Names of the traces that the commands of a page read, without what they write."""
+    """Return the names of the traces that a page's commands read, except those that the commands write themselves."""
     commands = [re.sub(r"-o \S+", "", shown.command) for shown in shown_outputs(page, text)]
     examples = {command.removeprefix("tim-trace example runs/") for command in commands}
     return {name for command in commands for name in re.findall(r"\bruns/([\w-]+)", command)} - examples
 
 
 def _broken(line: str) -> str:
-    """A line in several where it is too long for the page, below its second column where it begins with a name."""
+    """Wrap a line that is too long for the page. If it starts with a name, indent the rest to the second column."""
     named = re.match(r"\s*(\w+\s{2,})?", line)
     indent = " " * len(named[0]) if named else ""
     broken = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
@@ -96,7 +96,7 @@ def _broken(line: str) -> str:
 
 
 def _run(command: str, folder: Path) -> str:
-    """What a command prints, stdout and stderr in the order of printing."""
+    """Return what a command prints, with stdout and stderr interleaved."""
     words = shlex.split(command)[1:]
     done = subprocess.run(
         [sys.executable, "-m", "tim_trace", *words], cwd=folder, text=True, stdout=subprocess.PIPE,
@@ -109,15 +109,15 @@ def _run(command: str, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", type=Path, nargs="+", help="the traces that the commands name, as runs/NAME")
-    parser.add_argument("--check", action="store_true", help="say which outputs are stale, and write nothing")
+    parser.add_argument("traces", type=Path, nargs="+", help="the traces that the commands refer to as runs/NAME")
+    parser.add_argument("--check", action="store_true", help="print stale outputs without updating them")
     given = parser.parse_args()
     stale = []
     for path in PAGES:
         page, old = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         needed = needed_traces(page, old)
         if missing := needed - {trace.name for trace in given.traces}:
-            print(f"{page} stays as it is, without runs/{', runs/'.join(sorted(missing))}")
+            print(f"{page} was left unchanged: pass runs/{', runs/'.join(sorted(missing))} to update it")
             continue
         with tempfile.TemporaryDirectory() as folder:
             for trace in given.traces:
@@ -131,7 +131,7 @@ def main() -> None:
     for shown in stale:
         print(f"{shown.page}: $ {shown.command}\n{shown.output}")
     if stale and given.check:
-        sys.exit("these are stale; write them anew with: make outputs")
+        sys.exit("these outputs are stale; update them with: make outputs")
 
 
 if __name__ == "__main__":

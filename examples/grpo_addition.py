@@ -99,7 +99,7 @@ def coarsen_engine(trainer, first_step):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engine = parser.add_mutually_exclusive_group()
-    engine.add_argument("--no-vllm", action="store_true", help="let transformers sample")
+    engine.add_argument("--no-vllm", action="store_true", help="sample with transformers instead of vLLM")
     engine.add_argument(
         "--coarse-from", type=int, metavar="STEP", help="round vLLM's weights to 2 bits from this step on"
     )

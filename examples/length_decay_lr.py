@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class LengthDecayLR(LRScheduler):
-    """Scales the current learning rates, so that it can be combined with other schedulers and with parameter groups.
+    """Scales the current learning rates, and so can be combined with other schedulers and with parameter groups.
 
-    With L_t the mean response length of step t and base_t the median of L over [t - window - gap, t - gap), responses surge
-    at the first t at which L / base is at least `kappa` in `above` of the last `of` steps. From then on, every
-    round(`stretch` * surge step) steps, the rate is multiplied by `factor`, down to `floor` times the rate that would
-    apply without this schedule.
+    Let L_t be the mean response length at step t, and base_t the median of L over [t - window - gap, t - gap). The
+    surge step is the first step t for which L / base was at least `kappa` in at least `above` of the last `of` steps.
+    From then on, the rate is multiplied by `factor` every round(`stretch` * surge step) steps, down to `floor` times
+    the rate that would apply without this schedule.
 
     If a trainer calls `step()` itself, pass the length to `observe` first.
     """
@@ -49,7 +49,7 @@ class LengthDecayLR(LRScheduler):
 
     @property
     def decay_period(self):
-        """Number of steps between two decays; None before a surge."""
+        """Number of steps between two decays, or None before a surge."""
         return None if self.surge_step is None else max(1, round(self.stretch * self.surge_step))
 
     def observe(self, mean_response_length):
@@ -57,7 +57,8 @@ class LengthDecayLR(LRScheduler):
         self._length = float(mean_response_length)
 
     def step(self, mean_response_length=None):
-        """Finish an update. If no length was passed here or to `observe`, it counts as an update without responses."""
+        """Finish an update. If no length was passed here or to `observe`, the update counts as one without
+        responses."""
         self.num_steps += 1
         self._detect(self._length if mean_response_length is None else float(mean_response_length))
         before = self.scale

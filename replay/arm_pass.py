@@ -44,8 +44,8 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return the stored scores, without rows that have not been scored. With `contract`, return None unless all
-        rows were scored under this contract."""
+        """Return the stored scores, leaving out unscored rows. With `contract`, return None unless all rows were scored
+        under this contract."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
         if contract is not None:

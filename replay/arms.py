@@ -185,7 +185,7 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changes that prevent `locate` from observing operators. With vLLM, `locate` works in every mode."""
+        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not among them."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
@@ -203,7 +203,7 @@ class Arm:
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in the same batches in which they were recorded."""
+        """True if rows run in the recorded batches."""
         return self.engine == HF and not self.has_batch_shape
 
     @property

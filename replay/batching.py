@@ -155,9 +155,10 @@ def forwards(
 ) -> list[ForwardBatch]:  # fmt: skip
     """Group rows into the recorded forward passes, or into groups of `batch_size` rows in the recorded order.
 
-    Both keep the recorded padding. `batch_tokens` instead sorts rows by length, and limits the tokens (including
-    padding) per forward pass. With `right` padding, each row starts at column 0. With `packed`, rows are placed end to
-    end, and a forward pass holds up to `batch_size` rows or up to `batch_tokens` tokens (default: PACKED_TOKENS).
+    In both cases, rows keep the recorded padding. With `batch_tokens`, rows are instead sorted by length, and the
+    number of tokens per forward pass (including padding) is limited. With `right` padding, each row starts at column 0.
+    With `packed`, rows are placed end to end, and a forward pass holds up to `batch_size` rows or up to `batch_tokens`
+    tokens (default: PACKED_TOKENS).
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
@@ -210,7 +211,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Split rows, in order, into groups for which `fits` is true. A row that does not fit alone gets its own group."""
+    """Split rows, in order, into groups for which `fits` is true. A row that exceeds the limit gets its own group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):

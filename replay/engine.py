@@ -132,7 +132,7 @@ def _pending_arms(
     run: RecordedRun, arms: list[Arm], steps: list[int], force: bool, sample: Sample | None, device: str, *,
     dry_run: bool,
 ) -> list[_PendingArm]:  # fmt: skip
-    """Check the request, before any existing pass is removed, and return the arms to replay."""
+    """Check the request and return the arms to replay. Must run before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     digests = {row.contract for row in first}
@@ -174,8 +174,8 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm is the baseline for the others, so it covers all steps, even if it has scored some already.
-        # With a sample, every arm covers all steps.
+        # The identity arm is the baseline for the others, so it covers all steps, including those that it has already
+        # scored. With a sample, every arm covers all steps.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
@@ -237,7 +237,7 @@ def _by_key(wanted: list[_PendingArm]) -> list[list[_PendingArm]]:
 def replay_missing(
     run: RecordedRun, arms: Sequence[Arm], steps: Sequence[int], progress: Progress, cluster: Mapping[str, Any]
 ) -> ReplayedSteps | None:
-    """Replay `steps` with each arm that has not scored all of them. Return None if every arm has."""
+    """Replay `steps` with each arm that has not scored all of them. Return None if there is nothing to replay."""
     lacking = [arm for arm in arms if not set(steps) <= set(run.steps(REPLAY_PREFIX + arm.name))]
     if not lacking:
         return None
@@ -259,7 +259,7 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Scores units (a step under some arms) in this process or in a Ray actor.
+    """Scores units (one step under a set of arms) in this process or in a Ray actor.
 
     An actor opens the trace when its first unit arrives.
     """

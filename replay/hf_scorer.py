@@ -106,7 +106,7 @@ class HfScorer:
         return self.arm.adapter or ("merged" if self.arm.quantize else None)
 
     def build(self) -> Any:
-        # The variable must be set before CUDA starts, which happens when the model moves to the GPU.
+        # CUBLAS_WORKSPACE_CONFIG must be set before CUDA starts, which happens when the model moves to the GPU.
         with cublas_workspace(self.contract["torch"], self.arm):
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
@@ -184,7 +184,8 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`: whole forward passes if the arm keeps recorded batches."""
+        """Return the rows to run in order to score `rows`. If the arm keeps recorded batches, these are all rows in the
+        same forward passes."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -259,8 +260,8 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding side. If it is not set: left with a KV cache, right with a token limit (which needs fewer
-        columns), and otherwise the recorded side."""
+        """The arm's padding side. If it is not set: left with a KV cache, right with a token limit (right padding needs
+        fewer columns), and otherwise the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 

@@ -80,13 +80,13 @@ class Numerics:
             return EXACT
         if self.arm.padding == PACKED or self.is_tree:
             return packing.NAME
-        # Other attention implementations cannot run the recorded tree.
+        # Rows recorded as a prefix tree but replayed without one use sdpa instead of the recorded implementation.
         recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
         return recorded if self.arm.attention is None else KERNELS[self.arm.attention].implementation
 
     @property
     def experts(self) -> str | None:
-        """Experts implementation (transformers name). Only `eager` computes in float64."""
+        """Name of the experts implementation in transformers. Only `eager` supports float64."""
         recorded = self.recorded["model"].get("experts")
         return "eager" if recorded and self.arm.dtype == "fp64" else recorded
 

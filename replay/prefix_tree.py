@@ -19,7 +19,7 @@ _Pair = tuple[int, int | None]
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
     """Pack rows like TRL 1.16's trl.experimental.async_grpo.packing.TreeRow.
 
-    Rows share token t if their tokens 0 to t + 1 are the same. The tree is laid out depth first.
+    Rows share a node for token t if their tokens 0 to t + 1 are equal. The tree is laid out depth first.
     """
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}

@@ -149,7 +149,7 @@ class RecordedRun:
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """For each step, return the sequences that a pass has scored, including scores not sealed yet."""
+        """Return, for each step, the ids of the sequences that a pass has scored. Unsealed scores are included."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -168,10 +168,10 @@ class RecordedRun:
         try:
             return read_contract(self.store, pass_name, digest)
         except DamagedTrace as error:
-            raise CannotReplay(f"{error}; the pass cannot be replayed without this contract") from error
+            raise CannotReplay(f"{error}; without its contract, the pass cannot be replayed") from error
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
-        """Return a trainer pass's contract, completed from the model's config. Raises CannotReplay.
+        """Return a trainer pass's contract, with gaps filled from the model's config or defaults. Raises CannotReplay.
 
         An engine's contract is ignored, since a replay does not run the engine's code.
         """

@@ -51,7 +51,7 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step's scores in one arm, compared with the replayed pass. d is the replayed logprob minus the recorded one
+    """One step's scores in one arm, compared with the recorded pass. d is the replayed logprob minus the recorded one
     (nats). If the recording cannot be replayed here, the identity arm has no tokens, and its d is NaN."""
 
     arm: str

@@ -152,7 +152,7 @@ EXTRAS = {
 
 @contextmanager
 def telling_missing() -> Iterator[None]:
-    """Raise NotInstalled, with the command that installs it, if a library that tim-trace needs is missing."""
+    """Raise NotInstalled if the block needs a missing library. The message names the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -166,7 +166,7 @@ def telling_missing() -> Iterator[None]:
             raise
         raise NotInstalled(
             f"{name} is not installed; pip install tim-trace, or open the trace on a machine with the full installation "
-            "(this one may be only for recording)"
+            "(this one may have only the recorder installed)"
         ) from error
 
 

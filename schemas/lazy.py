@@ -34,7 +34,8 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule sets it as an attribute of its package, which would hide a public name that is the same.
+        # Importing a submodule sets it as an attribute of the package, where it would hide a public object of the same
+        # name.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -44,7 +45,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which otherwise takes a sixth of the time to import torch and transformers."""
+    """Pause garbage collection, which otherwise accounts for a sixth of the import time of torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -112,7 +112,7 @@ class Loss:
     def hyperparameters(self) -> dict[str, Any]:
         """Settings to pass to Recorder.add_hyperparameters.
 
-        A setting that only another kind of loss uses is left out if it has its default.
+        Settings that only other kinds of loss use are left out if they have their default values.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {

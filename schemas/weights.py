@@ -68,7 +68,7 @@ class WeightLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One version of a writer's weights, written after all chunks of the version."""
+    """Index entry for one version of a writer's weights, written after all of that version's chunks."""
 
     version: int
     segment: str

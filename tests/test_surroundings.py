@@ -52,7 +52,7 @@ def no_access(monkeypatch):
 
 URLS = {
     "s3://bucket/run": "Unable to locate credentials",
-    "s3://": "contains no folder",
+    "s3://": "does not name a folder",
     "gopher://somewhere/run": "unsupported file system",
     "gcs://bucket/run": "unsupported file system",
     "ftp://127.0.0.1:9/run": "refused",

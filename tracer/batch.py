@@ -98,7 +98,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count one more scoring of these rows by the pass. Return how often the pass had scored each row before."""
+        """Record that the pass scores these rows, and return how many times it had scored each row before."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():

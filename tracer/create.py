@@ -199,8 +199,8 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
     for state in store.writers()[0]:
         if liveness(state, store).is_alive:
             raise TraceExists(
-                f"{path} is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a growing "
-                f"trace {what}. End that process, or use another folder"
+                f"{path} is being recorded (process {state.pid} on {state.host or 'an unknown host'}), so it "
+                f"{what}. End that process, or use another folder"
             )
 
 

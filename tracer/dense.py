@@ -46,7 +46,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The full distribution at each position before temperature and truncation. A constant may be added to each row."""
+    """Full distributions before temperature and truncation, one row per position. Rows may be offset by constants."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""
@@ -85,7 +85,7 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def tail_of(logprobs_TK: np.ndarray) -> np.ndarray:
-    """Return [T] values in nats: the log probability of all tokens outside the top K. Below 1e-7, it may be -inf."""
+    """Return the log probability [T] (nats) of all tokens outside the top K. A probability below 1e-7 may give -inf."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
         return np.asarray(np.log(np.maximum(left_T, 0.0)).astype(np.float32))
@@ -104,7 +104,7 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
 
     from .dense_store import write_files
 
-    # Zarr writes only to memory, because Python waits for Zarr's threads at exit and the file system may block them.
+    # Zarr writes only to memory: Python waits for Zarr's threads at exit, and a file system may block these threads.
     made: dict[str, Any] = {}
     root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}

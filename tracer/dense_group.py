@@ -60,8 +60,8 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 def is_sealed(store: Store, segment: Segment) -> bool:
     """Return False if distributions must be read from the journal.
 
-    A killed process may leave both a journal and a group. The journal then counts unless the writer's state lists the
-    group.
+    A killed process may leave both a journal and a group. The journal is then used, unless the writer's
+    state lists the group.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):
@@ -153,10 +153,10 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
     shape = tuple(int(size) for size in sizes.split(",") if size)
     storage = np.dtype("uint16" if dtype == BFLOAT16 else dtype if dtype in DATA_TYPES else None)
     if name != segment.name or not array.isidentifier() or dtype not in (*DATA_TYPES, BFLOAT16):
-        raise ValueError(f"{group!a}/{array!a} of {typed!a}")
+        raise ValueError(f"unexpected array {group!a}/{array!a} of type {typed!a}")
     values = np.frombuffer(row["data"].as_buffer(), storage)
     if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
-        raise ValueError(f"{num_rows:,} rows of {typed!a} from {start:,}, but {values.size:,} values")
+        raise ValueError(f"it claims {num_rows:,} rows of {typed!a} from row {start:,}, but has {values.size:,} values")
     return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 
 

@@ -157,7 +157,7 @@ class _Chunks(NamedTuple):
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a chunk's header claims an impossible size, because blosc would allocate that size."""
+        """Raise ValueError if a chunk's header claims an impossible size, because blosc would allocate that much."""
         starts = [0]
         if is_whole and self.num_in_shard is not None:
             index = content[-16 * self.num_in_shard - _CRC_BYTES :][: 16 * self.num_in_shard]

@@ -54,7 +54,7 @@ class _Footer(msgspec.Struct, array_like=True):
 
 
 class KnownFile(msgspec.Struct, array_like=True):
-    """A file whose footer is not in the index."""
+    """A file that the index lists without its footer."""
 
     num_bytes: int
     schema: int

@@ -205,7 +205,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
     schema = pa.ipc.read_schema(message)
     name = (schema.metadata or {}).get(IDENTITY, b"").decode("utf-8", "replace")
     if name != relative:
-        raise ValueError(f"the file was written as {name}")
+        raise ValueError(f"the file was written under another name, {name}")
     return schema
 
 
@@ -218,7 +218,7 @@ def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _is_compressed(metadata: bytes) -> bool:
-    """Look for the `compression` field in a RecordBatch (Message.fbs, FlatBuffers table layout)."""
+    """Return True if a RecordBatch has the `compression` field (Message.fbs, FlatBuffers table layout)."""
 
     def field(table: int, number: int) -> int | None:
         vtable = table - struct.unpack_from("<i", metadata, table)[0]

@@ -133,7 +133,10 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Start or join a recording. Return options, run id, whether no launcher came before, and earlier writers."""
+        """Start or join a recording.
+
+        Returns the options, the run id, whether this is the first launcher, and the names of earlier writers.
+        """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:

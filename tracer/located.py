@@ -90,7 +90,7 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence run by both executions. Its mismatch at a token is d = logprob(b) - logprob(a) (nats)."""
+    """A sequence that both executions computed. Its mismatch at a token is d = logprob(b) - logprob(a) (nats)."""
 
     seq_id: str
     group: str
@@ -192,7 +192,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located(Findings):
-    """Findings, with the values from which each operator's share of the mismatch is computed."""
+    """Findings, plus the values needed to compute each operator's share of the mismatch."""
 
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
@@ -258,7 +258,7 @@ def read_result(store: Store, result: str) -> KeptResult:
     if kept.run_id != store.manifest().run_id:
         raise DamagedTrace(f"{where} belongs to run {kept.run_id}, not to this one. Delete it")
     if not _is_possible(kept.found):
-        raise DamagedTrace(f"{where} contains values that locate does not write. {_AGAIN}")
+        raise DamagedTrace(f"{where} contains values that locate never writes. {_AGAIN}")
     return kept
 
 

@@ -265,7 +265,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _find_invalid(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return a mask of the values that are invalid for `out`'s dtype, or None if a quick check finds all valid."""
+    """Return a mask of the values that are invalid for `out`'s dtype, or None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

@@ -391,8 +391,8 @@ class Recorder:
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
-                f"{what}, distribution: computing logits from hidden states needs the scoring weights. Pass "
-                "policy_version"
+                f"{what}, distribution: pass policy_version, because the weights of that version are needed to compute "
+                "logits from hidden states"
             )
         staged = Staged(
             what, **given, attention_mask=attention_mask, scored_mask=scored_mask, policy_version=policy_version,
@@ -615,8 +615,8 @@ class Recorder:
         known = self._kinds.setdefault(group, kinds) if kinds else kinds
         if known != kinds:
             raise InvalidRecord(
-                f"{what}: got {kinds} (shape and dtype by array), but earlier batches had {known}. Shapes and dtypes "
-                "must not change within a pass"
+                f"{what}: the arrays have the shapes and dtypes {kinds}, but {known} in earlier batches. Shapes "
+                "and dtypes must not change within a pass"
             )
 
     def _append(self, table: str, batch: Batch, seq_ids: list[str], columns: dict[str, Any]) -> None:

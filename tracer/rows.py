@@ -170,7 +170,7 @@ def check_whole(logprobs: Any, what: str) -> None:
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
-        raise InvalidRecord(f"{what}: got {name}; pass log-probabilities as floats, before any rounding to integers")
+        raise InvalidRecord(f"{what}: got {name}; pass log-probabilities as floats, not rounded to integers")
 
 
 def is_per_token(advantage: Any) -> bool:

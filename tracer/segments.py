@@ -21,7 +21,7 @@ SEAL_BYTES = 64 << 20
 
 
 class HeldRows:
-    """Has the methods of JournalStream, but keeps record batches in memory."""
+    """Like JournalStream, but keeps record batches in memory instead of a file."""
 
     is_synced = False
 

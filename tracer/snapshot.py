@@ -175,10 +175,10 @@ def _read_all(snapshot: Snapshot) -> None:
 
 
 def _journals_of_one_moment(store: Store) -> Journals:
-    """List journals until two consecutive listings agree, i.e. no writer appended in between.
+    """List journals repeatedly until no writer has appended between two listings.
 
-    If journals grow too fast for that, sequences come from the last listing and everything else from the one before, so
-    that every score has its sequence.
+    If journals grow too fast, sequences come from the last listing and all other tables from the listing before it.
+    Every score then has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_MAX_TRIES):
@@ -193,7 +193,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add table files that no state lists to their writers' states. Called only if a trace may lack checksums."""
+    """Add each table file that no state lists to its writer's state. Called only if the trace may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():

@@ -62,7 +62,7 @@ def _is_divided(kind: Any) -> bool:
 
 
 def stage(value: Any) -> Callable[[], Any]:
-    """Start copying `value` to the host, and return a function that waits for the copy and returns it.
+    """Start copying `value` to the host. The returned function waits until the copy is complete, then returns it.
 
     A CUDA tensor is first cloned in the caller's stream, then copied on a separate stream. The caller may change the
     tensor as soon as this function returns.
@@ -124,7 +124,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer that lends out pieces, and starts again from its beginning once all of them are given back.
+    """A pinned buffer that lends out consecutive pieces, and is reused from the start once all have been returned.
 
     It is allocated only once, because allocation may block.
     """

@@ -56,7 +56,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
             f"{url}: unsupported file system ({first_line(error)}{way}). Use a folder, or a URL such as s3://bucket/run"
         ) from error
     if not path.strip("/"):
-        raise StorageError(f"{url} contains no folder. Use a URL such as s3://bucket/run")
+        raise StorageError(f"{url} does not name a folder. Use a URL such as s3://bucket/run")
     return filesystem, path
 
 
@@ -76,7 +76,8 @@ class _RemoteFileSystem:
                 raise
             except Exception as error:  # file system libraries raise all kinds of errors
                 raise StorageError(
-                    f"{self._url} cannot be reached ({first_line(error)}). Check the URL, your credentials and access"
+                    f"{self._url} cannot be reached ({first_line(error)}). Check the URL, your credentials and "
+                    "your permissions"
                 ) from error
 
         return reached
@@ -201,7 +202,7 @@ class Store:
             raise DamagedTrace(f"{self.shown(relative)} is not a regular file ({error.strerror}). Remove it") from error
 
     def read_json(self, relative: str) -> bytes:
-        # Do not query the size first: a live writer may replace the file by a longer one before it is read.
+        # Do not query the size first: a live writer may replace the file with a longer one before it is read.
         content = self.read_range(relative, 0, MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             size = self.file_size(relative)
@@ -228,7 +229,7 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Map each finished file directly in a folder to its size in bytes. Empty if the folder is missing."""
+        """Return the sizes (bytes) of finished files directly in a folder, by name. Empty if the folder is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
@@ -310,7 +311,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Like `_entries`, for a local folder. Links to files have the file's size. Links to folders are skipped."""
+        """Like `_entries`, for a local folder. A link to a file has that file's size. Links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -383,7 +384,7 @@ class Store:
     def writers_named(self, *prefixes: str) -> list[WriterState]:
         """Read the states of local writers whose names start with one of `prefixes`, skipping unreadable states.
 
-        Apart from the manifest, no other file is read, because every rank calls this when it starts, often on a shared
+        Besides these states, only the manifest is read, because every rank calls this when it starts, often on a shared
         file system.
         """
         manifest, states = self.manifest(), []
@@ -452,7 +453,7 @@ class Store:
     def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
-            raise DamagedTrace(f"{where} is the state of writer {state.writer!r} under another name. Remove it")
+            raise DamagedTrace(f"{where} contains the state of a different writer, {state.writer!r}. Remove it")
         if state.run_id != manifest.run_id:
             raise DamagedTrace(
                 f"{where} belongs to run {state.run_id}, but {self.shown(MANIFEST)} belongs to run {manifest.run_id}. "

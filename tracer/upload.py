@@ -30,7 +30,7 @@ _TRIES = 5
 
 
 class Upload:
-    """Uploads a local trace to a URL, where readers never see a file that is incomplete or not listed by a writer."""
+    """Uploads a local trace to a URL. Readers there never see incomplete files, or files that no writer lists."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
@@ -134,7 +134,7 @@ class Upload:
                 if attempt == tries:
                     raise StorageError(
                         f"{self._store.shown(path)} cannot be written ({first_line(error.__cause__ or error)}). "
-                        "Check your credentials and access"
+                        "Check your credentials and permissions"
                     ) from error
 
     def _moved(self, num_bytes: int) -> None:

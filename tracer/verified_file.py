@@ -115,8 +115,8 @@ class VerifiedFile:
     def read_shown(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop) of the content that FileCursor shows.
 
-        If the tail is in memory, the shown content has a gap of zeros before the tail. To find the footer, Parquet
-        readers read more bytes than it has. The extra bytes then lie in the gap, and reading them needs no request.
+        If the tail is in memory, FileCursor shows a gap of zeros before it. Parquet readers look for the footer by
+        reading more bytes than the footer has. The extra bytes come from the gap, so no request is needed for them.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -146,7 +146,7 @@ class VerifiedFile:
         if stop <= start:
             return b""
         if not self.store.is_local:
-            # Small reads run one at a time, so that later ones profit from read-ahead.
+            # Small reads run one at a time, so that later reads benefit from read-ahead.
             with self._alone if stop - start <= _SMALL_BYTES else nullcontext():
                 return self._read_blocks(start, stop)
         content = self._fetch(start, stop)

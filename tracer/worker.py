@@ -32,10 +32,10 @@ _LOOKS_EVERY_S = 0.01
 class Worker:
     """Runs tasks in order on a separate thread.
 
-    The queue holds at most `max_bytes`, and no more than can be done in `max_wait_s` at the recent pace. Callers wait
-    while the queue is full or `is_behind` returns True, and `patience` adds up these waits. If a task raises, the
-    remaining tasks are discarded and `error` holds the exception. `idle` is called after every `idle_s` seconds
-    without a task.
+    The queue is full if a new task would exceed `max_bytes`, or if the queued tasks are expected to take most of
+    `max_wait_s` at the recent pace. Callers wait while the queue is full or `is_behind` returns True, and `patience`
+    limits and counts these waits. If a task raises, the remaining tasks are discarded and `error` holds the exception.
+    `idle` is called after every `idle_s` seconds without a task.
     """
 
     def __init__(

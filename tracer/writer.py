@@ -38,7 +38,7 @@ RESERVE_BYTES = 64 << 10
 
 
 class Part(StrEnum):
-    """Optional parts of a recording. An error in one ends only that part."""
+    """Optional parts of a recording. An error in one part ends only that part, not the recording."""
 
     METRICS = "metrics"
     OPTIMIZER = "optimizer statistics"
@@ -117,7 +117,7 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records `part` and return its result. After an error, the part ends and gives None."""
+        """Call a function that records `part` and return its result. After an error, end the part and return None."""
         if part in self._ended_parts:
             return None
         try:

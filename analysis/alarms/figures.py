@@ -42,7 +42,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Compute the result of `read_token_figures` from each sequence's step and its NEEDED_SUMS."""
+    """Compute the result of `read_token_figures` from the sequences' steps and their NEEDED_SUMS."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -90,7 +90,7 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return a metric at the steps where it has a value, or None if there are none.
+    """Return the steps at which a metric has a value, and the values, or None if it has none or is only estimated.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """
@@ -140,14 +140,17 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return [n] bool: True where the learning rate exceeds RATE times the largest earlier five-step median."""
+    """Return [n] bool: True where the learning rate exceeds RATE times its level so far.
+
+    This level is the largest median over five consecutive earlier steps.
+    """
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return [n] bool: True where each of the last TIMES gradient norms exceeds NORM times an earlier median.
+    """Return [n] bool: True where the gradient norm has exceeded NORM times its trailing median for TIMES steps.
 
-    The median covers 20 steps and ends 5 steps before the gradient norm's step.
+    The median covers 20 steps and leaves out the 5 steps just before the current one.
     """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
@@ -161,7 +164,7 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return [n] medians, each over the `window` values that end `gap` steps earlier.
+    """Return [n] trailing medians over `window` values, leaving out the `gap` values just before the current one.
 
     A median is NaN if there are too few earlier values.
     """

@@ -63,7 +63,7 @@ class Alarm:
 
     @property
     def gate(self) -> str | None:
-        """Equivalent `gate` condition, e.g. `tim.k3>0.001 any step`, or None if there is no level."""
+        """Equivalent `gate` condition, e.g. `tim.k3>0.001 any step`, or None if the alert has no fixed level."""
         metric = f"|{self.metric}|" if self.of_size else self.metric
         return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
 

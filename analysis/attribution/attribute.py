@@ -60,9 +60,9 @@ def attribute(
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to settle it. A single run gives only an observation,
-    because the first change need not be the cause. `control` is a baseline run with the same seeds and one change,
-    ideally an exact engine. With a baseline, the result counts as an intervention. If only the baseline improves, the
+    evidence for and against it, and the cheapest replay or rerun to settle it. A single run is only an observation,
+    because what changed first need not be the cause. `control` is a baseline run with the same seeds and one deliberate
+    change, ideally to an exact engine. Comparing with it counts as an intervention. If only the baseline improves, the
     drop is reported as `flat`. A mismatch that begins after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
@@ -142,7 +142,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
 
 
 def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
-    """Return the mean difference between the outcomes at the end of two runs, with its 95% interval."""
+    """Return the mean difference between two runs' outcomes over the last shared steps, with its 95% interval."""
     if run is None or baseline is None or run.name != baseline.name:
         return None
     steps, of_run, of_baseline = np.intersect1d(run.steps, baseline.steps, return_indices=True)
@@ -162,14 +162,14 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """Judge each of `steps` as if a drop began there. Return the likeliest cause, and the facts judged for its step."""
+    """Judge each of `steps` as if a drop began there. Return the likeliest cause and the facts it was judged on."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
         told = (*table(at), *(() if control is None else table_beside(at, control)[0]))
         suspects = judged(told, ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
-            # The change is certain, so one of the named suspects caused it.
+            # It is certain that the rewards changed, so the cause cannot be `unknown`.
             named = [one for one in suspects if one.code != "unknown"]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)

@@ -147,7 +147,7 @@ class Attribution(Result):
 
     @property
     def supposed_cause(self) -> SupposedCause | None:
-        """Return `supposed` if its first suspect is known and more likely than all others together, else None."""
+        """Return `supposed` if its first suspect is not `unknown` and likelier than all others together, else None."""
         first = self.supposed.suspects[0] if self.supposed else None
         is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
         return self.supposed if is_one else None
@@ -165,7 +165,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect that is more likely than all others together, or None if no known suspect is."""
+        """Code of the suspect, except `unknown`, that is likelier than all others together, or None if there is none."""
         first = self.suspects[0] if self.suspects else None
         if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
             return None

@@ -111,7 +111,7 @@ def _fitted() -> Any:
 
 
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
-    """Return all suspects, most probable first. Evidence points are log odds relative to the mean over suspects."""
+    """Return all suspects, most probable first. `Evidence.points` are log odds relative to the suspects' mean."""
     fitted = _fitted()[situation] if model is None else model
     known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}

@@ -68,13 +68,13 @@ class Facts:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        # The comparison with a baseline may have moved the drop, so the order of drop and change is judged again.
+        # Comparing with a baseline may have shifted the onset, so whether each change precedes it is checked again.
         ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Abrupt, permanent changes of inputs long before the drop. Their effect can take many updates to appear."""
+        """Abrupt, permanent changes in inputs long before the drop, whose effect can take many updates to appear."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]

@@ -44,7 +44,7 @@ _MEASURED = (
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, or `unknown`. The part after the last `/` or `.` counts first."""
+    """Return the suspect that a setting belongs to, or `unknown`. The part after the last `/` or `.` is tried first."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):

@@ -223,7 +223,7 @@ def _first_suspect(result: Attribution) -> str | None:
 
 
 def _shown_evidence(suspect: Suspect) -> tuple[Evidence, ...] | None:
-    """Evidence for and against the suspect. null if the suspect is unlikely (below 2%): see `diagnose --verbose`."""
+    """Evidence for and against the suspect, null if it is unlikely (below 2%). `diagnose --verbose` shows it anyway."""
     return suspect.evidence if suspect.probability >= _SHOWN else None
 
 

@@ -94,7 +94,7 @@ def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
 
 
 def _literal(number: float) -> str:
-    """Format a number so that DuckDB reads the same DOUBLE, not a DECIMAL."""
+    """Format a number so that DuckDB parses it as exactly this DOUBLE, not as a DECIMAL."""
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
 
 
@@ -135,7 +135,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """A run's mismatch in bins, over all tokens or a sample. d = logprob(a) - logprob(b) (nats)."""
+    """A run's mismatch in bins, computed from all tokens or a sample of them. d = logprob(a) - logprob(b) (nats)."""
 
     num_tokens: int
     """Number of tokens read that are in the loss and have a finite logprob in both passes."""

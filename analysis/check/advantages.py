@@ -89,7 +89,7 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        `steps` holds the step of each element of `affected`, by default that of each row in the run. Arrays in
+        `steps` holds the step of each element of `affected`. By default, its elements are the run's rows. Arrays in
         `numbers` are reduced to their median over the affected rows. If `notice_if_whole` is set, the finding is a
         fault only if it begins after the first step.
         """
@@ -148,14 +148,14 @@ def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
 
 
 def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return [N] numbers of the (label, step) pairs, counted in order of first occurrence."""
+    """Number the (label, step) pairs in order of first occurrence, and return the number of each row's pair, [N]."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max(initial=0)) + 1) + at
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
 def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
-    """Return possible misplacements of rewards by name. Each lists, per row, the row whose reward it gets, or -1."""
+    """Map each way of misplacing rewards to [N] indices: for each row, the row whose reward it gets, or -1 for none."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -179,17 +179,17 @@ class _Rows:
 
     @cached_property
     def n(self) -> np.ndarray:
-        """[N] number of rows in each row's group."""
+        """Number of rows in each row's group, [N]."""
         return count_of(self.g)
 
     @cached_property
     def x(self) -> np.ndarray:
-        """[N] reward minus the group's mean."""
+        """Reward minus the mean reward of the row's group, [N]."""
         return np.asarray(self.r - mean_of(self.g, self.r))
 
     @cached_property
     def spread(self) -> np.ndarray:
-        """[N] standard deviation of the group's rewards. NaN if it is only rounding error."""
+        """Standard deviation of the rewards in each row's group, [N]. NaN if it is only rounding error."""
         spread = rms_of(self.g, self.x)
         return np.where(spread > TINY * self.of_step(np.maximum, np.abs(self.r)), spread, np.nan)
 
@@ -198,11 +198,11 @@ class _Rows:
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of `values` over each step, [S]."""
+        """Return the sum of `values` in each step, [S]."""
         return np.bincount(self.at, values, int(self.at[-1]) + 1)
 
     def fit(self, x: np.ndarray) -> np.ndarray:
-        """Return the correlation of advantages and `x` at each step, [S], over rows where `x` [N] is finite.
+        """Return the correlation between advantages and `x` at each step, [S], over rows where `x` [N] is finite.
 
         0 if there are fewer than 8 such rows, or if advantages or `x` are constant up to rounding.
         """
@@ -216,7 +216,7 @@ class _Rows:
 
 
 class _Rules(NamedTuple):
-    """The rule that turns rewards into advantages at each step, [S] each."""
+    """Each step's rule for computing advantages from rewards. All arrays have shape [S]."""
 
     name: np.ndarray
     """`own` if the baseline is the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits.
@@ -236,7 +236,7 @@ class _Rules(NamedTuple):
 
 
 def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
-    """Find the rule that gives advantages from rewards at each step. Without `explain`, only correlate the two."""
+    """Find each step's rule for computing advantages from rewards. Without `explain`, only correlate the two."""
     r, a, g, n, sums = rows.r, rows.a, rows.g, rows.n, rows.sums
     y, varies = a - mean_of(g, a), np.isfinite(rows.spread)
     spread_a = rms_of(g, y)
@@ -271,7 +271,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield each other rule's name and the advantages [N] that it gives, up to a factor and a constant."""
+    """Yield every rule except `own`: its name and variants of its advantages [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -315,12 +315,12 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
 
 
 def _factor(rows: _Rows) -> np.ndarray:
-    """Return the advantages' factor at each step, [S], or NaN if the factor is usual or no normalisation fits."""
+    """Return the scale of each step's advantages, [S], or NaN if a usual normalisation explains it or none fits."""
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
     size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
-    # Factors other than 1 can be usual: leave-one-out baselines multiply by n / (n - 1), a batch may be normalised over
-    # tokens instead of rows, and eps is up to 0.1.
+    # Correct advantages can have a factor other than 1: leave-one-out baselines multiply by n / (n - 1), a batch may be
+    # normalised over tokens instead of rows, and eps is up to 0.1.
     usual = (
         (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
         (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
@@ -374,7 +374,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         return None
     for one, two, text in pairs:
         only = two & ~one
-        # If the second rule covers whole steps, another finding reports it, with its first step.
+        # If the second rule covers whole steps, another finding reports it and its first step.
         within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
@@ -383,7 +383,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
 
 
 def _mode(values: np.ndarray) -> float:
-    """Return the value that most of `values` are close to, or NaN if there are no values."""
+    """Return the median of the largest cluster of similar values, or NaN if there are no values."""
     values = np.sort(values)
     if not len(values):
         return np.nan
@@ -403,14 +403,14 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # The lower median of the advantages for equal rewards counts as correct. Of two rows, either may be wrong.
+    # The lower median of the advantages for equal rewards counts as correct. With only two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
     if 3 <= off.sum() < 0.34 * asked.sum():
         return "advantages_unequal", off, {}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    # If advantages are whitened over tokens, the usual mean of a group is not 0.
+    # If advantages are whitened over tokens, the mean advantage of a group need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
     loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
     # If advantages depend on more than the reward, they also vary in groups with equal rewards, so only groups with
@@ -490,7 +490,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif name == _BATCH:
-        # If all groups of a step have the same mean, both rules fit.
+        # If all groups in a step have the same mean, the batch rule fits as well as the group-mean rule.
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")

@@ -145,7 +145,7 @@ def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]
 
 
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
-    """Return the run's first step and its rms d (nats), or None if `steps` includes that step."""
+    """Return the whole run's first step and its rms d (nats), or None if the selected steps include it."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"
@@ -174,7 +174,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Guesses, listed after `unexplained`, explain no tokens."""
+    """Count the sampled tokens that each finding explains. Those after `unexplained` are guesses and explain none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

@@ -60,7 +60,7 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """Return the command that checks `other` against a replay of one step with vLLM, which scores without a grammar."""
+    """Return the command that replays one step in vLLM without a grammar and checks pass `other` against it."""
     return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 

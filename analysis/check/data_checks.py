@@ -127,7 +127,7 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     elif alone.sum() >= 3 and in_group.max() > 1:
         yield from find("rows_alone", alone)
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and num_prompts > 3 * len(np.unique(at)):
-        # If prompts had been drawn twice by chance, some would have been drawn only once.
+        # If prompts had been drawn repeatedly by chance, they would not all be in the same number of groups.
         yield from find("prompts_split", at >= 0, num_groups=int(groups[0]), notice=True)
 
 
@@ -216,8 +216,10 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return [S] bool, True at steps where the logged value contradicts the mean over the rows, and whether most logged
-    values do, as if they had been averaged over other rows."""
+    """Find the steps ([S] bool) at which the logged value contradicts the mean over the rows.
+
+    Also return True if most logged values contradict it, as if they were averages over other rows.
+    """
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
@@ -225,14 +227,14 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
     is_sample = most and not (at_end and off.argmax() >= 2)
     # If logged means are exact only at scattered steps, they were computed over other rows and match there by chance.
-    # Deviations within sampling error are then no contradiction.
+    # Deviations within sampling error then do not count as contradictions.
     if most or not at_end:
         off &= distance > np.maximum(errors, errors.mean())[ends]
     return np.isin(np.arange(len(value)), ends[off]), is_sample
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Name the other rows or values that give the logged means [E], or return an empty string."""
+    """Describe which rows or values the logged means [E] average instead, or return an empty string."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -266,7 +268,7 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
-    """Find a reference that is not the initial policy."""
+    """Find a reference model that differs from the initial policy."""
     if {"train", "reference"} <= {*scored_passes(run.database)}:
         for (size,) in run.database.connection.execute(_AT_START).fetchall():
             differs = np.full(len(run.rows["step"]), (size or 0.0) > _OTHER_WEIGHTS)
@@ -274,7 +276,7 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
-    """Find importance ratios that are all 1 although the weights were updated between passes or dtypes differ."""
+    """Find importance ratios that are all 1 although weights were updated between the passes or the dtypes differ."""
     execute, sample = run.database.connection.execute, run.sample
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     reuses = run.setting(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", r"^(?![01](\.0)?$)")
@@ -386,7 +388,7 @@ def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True for tokens at the end of a row that only repeat the previous token."""
+    """Return [N] bool: True for the tokens at the end of a row that repeat the token before them."""
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     last_other = sample.starts[:-1] - 1
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -486,7 +488,8 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]):
         least = int(max(3, np.ceil(0.5 * cut.sum())))
         yield from find("limit_contradicts", early, least=least, length=lengths, limit=limit)
-    # Tool output between sampled tokens does not count. Without a loss mask, every token counts as sampled.
+    # The limit applies to each stretch of sampled tokens between tool outputs. Without a loss mask, all tokens count as
+    # sampled.
     runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
     partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
     sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
@@ -545,7 +548,7 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         if is_bits.all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03:
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
-            # If only some of the rows fit, the others were sampled from another distribution.
+            # If this ratio holds only in some rows, the others were sampled from another distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=float(np.median(ratios)))
         own, before, after = (float(np.corrcoef(surprise, side.entropy[place + lag])[0, 1]) for lag in (0, -1, 1))

@@ -130,9 +130,9 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """If `best` covers only some tokens, add the place that contains them to the first finding.
+    """Add to the first finding the place where the tokens of `best` are, if `best` covers only some tokens.
 
-    Of these tokens, the place must contain nearly all that rounding cannot explain.
+    The place must contain nearly all tokens of `best` that rounding cannot explain.
     """
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
@@ -148,8 +148,8 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step where it begins, or the steps (at most five) it is confined to, unless this
-    could be chance."""
+    """Add to the first finding the step at which the fault begins, or the steps (at most five) that it is confined to,
+    unless this can be a coincidence."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -167,7 +167,7 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
     """Add findings with a new code or cause.
 
-    A finding that is visible only after correcting for the fault `behind` says so. It has no command, because a command
+    Findings that are visible only after the fault `behind` has been corrected say so. They have no command, because it
     would read the uncorrected trace.
     """
     known = {(each.code, each.cause) for each in found}
@@ -212,7 +212,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
         if inside.num_kept < FEW:
             continue
-        # No explanation predicts rounding, so as much of it as elsewhere in the run may stay unexplained.
+        # No explanation predicts rounding errors, so it may leave as large an error unexplained as there is elsewhere.
         noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
         by_position = "position" in str(place.finding.numbers.get("feature")) and (
             place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5

@@ -49,8 +49,8 @@ def _size(data: PairData) -> dict[str, float]:
 def _sampling(data: PairData) -> dict[str, float]:
     """Measure whether d looks like a difference between two distributions.
 
-    If the tokens were sampled from a distribution close to both, mean d is -mean(d^2) / 2 and mean exp(-d) is 1. Neither
-    holds if values were recorded incorrectly.
+    If the tokens were sampled from a distribution close to both sides', exp(-d) averages 1 and d averages
+    -mean(d^2) / 2. Neither holds if values were recorded incorrectly.
     """
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)
@@ -97,7 +97,7 @@ def _rows(data: PairData) -> dict[str, float]:
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
-    """Return the mean of `values` [K] in each group, for at least `num` groups. NaN for groups without values."""
+    """Return the mean of `values` [K] in each group, NaN for groups without values. There are at least `num` groups."""
     count = np.bincount(group, minlength=num)
     return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
 
@@ -171,7 +171,7 @@ def token_effect(data: PairData) -> tuple[float, float]:
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # A bigram repeated in a loop, in its group or at another step is not independent evidence.
+    # Only one occurrence of each bigram counts, because repetitions (as in a loop) are not independent evidence.
     _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
@@ -314,7 +314,7 @@ class Onset:
 def onset(data: PairData) -> Onset | None:
     """Return the column where the mismatch starts to exceed rounding, or None if there is no such column.
 
-    A column is an index over response tokens, prompt and response tokens, or these and the padding on their left.
+    A column is a token's offset from the start of the response, of the prompt, or of the padding to the left of it.
     """
     log, noise, num = levels(data), logit_error(data), data.num_kept
     total = data.position + data.sample.prompt_lengths[data.seq]
@@ -334,7 +334,7 @@ def onset(data: PairData) -> Onset | None:
         return float(np.median(inside)) if len(inside) >= 8 else float("nan")
 
     begin, end, again = between(1, 1.2), between(1.8, 2), between(2, 2.2)
-    # With a window, the mismatch grows along the row, because more and more tokens are left out.
+    # With an attention window, the mismatch grows along the row, because more and more tokens are outside the window.
     is_event = of_position > (1.05 if end > 1.2 * begin else 0.9) * share
     if is_event:
         share, at, column = found[0]

@@ -158,7 +158,7 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
 
 @once
 def scored(data: PairData) -> np.ndarray:
-    """Return the tokens used to compare explanations ([K] bool): evenly spaced whole rows of about 20,000 tokens."""
+    """Return the tokens used to compare explanations ([K] bool): about 20,000, in evenly spaced whole rows."""
     return np.isin(data.seq, np.unique(data.seq)[:: max(-(-data.num_kept // 20_000), 1)])
 
 
@@ -206,7 +206,7 @@ def nobodys(data: PairData) -> np.ndarray:
     # With too few uncertain tokens, this run's rounding level cannot be measured.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # Nearly certain tokens have a different noise level. At least a quarter of what the dtypes allow is assumed there.
+    # Nearly certain tokens have a different noise level, assumed to be at least a quarter of what the dtypes allow.
     error = np.where(uncertain, sigma, max(sigma, allowed / 4)) * data.scale
     size = np.abs(data.d) / np.hypot(error, 2 * value_rounding(data))
     t = size / np.sqrt(6 + size**2)
@@ -298,7 +298,8 @@ _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
 
-# Code -> title, sentence template, and the query that shows the finding (default: by row), filled with its numbers.
+# Code -> title, sentence template, and a query that shows the evidence (default: BY_ROW). The finding's numbers are
+# inserted into both templates.
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),

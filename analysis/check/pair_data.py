@@ -90,12 +90,13 @@ class PairData:
 
     @cached_property
     def updates_behind(self) -> np.ndarray:
-        """[S] number of optimizer updates by which pass b lags behind pass a, by policy version. 0 if unknown."""
+        """Number of optimizer updates by which pass b's policy version lags behind pass a's, [S]. 0 if unknown."""
         return np.asarray((self.sample.a.versions - self.sample.b.versions).filled(0))
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of each token's distribution (nats), from pass a or, failing that, pass b, or None."""
+        """Entropy of each token's distribution (nats), [K]. Taken from the first pass that has it at all
+        kept tokens, None if neither has."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -103,13 +104,13 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, where p is the larger of both passes' probabilities. This is the logprob change per unit of logit
-        change (arXiv 2512.23087)."""
+        """[K] 1 - p, where p is the larger of the two passes' probabilities. This is the logprob change per unit of
+        logit change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] ratio of d to the logit change that would explain it.
+        """Ratio of d to the logit change that would explain it, [K].
 
         For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
         the ratio lies between the two passes' values of 1 - p, which are raised to at least 0.001.
@@ -321,7 +322,7 @@ def allowed_noise(data: PairData) -> float:
 @once
 def spread(data: PairData) -> float:
     """Return the spread of the sampled tokens' log-odds (nats, at least 1): the standard deviation and, if positive,
-    the mean, added in quadrature. The smaller of both passes' values is used."""
+    the mean, added in quadrature. The smaller of the two passes' values is used."""
     compared = data.sample.compared
     odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
     return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
@@ -343,7 +344,7 @@ def value_rounding(data: PairData) -> np.ndarray:
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
-    """Return, for each of `values`, half the distance to the next number at a precision from `value_precision` [K]."""
+    """Return half the distance from each of `values` [K] to the next number at a precision from `value_precision`."""
     if precision in HALF_ULP:
         # Values below the smallest normal number are evenly spaced.
         least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)

@@ -69,11 +69,11 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. A cluster, if given, computes and stores
-    missing sums first.
+    """Read the sums stored in the trace, or compute them from the tokens. If a Ray cluster is used, it first
+    computes and stores missing sums.
 
-    `names` are columns of schemas.sums, starting with NEEDED_SUMS. SUM_EXP_ABS_D may be added if the trace stores no
-    sums.
+    `names` are NEEDED_SUMS and, optionally, more columns of schemas.sums after them. SUM_EXP_ABS_D is allowed only if
+    the trace stores no sums.
     """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
@@ -274,7 +274,7 @@ def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
     columns = ["s.step", "s.seq_id", "s.num_response_tokens"]
     rows = database.connection.sql(token_query(passes, columns, steps=steps, of_sequences=True, order=_ORDER))
     names = _within(rows.to_arrow_table())["seq_id"].to_pylist()
-    # With more than 1,000 names, reading whole steps is faster.
+    # With more than 1,000 sequence ids, reading whole steps is faster.
     return f"seq_id IN ({', '.join(map(quoted, names))})" if len(names) <= 1000 else ""
 
 

@@ -125,7 +125,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 @once
 def places(data: PairData) -> list[Where]:
-    """Return the descriptions with enough evidence, best first."""
+    """Return the descriptions of the mismatch's location that have enough evidence, best first."""
     level, num = levels(data), np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean, rows = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1), np.flatnonzero(num)
     of_rows, of_tokens = sequence_columns(data.sample), token_columns(data)
@@ -341,7 +341,7 @@ def _period(data: PairData) -> int | None:
     if len(gaps) < 20:
         return None
     usual = int(np.bincount(gaps).argmax())
-    # Affected tokens in between may be missed, so the distance can be a multiple of the period.
+    # Some affected tokens may be missed, so the distance can be a multiple of the period.
     return usual if 2 <= usual <= PERIODS[-1] and np.mean(gaps % usual == 0) > 0.75 else None
 
 
@@ -388,13 +388,13 @@ def _seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Map each batch size (rows) to every sequence's batch number [S]. Under the key `step`, a batch is a step."""
+    """Map each possible batch size (rows) to the sequences' batch numbers, [S]. For `step`, a batch is a step."""
     sizes = PERIODS[:-1]
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Return, for each sequence, the largest of `values` [S] in its batch, [S]."""
+    """Return, for each sequence, the largest of `values` [S] in its batch."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max(initial=0)) + 1, values.dtype)
     np.maximum.at(out, place, values)

@@ -109,7 +109,7 @@ class PassValues:
             yield self._read(names, start, min(most, self.num_tokens - start))
 
     def at(self, names: Sequence[str], token: int) -> np.ndarray:
-        """Return the passes' logprobs of one token, [C]."""
+        """Return the passes' logprobs at one token, [C]."""
         return self._read(names, token, 1).values_CB[:, 0]
 
     def _read(self, names: Sequence[str], start: int, num: int) -> Block:
@@ -131,6 +131,6 @@ class PassValues:
         return self.rows[row][1], token - int(self.starts[row])
 
     def extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
-        """Raise each sequence's end, a token index within the sequence, so that it lies past all given tokens."""
+        """Raise each sequence's end offset in `ends_R` where needed, so that it lies after all of its given tokens."""
         rows = np.searchsorted(self.starts, tokens, side="right") - 1
         np.maximum.at(ends_R, rows, tokens + 1 - self.starts[rows])

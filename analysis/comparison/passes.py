@@ -128,7 +128,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """A trace's passes grouped by equal bits, with odd tokens and with bits that contradict the passes' settings."""
+    """A trace's passes grouped by equal bits, with odd tokens and with passes whose bits contradict their settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -297,9 +297,9 @@ class _Group:
         )  # fmt: skip
 
     def _divergences(self, own_R: np.ndarray, other_R: np.ndarray, shared_R: np.ndarray) -> list[int]:
-        """Return the place of the first differing token for each prompt whose responses differ between the two classes.
+        """Return the index of the first differing token for each prompt whose responses differ between the two classes.
 
-        The arguments are the numbers of tokens [R] that this class has, that the other class has, and that both share.
+        The arguments are the end offsets [R] of this class's tokens, the other class's tokens, and the shared tokens.
         """
         numbers: dict[tuple[int, str], int] = {}
         prompt_R = np.array([numbers.setdefault((row[0], row[2]), len(numbers)) for row in self.values.rows], np.int64)
@@ -412,13 +412,13 @@ class _Group:
 
 
 def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Remove the `own` values from `values`, the largest of all classes. Both are sorted, largest first."""
+    """Remove one class's values, `own`, from the largest `values` of all classes. Both are sorted, largest first."""
     places = np.searchsorted(-values, -own) + np.arange(len(own)) - np.searchsorted(-own, -own)
     return np.delete(values, places[places < len(values)])
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
-    """Return each pass's settings, except those that all share. Settings that always change together count as one."""
+    """Return the settings that differ between passes, by pass. Settings that always change together count as one."""
     joined: dict[tuple[int, ...], list[str]] = {}
     for key in sorted({key for name in names for key in settings.get(name, {})}):
         values = [settings.get(name, {}).get(key) for name in names]

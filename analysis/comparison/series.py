@@ -35,7 +35,10 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ. Add bitwise equal ones to `same`, and those within the noise to `within`."""
+    """Yield the series that differ.
+
+    Append the names of bitwise equal series to `same`, and of series that differ only by noise to `within`.
+    """
     for name in a:
         if name not in b:
             continue
@@ -94,7 +97,7 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean divided by the standard deviation per step: infinity without noise, None if not significant.
+    """Return the mean of `apart_n` in units of its noise per step: infinity without noise, None if not significant.
 
     With few steps, significance is judged by Student's t-distribution. Its quantile is approximated from the normal z
     by sqrt(df (exp(z^2 / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).

@@ -231,7 +231,7 @@ def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",
-        "repeats": f"{effect.arm} reproduces {b}: {b}'s engine gets these values from the same weights and tokens",
+        "repeats": f"{effect.arm} reproduces {b}: from the same weights and tokens, {b}'s engine gets the same values",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",
         "adds": f"{effect.arm} increases the mismatch",

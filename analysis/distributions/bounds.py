@@ -116,7 +116,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that takes h and h(1, 0) (None if infinite) and returns both bounds on the sum of h."""
+    """Return a function of h and h(1, 0) (None if infinite) that gives a lower and an upper bound on the sum of h."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM

@@ -54,7 +54,7 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """Return h for KL(p || q), or +inf where only q is 0. (scipy's kl_div loses digits at small d.)"""
+    """Return h = p ln(p / q) - p + q, or +inf where only q is 0. scipy's kl_div is imprecise where p is close to q."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
@@ -89,7 +89,7 @@ def even_entropy(r: Array) -> Array:
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
-    """Return every measure for rows with the full vocabulary on both sides.
+    """Return all MEASURES, by name, for rows whose full vocabulary is known on both sides.
 
     If one vocabulary is padded, the divergences compare the distributions conditional on the common tokens, and
     separate columns hold each side's mass outside them.
@@ -122,7 +122,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return the largest logit difference per row, after centring over tokens with mass on both sides."""
+    """Return each row's largest |logit difference - mean difference|, over the tokens with mass on both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)

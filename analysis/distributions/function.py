@@ -54,14 +54,14 @@ MACROS = MacroFile(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if both passes captured distributions for at least one sequence. Reads none of the distributions."""
+    """Return True if both passes captured distributions for at least one sequence, without reading them."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:
-    """Summarize a pair's divergences, as exact values if every token has them, otherwise as bounds."""
+    """Summarize a pair's divergences: as exact values if all of them are known exactly, otherwise as bounds."""
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}

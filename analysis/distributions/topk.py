@@ -19,7 +19,7 @@ _LARGEST_VOCABULARY = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only by K tokens' logprobs and the other tokens' total mass."""
+    """Distributions of which only the logprobs of K tokens and the total mass of all other tokens are known."""
 
     ids_CK: Array
     logprobs_CK: Array
@@ -53,7 +53,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PartialDistribution:
-    """One side's probability intervals over M columns."""
+    """Bounds on the probabilities of one side's tokens, in M columns."""
 
     lo_CM: Array
     """Smallest possible probability per listed token. 0 in other columns."""
@@ -69,7 +69,7 @@ class PartialDistribution:
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides on shared columns, and True if there may be tokens without a column.
+    """Return both sides with the same columns, and True if there may be tokens without a column.
 
     A top-K side does not record the vocabulary size, so it is taken from the other side if that one is full.
     """
@@ -104,8 +104,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Put both sides on shared columns: a's tokens, then b's. A token listed by both uses a's column. Its second
-    column, among b's, is 0 on both sides."""
+    """Give both sides the same columns: first a's tokens, then b's. If both list a token, its values are in a's column,
+    and its column among b's is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -149,7 +149,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the most probable token id [C], and the rows where another token may tie, [C] bool."""
+    """Return each row's most probable token id, [C], and whether another token may be just as probable, [C]."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

@@ -44,7 +44,7 @@ def dynamics(
 
     Changes have 95% intervals. If two overlap, their order is undecided. The result also contains k3's growth rate and
     the questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps` (3:80,
-    :100, 2:200:2) restricts the report to part of the run. Steps outside it still help to find changes.
+    :100, 2:200:2) restricts the report to part of the run. Steps outside that part still help to find changes.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -63,7 +63,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
 
 
 def onset_text(onset: FirstChange) -> str:
-    """Describe an onset. For a ramp, `after` is its final value."""
+    """Describe an onset. `change.after` is the level after a jump, or the final value of a ramp."""
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = "ramps" if change.kind == RAMP else "jumps"
@@ -117,7 +117,7 @@ def dynamics_rows(found: Dynamics) -> Rows:
 
 
 def _broken(steps: tuple[int, ...]) -> str:
-    return f", NaN or infinite in {len(steps)} steps, first {steps[0]}" if steps else ""
+    return f", NaN or infinite in {len(steps)} steps, first at step {steps[0]}" if steps else ""
 
 
 def _rates(found: Dynamics) -> Iterator[str]:

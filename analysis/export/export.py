@@ -139,7 +139,7 @@ class StepFigures:
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield the values of one step after another: pair columns as `a-b/NAME`, and logged numbers under their names."""
+    """Yield each step's values, in step order: pair columns as `a-b/NAME`, and logged numbers under their own names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):

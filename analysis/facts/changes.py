@@ -211,8 +211,10 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the whole run and None or, if the run's drop begins after the last selected step, the run up to that step
-    and the drop."""
+    """Return the run up to the last selected step, and the drop that begins after this step, if any.
+
+    If no steps are selected, or if the drop begins earlier, return the whole run and None.
+    """
     if not database.kept_steps:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]
@@ -242,7 +244,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may be on another scale, e.g. a share of correct answers, so the rewards' floor does not apply.
+    # An evaluation may have another scale, such as a share of correct answers. The rewards' floor then does not apply.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,

@@ -98,7 +98,10 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and the metrics that no other series uses. Hyperparameters hold until changed."""
+    """Read the open run's inputs, and the metrics that no other series uses.
+
+    A hyperparameter keeps its value at all steps until the next recorded change.
+    """
     logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
     columns = {**_of_sequences(database), **averages, **_of_reference(database)}
@@ -206,7 +209,7 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """Return True if a setting starts constant and then changes steadily, like a ramp or a controller."""
+    """Return True if a setting is constant at first and then changes steadily, as with a ramp or a controller."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 

@@ -261,9 +261,9 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Return the shares of prefixes repeated from step `first` on whose logprob stays the same in engine and trainer.
+    """Return how often a repeated prefix keeps its logprob in the engine, and how often in the trainer.
 
-    Return None if too few repeat.
+    Only prefixes from step `first` on are considered. Return None if too few of them are repeated.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)

@@ -94,7 +94,7 @@ def read_entropy(
 ) -> list[Series]:
     """Read the token entropy by step, or estimate it from logprobs if it was not recorded.
 
-    If `database` omits steps of the run, pass the `given` that was read from the whole run.
+    If `database` omits steps of the run, pass as `given` what `read_given` returns for the whole run.
     """
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):
@@ -112,7 +112,7 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Return the series policy_lag and version_lag (see read_series). `given` is as in read_entropy."""
+    """Return the series policy_lag and version_lag (see read_series). For `given`, see read_entropy."""
     given = read_given(database, run) if given is None else given
     loss = "current" if ("policy_version", "current") in given else "train"
     # Engine scores recorded without a policy version were computed with the sequence's policy version.
@@ -305,7 +305,10 @@ def read_evaluations(database: Database, run: str) -> frozenset[str]:
 
 
 def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
-    """Read the series that the training loop logged. Set `has_tokens` if the database may omit steps of the run."""
+    """Read the series that the training loop logged.
+
+    `has_tokens` says whether the whole run has token data. Pass it if the database may omit steps of the run.
+    """
     chosen = _chosen(database, run, bool(tokens_by_step(database, run)) if has_tokens is None else has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()

@@ -162,7 +162,7 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """A step at which responses that occurred before get a different reward or reference logprob."""
+    """A step at which the reward or reference logprob of repeated responses changes."""
 
     step: int
     num_responses: int
@@ -187,7 +187,8 @@ def changed_responses(
 ) -> ChangedResponses | None:
     """Find the step in [first, last] at which `column` changes by more than `least` for the largest share of responses.
 
-    Only responses that occur both before the step and from it on are compared. Return None if no step has enough.
+    Only responses that occur both before the step and at or after it are compared. Return None if no step has enough
+    of them.
     """
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)

@@ -308,7 +308,7 @@ _KEPT_STEPS, _FEWEST_KEPT = 8, 3
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return the mean reward before and after a step if the reward distributions match, else None."""
+    """Return the mean rewards before and after a step if the reward distribution does not change there, else None."""
     of_rows, of_steps = [], []
     sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
     for part in sides:

@@ -196,7 +196,7 @@ class Fall:
 
     @property
     def share(self) -> float:
-        """Fraction of the earlier level above the floor that was lost. Over 1 if the outcome ends below the floor."""
+        """Drop divided by the earlier level's height above the floor. Above 1 if the outcome ends below the floor."""
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
@@ -243,7 +243,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     ):
         return None
     low, step, high = (best + index for index in break_between(values[best:], before, after))
-    # This fits the levels itself. The best window's level is biased upwards, which would place the break too early.
+    # break_interval fits the levels itself. The best window's level is biased upwards and gives too early a start.
     first, last = (best + index for index in break_interval(values[best:], noise))
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)

@@ -60,9 +60,9 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls to the macros that read tokens. Every metric can be computed from the rows of these macros.
+        """Return calls to the macros that read tokens. The rows that they return suffice to compute every metric.
 
-        The rows include the columns run, step and seq_id. A macro may read rows of the macros before it.
+        The rows include the columns run, step and seq_id. A macro may read the rows of earlier macros.
         """
         return ()
 

@@ -48,8 +48,8 @@ def masked_out(
 ) -> list[str]:  # fmt: skip
     """Warn about non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
 
-    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it. With
-    `rejects`, all tokens are searched, because any of them may be masked.
+    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it. If
+    the framework also masks tokens that it rejects (`rejects`), all tokens are searched, because any may be rejected.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),

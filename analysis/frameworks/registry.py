@@ -48,7 +48,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Create a framework from the options that are not None. Options that belong to other frameworks may be False."""
+    """Create a framework from the options that are not None. Options of other frameworks must be None or False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)

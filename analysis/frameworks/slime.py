@@ -34,7 +34,7 @@ _OF_MODES = {
 class Slime(Framework):
     """Options for slime's truncated importance sampling and loss averaging, and for its example mis.py.
 
-    The defaults of the options for mis.py are those in its mis.yaml.
+    The options for mis.py default to the values in its mis.yaml.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound for token ratios (2.0).", metavar="C")

@@ -49,7 +49,7 @@ class Verl(Framework):
         _check_bounds("rollout_is_threshold", self.rollout_is_threshold)
         if self.rollout_is is None and (self.rollout_is_batch_normalize or self.rollout_is_threshold != "2.0"):
             raise InvalidOption(
-                "rollout_is_threshold and rollout_is_batch_normalize require rollout_is; use token or sequence"
+                "rollout_is_threshold and rollout_is_batch_normalize require rollout_is; set it to token or sequence"
             )
         _check_rejections(self.rollout_rs, self.rollout_rs_threshold)
 
@@ -97,7 +97,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Turn one row per run or step and option into one row per run or step, with columns `<option>_<statistic>`."""
+    """Merge the rows of each run or step, which hold one option each, into one with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}
@@ -126,7 +126,7 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(
-            f"got {len(bounds)} bounds for {len(chosen)} rules; pass 1, or one per rule",
+            f"got {len(bounds)} bounds for {len(chosen)} rules; pass one for all rules, or one per rule",
             option="rollout_rs_threshold",
         )
     for option, bound in zip(chosen, bounds * len(chosen) if len(bounds) == 1 else bounds, strict=False):

@@ -25,7 +25,7 @@ SELECT (SELECT max(n) FROM (SELECT count(*) AS n FROM scores WHERE "pass" = $nam
 
 
 def certified(database: Database, file: str | os.PathLike[str]) -> Verdict:
-    """Return `passed` if a pass of the run has the certified settings, and no batch or sequence beyond the bounds.
+    """Return `passed` if a pass of the run has the certified settings, and no batch or sequence exceeds the limits.
 
     The verdict's `value` is the number of deviations. Raises InvalidOption if `file` is not a certificate.
     """

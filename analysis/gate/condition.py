@@ -143,7 +143,7 @@ class Verdict:
 
     @property
     def warns(self) -> bool:
-        """True if the condition passes over all its steps, but single steps violate it."""
+        """True if the condition's steps pass when taken together, although single steps violate it."""
         return not self.fails and bool(self.steps_beyond)
 
 

@@ -235,7 +235,7 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return the two probabilities whose quantiles are the interval's ends. Probability 1 gives the largest value."""
+    """Return the probabilities of the two quantiles that bound the interval. Probability 1 means the maximum."""
 
     def share(totals: Totals) -> Array:
         return totals["above"] / totals["tokens"]
@@ -244,7 +244,7 @@ def quantile_cuts(
     found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
     if isinstance(found, NoInterval):
         return found
-    # With ties, the share above the value is not 1 - p, so use only the distances from it to its interval's ends.
+    # With ties, the share above the value is not 1 - p, so shift p by the distances from this share to its bounds.
     above = float(num_above_N.sum() / num_tokens_N.sum())
     low, high = (min(max(probability + above - end, 0.0), 1.0) for end in (found[1], found[0]))
     return low, high

@@ -143,8 +143,8 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return the terms of vespo. Their ratios and weights are products over a sequence's tokens, and the logs of these
-    products are clamped to +-20 nats."""
+    """Return the terms of the vespo loss. Their ratios and weights are products over a sequence's tokens, and the logs
+    of these products are clamped to +-20 nats."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

@@ -89,7 +89,9 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield a row for each sequence in `steps` and each inner iteration of the loss, including sequences without tokens.
+    """Yield batches with one row per sequence and inner loss iteration within `steps`.
+
+    Sequences without tokens are included.
 
     For speed, `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.

@@ -75,7 +75,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return the token counts of each sequence, and the log-ratios of the tokens."""
+    """Return each sequence's token counts, and the log-ratios and advantages of its tokens."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -118,7 +118,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of trainer, engine and current policy. The trainer's replace those of a missing pass."""
+    """Return the logprobs of trainer, engine and current policy. The trainer's stand in for a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -231,7 +231,7 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """Arrays [R] for all rows that went through the loss. They determine what the loss divides by."""
+    """Arrays [R] for all rows that went through the loss. They determine the denominators in the loss."""
 
     update_R: np.ndarray
     num_tokens_R: np.ndarray
@@ -244,9 +244,9 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return [R] weights: the weight that the loss gives to each token in a row.
+    """Return the weight that the loss gives to each token in a row, [R].
 
-    With aggregation `sequence`, each row has a single term, and the weight is that of the term. An update without
+    With aggregation `sequence`, each row has a single term, which gets the weight. An update without
     recorded micro-batches is treated as one batch.
     """
     update_R = rows.update_R
@@ -265,12 +265,12 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return [U] bools: whether every row in the update has a recorded micro-batch."""
+    """Return whether every row of an update has a recorded micro-batch, [U]."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] products of the tokens in the row's micro-batch and the number of micro-batches in its update."""
+    """Return the number of tokens in a row's micro-batch times the number of micro-batches in its update, [R]."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

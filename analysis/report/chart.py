@@ -34,7 +34,7 @@ class Line:
 
     @property
     def dots(self) -> Array:
-        """[n] bool: True if a point is drawn as a dot. In a long line, only points without neighbours are."""
+        """[n] bool: True if a point is drawn as a dot. In a long line, only isolated points are drawn as dots."""
         known = np.isfinite(self.y)
         if len(self.x) <= _FEW:
             return np.asarray(known)

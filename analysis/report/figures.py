@@ -25,7 +25,7 @@ def figures(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> dict[str, Figure]:
-    """Return each figure that `report --png` would write, as a matplotlib Figure by its file name.
+    """Return the figures that `report --png` writes, as matplotlib Figures keyed by file name.
 
     `run` shows all series by step. The others (`k3`, `reward`, `d-by-probability`, ...) show one chart each. The
     figures do not belong to pyplot: change them through `figure.axes`, and write them with `figure.savefig(path)`. The

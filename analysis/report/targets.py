@@ -28,7 +28,7 @@ def local(path: str | os.PathLike[str]) -> Path:
     """Return an output's absolute path. Raises StorageError if it is a URL or if its parent folder is missing."""
     if "://" in os.fspath(path):
         raise StorageError(
-            f"{path}: reports and figures are written to a local folder; write them there, then copy them"
+            f"{path}: reports and figures can only be written to a local folder; write them there, then copy them"
         )
     target = Path(os.path.abspath(os.path.expanduser(path)))
     if not target.parent.is_dir():

@@ -26,15 +26,15 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Return a bound on the probability that a cut in pure noise reduces the sum of squares by at least `gain` long-run
-    variances. The formula is the upper tail for the largest chi-square statistic (2 degrees of freedom) among all
-    positions. Its factor comes from simulated white noise with 20 to 1,000 steps."""
+    """Return a bound on the probability that a cut in pure noise reduces the sum of squares by at least `gain` times
+    the long-run variance. The formula is the upper tail for the largest chi-square statistic (2 degrees of freedom)
+    among all positions. Its factor comes from simulated white noise with 20 to 1,000 steps."""
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the smallest reduction of the sum of squares that makes a cut significant, in long-run variances."""
+    """Return the smallest significant reduction of the sum of squares by a cut, divided by the long-run variance."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1

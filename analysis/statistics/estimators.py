@@ -19,8 +19,8 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert schemas.sums columns [N] to columns [N] whose totals are the input of FROM_SUMS. To avoid cancellation,
-    ratios are divided by the largest ratio, and probabilities are measured from the median of the sequences' means."""
+    """Convert the columns [N] of schemas.sums to columns [N] whose totals are the input of FROM_SUMS. For precision,
+    ratios are divided by the largest ratio, and the median of the sequences' means is subtracted from probabilities."""
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
     with np.errstate(over="ignore", under="ignore"):

@@ -40,9 +40,9 @@ class Located:
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the change in a segment at least `margin` values from either end. A jump or a slope change costs one
-    parameter. Both together, or an exponential approach, cost two and an extra ln(n). The interval covers every form
-    that fits almost as well as the best, because noise can make a ramp look like a later jump."""
+    """Locate the change in a segment at least `margin` values from either end. A jump or a slope change has one
+    parameter. Both together, or an exponential approach, have a second one, which costs ln(n). The interval covers
+    every form that fits almost as well as the best, because noise can make a ramp look like a later jump."""
     n = len(values)
     places = np.arange(margin, n - margin + 1)
     lines = StretchSquares(values)

@@ -30,7 +30,7 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """Estimate the standard deviation from the median absolute deviation, or directly if most values are equal."""
+    """Return 1.4826 times the median absolute deviation or, if this is 0, the ordinary standard deviation."""
     spread = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return spread if spread > 0 else float(np.std(values))
 

@@ -39,7 +39,7 @@ class Database:
         catalogue: Callable[[], Catalogue[Database]] | None = None,
     ):  # fmt: skip
         """Examine the traces and define their views. `steps` limits the views, but hyperparameters from earlier steps
-        are kept. A Database passed as `traces` shares its sources. `ray` is a Ray cluster's address. Without a
+        are kept. If `traces` is a Database, its sources are reused. `ray` is a Ray cluster's address. Without a
         `catalogue`, only the core macros are available. Raises InvalidOption if a trace has none of the steps."""
         self.given: tuple[str, ...]
         self.sources: list[Source]

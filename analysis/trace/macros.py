@@ -58,7 +58,7 @@ class Catalogue(Generic[Owner]):
                 self._needed[word] = self._needed.get(word, set()) | every[file.name]
 
     def needed(self, words: frozenset[str]) -> list[MacroFile[Owner]]:
-        """Return the files to run before a query with these words, dependencies first."""
+        """Return the SQL files to run before a query that contains these words, dependencies first."""
         names = set().union(*(self._needed[word] for word in words & self._needed.keys()))
         return [file for file in self._files if file.name in names] if names else []
 

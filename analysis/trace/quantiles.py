@@ -146,7 +146,7 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont, which rounds only the second product before adding."""
+    """Interpolate like DuckDB's quantile_cont: only `above * share` is rounded before the products are added."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

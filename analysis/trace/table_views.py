@@ -122,7 +122,7 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        # Ask DuckDB for its own names of the columns' Arrow types.
+        # Ask DuckDB which of its types correspond to the columns' Arrow types.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -171,7 +171,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition that selects exactly these steps. It is only a range if the range contains no other
+    """Return an SQL condition that selects exactly these steps. It is a plain range if that range contains no other
     `recorded` step.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])

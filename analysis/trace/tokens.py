@@ -37,9 +37,12 @@ def token_query(
     passes: Mapping[str, PassRows], rows: Sequence[str], *, run: str | None = None, steps: Sequence[int] | None = None,
     keys: str = "", lists: Sequence[str] = (), of_sequences: bool = False, order: str = "",
 ) -> str:  # fmt: skip
-    """Write an SQL query with one row per sequence that every required pass scored. `rows` are SQL expressions that may
-    use `s` (the sequence) and the keys in `passes`. If `steps` is a range, all steps in it are read. `keys` is an
-    SQL condition on every table. `sequences` is joined only if needed, because the join takes a third of the time."""
+    """Write an SQL query that returns one row per sequence that every required pass scored.
+
+    `rows` are SQL expressions for the columns. They refer to the sequence as `s`, and to passes by their keys in
+    `passes`. If `steps` is a range, all steps in it are read. `keys` is an SQL condition that applies to every table.
+    `sequences` is joined only if needed, because the join takes a third of the time.
+    """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
     columns = [
@@ -178,7 +181,7 @@ def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
     """Yield results from `function(database, unit)` lazily and in order. On a cluster (`database.ray`), actors open
-    the traces themselves, and everything passed must be picklable. Raises InvalidOption if a trace is being
+    the traces themselves, and all arguments must be picklable. Raises InvalidOption if a trace is being
     recorded, and any error from `run_units`."""
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))

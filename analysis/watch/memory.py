@@ -152,8 +152,8 @@ GROUP BY step ORDER BY step DESC LIMIT $steps
 
 
 class Memory:
-    """Cache of the series from `read_series`. It leaves out changed_weights, for which every refresh would read all
-    weight versions again."""
+    """Cache of the series from `read_series`, except changed_weights, because computing that series would read all
+    weight versions at every refresh."""
 
     def __init__(self, pair: Pair):
         self.repeats = Repeats()

@@ -196,8 +196,8 @@ def alarm_count(alarms: AlarmReadings) -> str:
 
 
 def alarm_table(raised: Sequence[AlarmReading], row: Callable[[str], Text] = Text) -> Table:
-    """Return one row per alert: its first step, its last step (or `still` if it is firing), and its level with the
-    level's source."""
+    """Return one row per alert: the first step, the last step (or `still` if the alert still fires), and the rule with
+    its source."""
     table = _table(3)
     for reading in raised:
         alarm = reading.alarm

@@ -150,9 +150,9 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
     """Draw a series in at most `width` characters, scaled from minimum to maximum (empty if it has no values).
 
-    If a character covers several steps, it shows the worst for mismatch series (smallest ess, mean_d farthest from 0),
-    the maximum for optimizer, length and policy series, and the mean for others. A space marks a missing value, `!` a
-    NaN or infinity.
+    A character that covers several steps shows the worst value of a mismatch series (the smallest ess, or the mean_d
+    farthest from 0), the maximum of an optimizer, length or policy series, and the mean of any other series. A space
+    marks a missing value, and `!` marks a NaN or infinity.
     """
     if not series.known.any():
         return BROKEN if len(series.not_finite) else ""

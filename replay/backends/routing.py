@@ -24,8 +24,8 @@ def followed(
     """Append each row's router choices to `into`. If `recorded` choices are given, force the model to use them. Raises
     CannotReplay if they do not fit the model.
 
-    The router's own choice is never replaced for padding tokens. With `keeps_same_sets`, it is also kept for tokens
-    for which the router selects the recorded experts, in any order.
+    Padding tokens always keep the router's own choice. With `keeps_same_sets`, so do tokens for which the router
+    selects the recorded experts in any order.
     """
     if not known:
         yield
@@ -71,7 +71,7 @@ class Table:
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
         found = choice(output)
         if found is None:
-            raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
+            raise CannotReplay(f"routing recorded: {type(module).__name__} does not return expert ids and weights")
         ids_CS, weights_CS, place = found
         begin = self._done[index]
         end = self._done[index] = begin + len(ids_CS) // len(self.ids_BWLS)

@@ -177,7 +177,8 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run and a key of WHY, or None instead of the key if it is the recorded attention."""
+    """Return the attention to run, and the key in WHY with the reason if it differs from the recorded one (else
+    None)."""
     name = name.removeprefix("paged|")  # this prefix matters only when generating
     cls = model_class(path)
     code = None
@@ -216,7 +217,7 @@ def check_dtype(name: str) -> None:
 
 
 def model_class(path: str) -> Any:
-    """Return transformers' language model class with this name, with or without its module. Only names in
+    """Return the transformers language model class named `path`, which may include its module. Only names in
     transformers' own lists are imported. Raises CannotReplay."""
     with collector_paused():
         import transformers

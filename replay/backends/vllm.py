@@ -67,7 +67,7 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload the weights in place. Return True if every tensor was verified to have reached the engine."""
+        """Reload the weights in place if possible. Return True if all of the engine's tensors then match."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
         # On CPU, vLLM would keep using the packed experts of the first version.
         packs = self.device == "cpu" and has_experts(self.config)
@@ -193,7 +193,7 @@ class VllmEngine:
         try:
             return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # Trace replay requires vLLM 0.31 and its second model runner. Without it, a logits processor forces tokens.
+            # Trace replay requires vLLM 0.31 and its Model Runner V2. Otherwise, use a logits processor.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
@@ -206,9 +206,10 @@ _DECORATED: dict[type, Any] = {}
 
 @contextmanager
 def _transformers_classes() -> Iterator[None]:
-    """Restore transformers' classes that vLLM decorates in place to run models that it does not implement.
+    """On exit, restore the transformers classes that vLLM decorates in place to run models that it does not implement.
 
-    Otherwise, the trainer's model can neither be built in this process nor run, because both need vLLM's config.
+    The decorated classes need vLLM's config, so otherwise the trainer's model could not be built or run in this
+    process.
     """
     for cls, decorated in _DECORATED.items():
         cls.__init__ = decorated  # type: ignore[misc]
@@ -229,7 +230,7 @@ def _transformers_classes() -> Iterator[None]:
 def preempting(core: Any, every: int) -> Iterator[None]:
     """Preempt all running requests after every `every` steps in which a request got a token.
 
-    Steps without a token do not count, because a long prefill in chunks would never end.
+    Steps without a token do not count, because otherwise a long chunked prefill would never end.
     """
     get_output, num_steps = core.get_output, 0
 
@@ -276,7 +277,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM calls it after it has computed the logprobs."""
+    """Return a logits processor that allows only the forced token. vLLM computes the logprobs before calling it."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

@@ -58,7 +58,7 @@ def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the two weights of all experts with transformers' names: gate_up_proj [E, 2 I, H] and down_proj [E, H, I].
+    """Yield the experts' stacked weights under their transformers names: gate_up_proj [E, 2 I, H], down_proj [E, H, I].
     Yields nothing if the packing is unknown."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
@@ -72,7 +72,7 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 def _unpacked(weight: Any, experts: Any) -> Any:
     """Return the weight without vLLM's packing, or None if the packing is unknown. On CPU, packing permutes elements.
-    To find this permutation, the elements' indices are packed, one digit at a time."""
+    The permutation is found by packing the elements' own indices, one digit at a time."""
     value = weight.detach()
     if value.device.type != "cpu":
         return value if experts.quant_method.unquantized_backend.name == "TRITON" else None

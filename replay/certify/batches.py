@@ -26,7 +26,7 @@ PADS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward pass, or one call of an engine."""
+    """One forward pass, or one engine call."""
 
     rows: tuple[Sequence_, ...]
     layout: str = ""
@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def after(self) -> int:
-        """Columns from the beginning of the responses."""
+        """Columns from the start of the responses to the last column."""
         return self.pad_right + max(len(response) for _, response in self.rows)
 
     @property
@@ -78,7 +78,7 @@ class Drawer:
         return self.ids(prompt), self.ids(response)
 
     def short(self, num: int) -> list[Sequence_]:
-        """Draw rows whose lengths do not matter."""
+        """Draw `num` short rows, for batches in which the lengths do not matter."""
         return [self._short[self.below(_NUM_SHORT)] for _ in range(num)]
 
     def length(self) -> int:
@@ -86,14 +86,14 @@ class Drawer:
 
 
 def special(most: int) -> list[int]:
-    """Return 1..most, with neighbours of powers of two and of multiples of 16 first."""
+    """Return the integers 1 to `most`, starting with powers of two, multiples of 16 and their neighbours."""
     powers = [1 << n for n in range(most.bit_length())]
     near = [p + d for p in [*powers, *range(16, most + 1, 16)] for d in (0, -1, 1)]
     return list(dict.fromkeys(n for n in [1, 2, 3, *near, most, *range(1, most + 1)] if 1 <= n <= most))
 
 
 def probes(draw: Drawer) -> Iterator[Batch]:
-    """Yield batches in which one property at a time takes every value up to the bounds, the properties in turn."""
+    """Yield batches that each vary one property within its bounds, alternating between the properties."""
     families = [family(draw) for family in (_counts, _lengths, _grid, _pads, _orders, _tokens)]
     for made in chain.from_iterable(zip_longest(*families)):
         batch = made if isinstance(made, Batch) else Batch(tuple(made or ()))
@@ -111,7 +111,7 @@ def _counts(draw: Drawer) -> _Family:
 
 
 def _lengths(draw: Drawer) -> _Family:
-    """Yield rows whose prompt, response or total has each length, along with one short row."""
+    """For each length, yield rows whose prompt, response or total has this length, plus one short row."""
     for num in special(2 * draw.max_length):
         half, (prompt, response) = num // 2, draw.short(1)[0]
         rows = [(draw.ids(num), response), (prompt, draw.ids(num))] if num <= draw.max_length else []
@@ -121,7 +121,7 @@ def _lengths(draw: Drawer) -> _Family:
 
 
 def _grid(draw: Drawer) -> _Family:
-    """Yield combinations of row count and width, because kernels that sum over a batch's tokens change with both."""
+    """Yield combinations of row count and width, because both affect kernels that sum over a batch's tokens."""
     counts = [num for num in special(draw.max_batch)[:24] if num > 1]
     for length in special(draw.max_length)[:24]:
         for num in counts:
@@ -138,7 +138,7 @@ def _pads(draw: Drawer) -> _Family:
 
 
 def _orders(draw: Drawer) -> _Family:
-    """Yield different orders, duplicates, shared prefixes, and one long row among short ones."""
+    """Yield rows in different orders, duplicate rows, rows with shared prefixes, and one long row among short ones."""
     for num in [n for n in (2, 3, 4, 7, 8, 16, 31, 64) if n <= draw.max_batch]:
         rows = [draw.row(draw.length(), draw.length()) for _ in range(num)]
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
@@ -158,7 +158,7 @@ def _orders(draw: Drawer) -> _Family:
 
 
 def _tokens(draw: Drawer) -> _Family:
-    """Yield every token id, in prompts and in responses, and runs of a single id."""
+    """Yield rows that together contain every token id (up to 40,000), and rows that repeat a single id."""
     size = min(16, draw.max_length)
     for start in range(0, min(draw.vocab_size, 40_000), 2 * size):
         ids = tuple(num % draw.vocab_size for num in range(start, start + 2 * size))
@@ -168,7 +168,7 @@ def _tokens(draw: Drawer) -> _Family:
 
 
 def mutated(batch: Batch, draw: Drawer, layouts: Sequence[str]) -> Batch:
-    """Return a batch with one to three changes: its rows, their order and lengths, padding or layout."""
+    """Return the batch with one to three random changes to its rows, row order, lengths, padding or layout."""
     for _ in range(1 + draw.below(3)):
         rows, place, choice = list(batch.rows), draw.below(len(batch.rows)), draw.below(7)
         if choice == 0:
@@ -193,7 +193,7 @@ def mutated(batch: Batch, draw: Drawer, layouts: Sequence[str]) -> Batch:
 
 
 def shrunk(batch: Batch, differs: Callable[[Batch], bool], most: int) -> Batch:
-    """Return the smallest batch found that still differs, by delta debugging with at most `most` trials."""
+    """Shrink the batch by delta debugging in at most `most` trials, and return the smallest one that still differs."""
     trials = count(1)
     for smaller in (_fewer_options, _fewer_rows, _less_padding, _shorter_rows):
         candidates = smaller(batch)
@@ -210,7 +210,7 @@ def _fewer_options(batch: Batch) -> Iterator[Batch]:
 
 
 def _fewer_rows(batch: Batch) -> Iterator[Batch]:
-    """Yield batches without some rows, first as narrow as possible, then as wide as before."""
+    """Yield batches with some rows removed. Each is as narrow as possible first, then padded to its previous width."""
     for size in _halves(len(batch.rows)):
         for start in range(0, len(batch.rows), size):
             narrow = _without(batch, start, size)

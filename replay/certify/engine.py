@@ -71,18 +71,18 @@ def certify(
 ) -> Certificate:
     """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
 
-    `trace` is a run with weights or a Hugging Face model folder. The claim is that `arm` (default: as recorded) gives
-    every sequence the same logprobs, bit for bit, in every batch of up to `max_batch` sequences with prompts and
-    responses of up to `max_length` tokens (default: 256, or what the model's positions allow), as it gives the sequence
-    alone. With `against`, both arms run each batch, and their bits are compared. Options that an arm sets are fixed.
-    The search varies padding side, cached decoding, chunks and threads if the arm does not set them (for vLLM:
-    decoding, preemption, chunks and the prefix cache).
+    `trace` is a run with weights or a Hugging Face model folder. The search runs `arm` (default: as recorded) on
+    batches of up to `max_batch` sequences, with prompts and responses of up to `max_length` tokens (default: 256, or
+    less if the model has too few positions). Each sequence's logprobs must match, bit for bit, those of the sequence
+    alone or, with `against`, those of that arm on the same batch. Options that an arm sets are fixed. The search varies
+    padding side, cached decoding, chunks and threads if the arm does not set them (for vLLM: decoding, preemption,
+    chunks and the prefix cache).
 
     The search tries every row count and length, paddings, orders, duplicates, shared prefixes and token ids, then
     random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
-    written as the trace `output`/counterexample, replacing an earlier one. The result has the command that shows the
-    difference. Otherwise `output` gets `certificate.json`. The verdict is `undecided` if time runs out before every
-    planned batch was tried.
+    written as the trace `output`/counterexample, replacing an earlier one. The result contains the command that shows
+    the difference. A certificate is written to `output`/certificate.json. The verdict is `undecided` if time runs out
+    before every planned batch was tried.
 
     `model_factory` and `against_factory` name functions (module:function) that build the two executions' models.
 
@@ -113,7 +113,7 @@ def certify(
 
 
 def _as_trace(path: Path, folder: Path) -> Path:
-    """Return a trace's path. A Hugging Face model folder becomes a trace with one sequence."""
+    """Return `path`, or for a Hugging Face model folder, write a one-sequence trace to `folder` and return that."""
     if (path / MANIFEST).exists() or not (path / "config.json").exists():
         return path
     model, _ = load_folder(path)
@@ -131,7 +131,7 @@ def _as_trace(path: Path, folder: Path) -> Path:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[misc]  # torch declares no types for it
-    """Collects operator calls: name, dtype, and for each dimension its power of two and divisibility by 16."""
+    """Collects operator calls: operator, output dtype, and bit length and divisibility by 16 of each output size."""
 
     def __init__(self, found: set[Any]):
         super().__init__()
@@ -164,7 +164,7 @@ class _Execution:
         return self._scorers[layout]
 
     def score(self, batch: Batch, *, empties: bool = False) -> list[np.ndarray]:
-        """Return each row's logprobs [T] float32. If `empties`, vLLM's prefix cache is emptied first."""
+        """Return each row's logprobs as float32 [T]. With `empties`, empty vLLM's prefix cache first."""
         scorer = self.scorer(batch.layout)
         rows = [
             RecordedRow(
@@ -223,9 +223,9 @@ class _Search:
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[str]:
-        """Yield the layouts to search, leaving out those that change an option of an arm.
+        """Yield the layouts to search, except those that would override an option set by an arm.
 
-        Words of a layout that every arm already has are dropped.
+        Options that every arm already sets to the same value are dropped from a layout.
         """
         words = [set(side.text.replace(" ", "").split(",")) for side in self._sides]
         named = {word.partition("=")[0].replace("_", "-") for word in set.union(*words)}
@@ -244,7 +244,7 @@ class _Search:
                     self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
-        """Return the smallest batch that differs, preceded by the batch that must run before it if any, or None."""
+        """Return the smallest differing batch found (after the batch that must run before it, if any), or None."""
         last, until = monotonic(), math.inf
         planned, kept = iter(self._planned()), list[Batch]()
         while (now := monotonic()) < until:
@@ -309,7 +309,7 @@ class _Search:
     def _expected(self, batch: Batch) -> list[np.ndarray]:
         if self.b is not None:
             return self.b.score(batch, empties=True)
-        # vLLM would restart for another layout, except for preemption.
+        # Keep the layout, because vLLM would restart for a different one. Only preemption can change without a restart.
         words = batch.layout.split(",") if self.is_vllm else []
         layout = ",".join(word for word in words if not word.startswith("preempt="))
         for row in batch.rows:
@@ -404,7 +404,7 @@ class _Search:
 
 
 def _different(bits: _Bits) -> list[tuple[int, int]]:
-    """Return the rows and tokens with different bits."""
+    """Return the (row, token) indices where the bits differ."""
     pairs = enumerate(zip(*bits, strict=True))
     return [(row, int(at)) for row, (a, b) in pairs for at in np.flatnonzero(a.view(np.uint32) != b.view(np.uint32))]
 

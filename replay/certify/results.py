@@ -107,7 +107,7 @@ def hash_of(settings: tuple[Contract, Contract]) -> str:
 
 
 def ranges(numbers: Any) -> str:
-    """Write sorted numbers as ranges.
+    """Format sorted numbers as ranges.
 
     >>> ranges([1, 2, 3, 7])
     '1-3,7'

@@ -123,8 +123,8 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
         digests = {entry.row.contract for entry in own}
         if len(digests) != 1:
             raise CannotReplay(
-                f"{run.store.url}: step {step} with weights {version} was scored under {len(digests)} contracts, "
-                "but a gradient needs exactly one"
+                f"{run.store.url}: step {step} with policy version {version} was scored under {len(digests)} "
+                "contracts, but a gradient needs exactly one"
             )
         found.append(
             Update(

@@ -135,7 +135,8 @@ def _of_module(
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
     """Bound the error [T, N, D] from rotating pairs of elements by float32 angles.
 
-    Any two elements may form a pair. A rotation preserves the pair's norm.
+    Models pair elements differently, so the bound holds for any pair: a rotation preserves the pair's norm, which is at
+    most sqrt(2) times the vector's largest element.
     """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
@@ -229,7 +230,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
-    """Bound the error in W x + s B A x (LoRA), computed separately or with a merged weight. DoRA also rescales rows."""
+    """Bound the error in W x + s B A x (LoRA), with the weights separate or merged. DoRA also rescales rows."""
     base = module.base_layer
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
@@ -266,7 +267,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before a wider weight multiplies them.
     out = max(rounding.out, unit(rounding.taken))
-    # If the operator uses the unrounded sum, each value and the norm may differ by up to one unit roundoff.
+    # If the operator uses the unrounded sum of two inputs, each value and the norm may differ by up to one roundoff.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__

@@ -42,7 +42,8 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Judge a core on the execution's queries, keys and values [1, N, T, D], and return its recorded output."""
+        """Judge an attention core on the execution's queries, keys and values [1, N, T, D]. Return its recorded
+        output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -86,7 +87,8 @@ class Cores:
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # Queries and keys use the same cosines and sines, so if only the keys are wrong, they changed later.
+                # Queries and keys use the same cosines and sines, so if only the keys are wrong, the error arose after
+                # the rotation.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A rotation preserves each head's norm.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)

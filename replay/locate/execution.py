@@ -156,9 +156,9 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """Runs an arm of the exact engine. The engine rounds values to a narrower dtype but keeps them in float64.
+    """Runs an arm of the exact engine, which rounds values to the arm's dtype but stores them as float64.
 
-    They are recorded in the narrower dtype.
+    Observed values are converted to the arm's dtype.
     """
 
     scorer_of = ExactArmScorer

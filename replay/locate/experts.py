@@ -77,7 +77,7 @@ def judge_router(
         is_score = slot != of_all and score is not None and value.is_floating_point()
         if not is_score or score.numel() != value.numel() or not bool(same_T.any()):
             continue
-        # Scores may have a wider dtype than the logits from which they are computed. The narrower dtype counts.
+        # Scores may have a wider dtype than the logits from which they are computed. The narrower dtype sets the bound.
         made_of = [each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()]
         coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
         bound = heard.bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
@@ -118,7 +118,8 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True, and record an error, if rounding cannot explain why a mixture's output is not its experts' sum."""
+    """Return True, and record an error, if a mixture's output is too far from its experts' sum to be explained by
+    rounding."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:

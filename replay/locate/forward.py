@@ -148,7 +148,7 @@ class Forward:
         if slot and are_experts(self._operators[name]):
             return new  # expert weights, which are judged with the choice
         if last == "rotary_emb":
-            # Of the hidden states, the rotary uses only the dtype. Their values are judged at the layer's input.
+            # The rotary module uses only the dtype of the hidden states. Their values are judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):

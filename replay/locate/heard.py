@@ -108,8 +108,8 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Bound the error in the residual stream, allowing for branches that are scaled, and for partial sums that are
-        rounded, before they are added."""
+        """Bound the error in the residual stream, in which branches may be scaled, and partial sums rounded, before
+        they are added."""
         size = exact.abs()
         for branch in self.branches:
             if branch.numel() == exact.numel():

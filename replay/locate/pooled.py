@@ -59,7 +59,8 @@ class Pooled:
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
             differing = [(seq_id, replace(each, ratio=0.0)) for seq_id, each in found if each.largest > CODE_DIFFERS]
-            # In the side's own dtype, rounding may hide the error, or the operator may have another name.
+            # `judged` may lack this operator: in the side's own dtype, rounding may hide its error, or it may have
+            # another name.
             if differing and (side, name) not in self.judged:
                 yield self._operator(side, name, differing)
 

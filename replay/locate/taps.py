@@ -89,7 +89,7 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return modules that sum all experts in a mixture, including the shared expert."""
+    """Return the mixture-of-experts modules. Each adds up the outputs of its experts, including the shared expert."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -162,7 +162,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace the tensors returned by `tensors_of`."""
+    """Return the arguments with `new` in place of the tensors that `tensors_of` returns."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -170,7 +170,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Iterable[Any]) -> Any:
-    """Replace the tensors returned by `outputs_of`."""
+    """Return the value with `new` in place of the tensors that `outputs_of` returns."""
     rest = iter(new)
     if isinstance(value, torch.Tensor):
         return next(rest)
@@ -281,7 +281,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's slice of a tensor. Tensors that several operators return or take are copied only once."""
+        """Return a row's slice of a tensor. A tensor that several operators take or return is copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:

@@ -119,7 +119,7 @@ class VllmExecution:
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
-        # When decoding, vLLM does not run the last token through the model. So one more token is added.
+        # When decoding, vLLM does not run the last token through the model, so append another token to each row.
         asked = list(rows)
         if self._scorer.decodes:
             asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
@@ -302,7 +302,7 @@ class _EngineTaps:
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join consecutive calls for a sequence. Tokens that vLLM dropped and recomputed are included once."""
+    """Join a sequence's consecutive calls. Tokens that vLLM dropped and recomputed are included only once."""
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

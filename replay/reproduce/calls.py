@@ -37,7 +37,7 @@ class NotWritable(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """A tensor's source, which is also its representation within other values."""
+    """A tensor's source code. It stands for the tensor in a call's arguments, whose repr is then source code too."""
 
     text: str = ""
 
@@ -58,8 +58,8 @@ class _Call:
 
 
 class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
-    """Records each torch call within the block. `named` maps the source of each known tensor to the tensor. `constants`
-    receives tensors that were neither named nor returned by a recorded call, by name. Their source is w["c0"], ..."""
+    """Records each torch call within the block. `named` maps source code to the tensor that it stands for. Tensors that
+    are neither named nor returned by a recorded call are added to `constants` as c0, c1, ..., written w["c0"], ..."""
 
     def __init__(self, named: Mapping[str, Any], constants: dict[str, Any]):
         super().__init__()
@@ -96,8 +96,8 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         return self._names[id(tensor)]
 
     def source(self, given: Any) -> tuple[list[str], set[str]]:
-        """Return the lines of a function body that computes the tensor `given`, and the sources of the named tensors on
-        which it depends. Raises NotWritable."""
+        """Return the lines of a function body that computes the tensor `given`, and the sources of all tensors that the
+        body reads. Raises NotWritable."""
         if (result := self._names.get(id(given))) is None:
             raise NotWritable("the result was computed by calls that torch does not report")
         needed, calls = {result}, list[_Call]()
@@ -135,7 +135,7 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         try:  # without needless parentheses
             return [ast.unparse(ast.parse(line)) for line in lines], used
         except SyntaxError as error:
-            raise NotWritable(f"a call has an argument that is no source: {error.text}") from error
+            raise NotWritable(f"a call's argument cannot be written as source: {error.text}") from error
 
 
 def _text(call: _Call) -> str:

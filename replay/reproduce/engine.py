@@ -96,11 +96,11 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
         is_vllm = side == first.side and isinstance(execution, VllmExecution)
         if type(execution) is not Execution and not is_vllm:
             raise CannotReplay(
-                f"{side} ({execution.arm.name}): engine {execution.arm.engine} cannot be written as a script"
-                f"{' of an error in the other side' if execution.arm.engine == VLLM else ''}; compare with engine=hf"
+                f"{side} ({execution.arm.name}): a script cannot run engine {execution.arm.engine}"
+                f"{' on the side without the error' if execution.arm.engine == VLLM else ''}; compare with engine=hf"
             )
     row = next(row for row in run.step(found.step) if first.seq_id in (None, row.seq_id))
-    why = "no module and not the whole model differs beyond rounding when it runs on its own"
+    why = "neither a single module nor the whole model differs beyond rounding when run on its own"
     row_T = torch.tensor([*row.prompt_ids.tolist(), *row.response_ids.tolist()])
     with torch.no_grad():
         for text, tensors in _scripts(executions, first, row_T):
@@ -119,7 +119,8 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
             if num_bytes > MOST_BYTES:
                 why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
     raise CannotReplay(
-        f"{first.side} {first.operator}: cannot write a script that shows the difference: {why}; see tim-trace locate"
+        f"{first.side} {first.operator}: cannot write a script that reproduces the difference: {why}; "
+        "see tim-trace locate"
     )
 
 
@@ -149,7 +150,7 @@ def _scripts(
 
 
 def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
-    """Write a script, and its tensors beside it. Return the path of the tensors' file, or None."""
+    """Write a script, and save its tensors in a file beside it. Return that file's path, or None if not needed."""
     path.write_text(text)
     if not tensors:
         return None
@@ -158,8 +159,8 @@ def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
 
 
 def _run(text: str, tensors: Mapping[str, Any]) -> tuple[int, float, int, str]:
-    """Run a script in a temporary folder, and return its file's size (bytes), the time (seconds), the exit code and its
-    output."""
+    """Run a script in a temporary folder. Return the size of its tensor file (bytes), the run time (seconds), the exit
+    code and the output."""
     with tempfile.TemporaryDirectory(prefix="tim-trace-reproduce-") as folder:
         file, start = _write(Path(folder) / "bug.py", text, tensors), perf_counter()
         try:

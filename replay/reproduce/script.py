@@ -36,7 +36,7 @@ class Writer:
         self._constants: dict[str, Any] = {}
 
     def script(self, header: str) -> tuple[str, dict[str, Any]]:
-        """Return the script and the tensors that it reads from its file, by name. Raises NotWritable."""
+        """Return the script's text and the tensors, by name, that it reads from its file. Raises NotWritable."""
         suspect, reference = self._suspect, self._reference
         codes = {reference: self._code(reference)}
         codes[suspect] = self._found.part or self._code(suspect, codes[reference].built)
@@ -64,14 +64,14 @@ class Writer:
         return f'"""{header}"""\n\n' + text.replace("'", '"'), self._file
 
     def _code(self, side: str, built: str = "") -> Code:
-        """Return a side's source. `built` is the other side's module, if the script builds it."""
+        """Return a side's source. `built` is the variable of the other side's module, or "" if none is built."""
         found, scope = self._found, self._scope
         model, own = (scope.b, found.own) if side == self._suspect else (scope.a, {})
         module = scope.module(model)
         dtype = dtype_of(module, found.inputs)
         if own or self._sides[side].is_other_code or not type(module).__module__.startswith("transformers.models."):
             if found.part and not scope.path:
-                raise NotWritable("vLLM needs the recorded model's class of transformers")
+                raise NotWritable("vLLM can load the recorded model only if its class is part of transformers")
             return Code(body=self._calls(module, own, dtype), dtype=dtype)
         name, config, kind = f"module_{side}", model.config, type(model).__name__
         fields = [f"{field}={value!r}" for field, value in _fields(config).items()]
@@ -96,7 +96,7 @@ class Writer:
         )  # fmt: skip
 
     def _calls(self, module: Any, own: Mapping[str, Any], dtype: Any) -> list[str]:
-        """Return the body of a function that makes the module's torch calls."""
+        """Return the body of a function that repeats the module's torch calls."""
         found = self._found
         inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
         keys = {name: f"{self._suspect}_{name}".replace(".", "_") if name in own else name for name in state(module)}
@@ -109,7 +109,7 @@ class Writer:
         body, used = calls.source(given)
         computed = [value for name, value in self._constants.items() if f'w["{name}"]' in used]
         if found.random_weights and any(each.is_floating_point() and each.numel() > 1 for each in computed):
-            raise NotWritable("the code holds numbers that were computed from the model's weights")
+            raise NotWritable("the code contains constants computed from the model's weights")
         self._used |= used
         self._constants |= {keys[name]: value for name, value in own.items()}
         return body
@@ -141,7 +141,7 @@ class Writer:
         return lines
 
     def _number(self, name: str, value: Any) -> str:
-        """Return a tensor as source, or its place in the file."""
+        """Return source code for a tensor. Long tensors are added to the file, from which the code reads them."""
         shape, flat = tuple(value.shape), value.detach().cpu().flatten()
         if bool((flat == flat[:1]).all()):
             return f"torch.full({shape}, {flat[:1].sum().item()}, dtype={value.dtype})"
@@ -157,7 +157,7 @@ class Writer:
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """Return the arguments that build an equal configuration. Its number of layers may have been reduced."""
+    """Return the arguments for an equal configuration. Per-layer lists are cut to its current number of layers."""
     count, total = getattr(config, "num_hidden_layers", None), len(getattr(config, "layer_types", None) or ())
     counted = {} if count is None else {"num_hidden_layers": count}
     usual = type(config)(**counted).to_dict()
@@ -170,7 +170,7 @@ def _fields(config: Any) -> dict[str, Any]:
 
 
 def _filled(start: str, items: Sequence[str], end: str) -> list[str]:
-    """Return comma-separated items in lines of at most `_WIDTH` characters."""
+    """Wrap comma-separated items between `start` and `end` into lines of at most `_WIDTH` characters."""
     one = f"{start}{', '.join(items)}{end}"
     if len(one) <= _WIDTH:
         return [one]

@@ -34,7 +34,7 @@ _ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A module that both executions have."""
+    """A module that exists in both executions, or the whole model."""
 
     path: str
     """Module name, or an empty string for the whole model."""
@@ -74,7 +74,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Source of one side of a script."""
+    """Source code for one side of a script."""
 
     setup: Sequence[str] = ()
     body: Sequence[str]
@@ -82,7 +82,7 @@ class Code:
     dtype: Any
     """Dtype in which it computes."""
     built: str = ""
-    """Variable of the module of transformers that `setup` builds."""
+    """Variable that holds the transformers module built by `setup`, or empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Difference:
     output: int | None = None
     """Index of the differing tensor among the outputs, or None if there is only one."""
     part: Code | None = None
-    """The suspect's source, if it is no transformers model."""
+    """The suspect's source, if the suspect is not a transformers model."""
 
     @property
     def inputs(self) -> list[Any]:
@@ -111,8 +111,8 @@ class Difference:
 
 
 def differences(a: Any, b: Any, operator: str, row_T: Any, token: int) -> Iterator[Difference]:
-    """Yield differences of models at an operator of `locate` in a row, which is largest at `token`, the smallest module
-    first. The models are cut until the next one."""
+    """Yield differences between two models at an operator from `locate`, smallest module first. `token` is the index of
+    the token with the largest error. The models stay cut until the next difference is requested."""
     for scope in _scopes(a, b, operator):
         with scope.cut():
             is_found = False
@@ -124,7 +124,7 @@ def differences(a: Any, b: Any, operator: str, row_T: Any, token: int) -> Iterat
 
 
 def _scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
-    """Yield modules that contain the operator, from the smallest to the whole model with 0, 1, ... layers."""
+    """Yield modules that contain the operator, smallest first, then the whole model cut to 0, 1, ... layers."""
     layers, modules, others = layer_modules(a), dict(a.named_modules()), dict(b.named_modules())
     parts = operator.partition("#")[0].split(".")
     if operator == "embedding":
@@ -143,7 +143,7 @@ def _scopes(a: Any, b: Any, operator: str) -> Iterator[Scope]:
 
 @contextmanager
 def holding(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, replace the numbers in parameters and buffers."""
+    """Within the block, set a module's parameters and buffers to `values`."""
     named = state(module)
     before = {name: named[name].data for name in values if name in named}
     try:
@@ -173,7 +173,7 @@ class _Search:
         }
 
     def found(self) -> Iterator[Difference]:
-        """Yield differences, the simplest kind of numbers first."""
+        """Yield differences with random weights and inputs, then with recorded weights, then with both recorded."""
         are_parameters = any(name in self._own for name, _ in self._b.named_parameters())
         lengths = [*(each for each in _LENGTHS if each < len(self._row_T)), len(self._row_T)]
         rows = [self._row_T[max(self._token + 1 - length, 0) :][:length] for length in lengths]
@@ -189,7 +189,7 @@ class _Search:
         with suppress(*OF_CODE), torch.random.fork_rng(devices=[]):  # code that does not run on these numbers
             args, kwargs = self._calls_of(ids_T)[call]
             inputs = tensors_of(args, kwargs)
-            # Rotary tables are tuples, so they keep the recorded numbers.
+            # Only tensor arguments are randomised. Rotary tables are passed as a tuple, so they keep their values.
             arguments = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
             plain = [id(each) for each in arguments if each.is_floating_point() and each.abs().max() < _LARGE]
             are_random = tuple(random_inputs and (not scope.path or id(each) in plain) for each in inputs)
@@ -213,7 +213,7 @@ class _Search:
         return None
 
     def _calls_of(self, ids_T: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Return the arguments of each of the module's calls in a forward pass."""
+        """Run a forward pass, and return the arguments of each call to the module."""
         words = {"input_ids": ids_T[None].to(next(self._a.parameters(), ids_T).device), "use_cache": False}
         if not self._scope.path:
             return [((), words)]
@@ -228,7 +228,7 @@ class _Search:
         return calls
 
     def _judged(self, found: Difference) -> Difference | None:
-        """Return the difference with the output that differs most, or None if rounding can explain all."""
+        """Return the difference with `output` set to the worst output, or None if rounding explains all errors."""
         values = []
         for module in (self._a, self._b, self._exact):
             dtype = dtype_of(module, found.inputs)
@@ -243,7 +243,7 @@ class _Search:
         return replace(found, output=None if isinstance(values[0], torch.Tensor) else best)
 
     def _reduced(self, found: Difference) -> Difference:
-        """Keep only some rows of a projection, the used rows of an embedding, or fewer digits of other weights."""
+        """Reduce recorded weights to a few rows of a projection, the used rows of an embedding, or fewer digits."""
         inputs, choices = found.inputs, list[Any]([None])
         if isinstance(self._a, torch.nn.Linear):
             choices = [*torch.arange(len(self._a.weight)).split(_ROWS)]
@@ -275,7 +275,7 @@ def _less(value: Any, rows: Any) -> Any:
 
 
 def _ratio(a: Any, b: Any, exact: Any) -> float:
-    """Return the largest difference relative to what rounding explains."""
+    """Return the largest error of `b`, relative to the largest error that rounding explains."""
     unit = torch.finfo(b.dtype).eps / 2 if b.is_floating_point() else 0.0
     off, rounding, size = (float(each.abs().max()) for each in (b.double() - exact, a.double() - exact, exact.double()))
     return off / max(_ROUNDINGS * max(rounding, unit * size), _TINY)

@@ -1,4 +1,4 @@
-"""Parts of vLLM's model that a script can compare with transformers: one layer's class, or an engine with few layers."""
+"""Parts of vLLM that a script can compare with transformers: one layer's class, or an engine with few layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _SETTINGS = """os.environ.update(
 def vllm_differences(
     model: Any, execution: VllmExecution, operator: str, row_T: Any, built: str
 ) -> Iterator[Difference]:
-    """Yield computations that can show an operator's error in vLLM, the smallest first. `model` is transformers', `built`
-    its name in the script."""
+    """Yield computations that may reproduce an operator's error in vLLM, smallest first. `model` is the transformers
+    model, and `built` is its variable in the script."""
     with suppress(*OF_CODE):  # a layer of another form
         yield _layer(model, execution.model, operator.partition("#")[0], len(row_T))
     lengths = [length for length in _LENGTHS if length < len(row_T)] + [len(row_T)]
@@ -40,7 +40,7 @@ def vllm_differences(
 
 
 def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Difference:
-    """Return one call of a norm, an activation or a rotary embedding. Raises `OF_CODE` for other layers."""
+    """Return a comparison of a single norm, activation or rotary embedding. Other layers raise one of `OF_CODE`."""
     own, theirs, kind = dict(model.named_modules()), dict(vllm_model.named_modules()), operator.split(".")[-1]
     layer = next((name for name in layer_modules(model) if layer_of(name) == layer_of(operator)), "")
     weights: dict[str, Any] = {}

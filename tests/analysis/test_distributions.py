@@ -261,6 +261,6 @@ def test_hidden_states_of_unknown_weights_are_refused(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, response_ids=[[1, 2, 3]], policy_version=0)
         given = {"logprobs": [[-1.0] * 3], "distribution": Hidden(hidden=torch.zeros(3, 4)), "captured_rows": [0]}
-        with pytest.raises(InvalidRecord, match="hidden states needs the scoring weights"):
+        with pytest.raises(InvalidRecord, match="are needed to compute logits from hidden states"):
             recorder.add_scores("train", added, **given)
         recorder.add_scores("train", added, **given, policy_version=0)

@@ -107,7 +107,7 @@ def test_a_confined_query_may_compare_routing_and_reads_nothing_else(tmp_path):
     assert row["n"] == 2
     group, start = rows(tmp_path / "run", "SELECT routing, routing_start FROM scores WHERE pass = 'train'")[0]
     for run, wrong in (("run", f"{group}/../../../../other"), ("other", group)):
-        with pytest.raises(InvalidQuery, match="has no such rows"):
+        with pytest.raises(InvalidQuery, match="has no rows at this position"):
             sql(tmp_path / "run", f"SELECT routing_sums_of('{run}', '{wrong}', {start}, '{group}', {start}, 4)")
     with pytest.raises(InvalidQuery, match="has 4 rows, but scores refer to rows 2 to 6"):
         sql(tmp_path / "run", f"SELECT routing_sums_of('run', '{group}', 2, '{group}', 2, 4)")

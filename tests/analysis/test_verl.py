@@ -324,14 +324,14 @@ def test_a_token_without_a_logprob_counts_in_nothing(verl, tmp_path):
     [
         ({"rollout_is": "tokens"}, "rollout_is: got 'tokens'; verl has token, sequence"),
         ({"rollout_is": "token", "rollout_is_threshold": "5_2"}, "rollout_is_threshold: got '5_2'; write upper or"),
-        ({"rollout_is_threshold": "3"}, "require rollout_is; use token or sequence"),
+        ({"rollout_is_threshold": "3"}, "require rollout_is; set it to token or sequence"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "rollout_rs: got 'seq_max_k1'; verl has token_k1,"),
         ({"rollout_rs": "token_k1"}, "rollout_rs needs rollout_rs_threshold"),
         ({"rollout_rs_threshold": "2"}, "rollout_rs_threshold needs rollout_rs: one or more of"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "pass a single upper bound"),
         (
             {"rollout_rs": "token_k2", "rollout_rs_threshold": "1,2"},
-            "got 2 bounds for 1 rules; pass 1, or one per rule",
+            "got 2 bounds for 1 rules; pass one for all rules, or one per rule",
         ),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1"}, "got '-1'; write upper or lower_upper"),
     ],

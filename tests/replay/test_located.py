@@ -171,9 +171,12 @@ def test_a_result_of_another_run_or_of_a_later_release_is_in_no_answer(run):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda found: found["patches"][0].update(squares_left=[0.0]), "values that locate does not write"),
-        (lambda found: found["operators"][0].update(side="c"), "values that locate does not write"),
-        (lambda found: found["products"][0].__setitem__(2, {"no such sequence": 0.0}), "values that locate does not"),
+        (lambda found: found["patches"][0].update(squares_left=[0.0]), "values that locate never writes"),
+        (lambda found: found["operators"][0].update(side="c"), "values that locate never writes"),
+        (
+            lambda found: found["products"][0].__setitem__(2, {"no such sequence": 0.0}),
+            "values that locate never writes",
+        ),
         (lambda found: found["operators"][0].update(ratio="large"), "not a locate result"),
         (lambda found: found.update(products=[["a"]]), "not a locate result"),
         (lambda found: found.pop("products"), "not a locate result"),

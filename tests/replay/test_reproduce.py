@@ -134,7 +134,7 @@ def test_rounding_alone_writes_nothing(traces, tmp_path):
 def test_a_file_that_is_there_stays_if_no_script_works(traces, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "_MOST_SECONDS", 0.001)
     (tmp_path / "bug.py").write_text("mine")
-    with pytest.raises(CannotReplay, match="cannot write a script that shows the difference"):
+    with pytest.raises(CannotReplay, match="cannot write a script that reproduces the difference"):
         made(traces("llama"), other_epsilon, tmp_path / "bug.py")
     assert [path.name for path in tmp_path.iterdir()] == ["bug.py"]
     assert (tmp_path / "bug.py").read_text() == "mine"
@@ -158,7 +158,7 @@ def test_the_command_prints_where_the_script_is_and_what_it_printed(traces, tmp_
 
 
 def test_an_engine_without_torch_modules_is_refused(traces, tmp_path):
-    with pytest.raises(CannotReplay, match=r"a .*: engine exact cannot be written as a script; compare with engine=hf"):
+    with pytest.raises(CannotReplay, match=r"a .*: a script cannot run engine exact; compare with engine=hf"):
         made(traces("llama"), other_epsilon, tmp_path / "bug.py", arm="engine=exact,dtype=fp32")
 
 

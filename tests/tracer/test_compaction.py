@@ -168,7 +168,7 @@ def test_merged_files_beside_those_that_they_replace_count_once(tmp_path, monkey
 def test_a_run_that_is_recorded_is_not_merged(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         add_steps(recorder, 0, range(1, 3))
-        with pytest.raises(TraceExists, match=r"is being recorded .*, and a growing trace cannot be merged"):
+        with pytest.raises(TraceExists, match=r"is being recorded .*, so it cannot be merged"):
             compact(tmp_path / "run")
 
 

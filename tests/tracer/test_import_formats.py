@@ -169,7 +169,7 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
         ),
         (["score"], "map: got 'score', expected theirs=ours, e.g. completion_ids=response_ids"),
         (["=reward"], "map: got '=reward', expected theirs=ours"),
-        (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'. Map it once"),
+        (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'. Map it only once"),
         (["step="], "missing columns: step .*e.g. theirs=step"),
     ],
 )

@@ -124,7 +124,7 @@ def _until_full(
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return the files to merge, or an empty list if merging would only rewrite one file."""
-    # A replay's files are left alone, so that the replay can still be removed by deleting them.
+    # Replays are not merged, so that a replay can still be removed by deleting its files.
     replays = {
         state.writer
         for state in snapshot.writers

@@ -80,8 +80,8 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
-        # A flat position usually lists the sampled token first, and then the tokens of rank 1, 2, ... If vLLM merged
-        # outputs, it lists the sampled token only once, at its rank.
+        # In vLLM's flat format, a position usually lists the sampled token first, and then the tokens of rank 1, 2, ...
+        # If vLLM merged outputs, the sampled token is listed only once, at its rank.
         if len(logprobs.ranks) == width * len(logprobs) and logprobs.ranks[1:width] == list(range(1, width)):
             ids = np.array(logprobs.token_ids, np.int32).reshape(-1, width)
             values = np.array(logprobs.logprobs, np.float32).reshape(-1, width)

@@ -215,7 +215,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values in a row, or None if `coarse` is not a rounded copy of `own`."""
+    """Return the most distinct values in a row of `coarse`, or None if `coarse` is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -49,7 +49,7 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tensor's name, value, and value without its adapter (None if it has none). Skip quantised tensors."""
+    """Yield each tensor's name, its value, and its value without the adapter, if any. Skip quantised tensors."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():

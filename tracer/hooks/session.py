@@ -227,7 +227,7 @@ class Session:
         if not self._exit_registered:
             atexit.register(self.close)
             self._exit_registered = True
-        # A multiprocessing child exits with os._exit, which skips atexit. It runs multiprocessing's finalizers before.
+        # A multiprocessing child exits with os._exit, which skips atexit, but runs multiprocessing's finalizers first.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 

@@ -42,7 +42,7 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("a sample's weight version"):
-            # Of each sample, the trainer passes on only the token array, so the array's identity is the key.
+            # The trainer passes on only each sample's token array, so use the array's identity as the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
@@ -105,7 +105,7 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        # If TRL sends only an adapter, in a file, there are no tensors to compare.
+        # If TRL sends only an adapter, as a file, there are no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)

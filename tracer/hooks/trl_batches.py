@@ -23,7 +23,7 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name each scoring's pass by the output tensor that holds its logprobs or, for RLOO, by the order of the calls."""
+    """Name the pass of each scoring, based on the output tensor that holds its logprobs or, for RLOO, on call order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -158,7 +158,7 @@ class PackedRow:
 
     @cached_property
     def terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """Index of the sample and position in its response for each loss term, both [M]."""
+        """For each loss term, the index of its sample and its position in the sample's response, both [M]."""
         counted = [sample.counted - sample.first for sample in self.samples]
         owners = np.repeat(np.arange(len(counted)), [len(places) for places in counted])
         return owners, np.concatenate([*counted, np.empty(0, np.int64)])

@@ -98,7 +98,7 @@ def fused_lm_head() -> str | None:
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Find the sampled logprobs in what `_generate` returns (TRL before 0.28). Return a list per response, or None."""
+    """Return the sampled logprobs from `_generate`'s result (TRL before 0.28), one list per response, or None."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))

@@ -107,8 +107,8 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # TRL merges the adapter to generate, and then unmerges it. This rounds the base weights. They are recorded
-            # afterwards, because scoring uses the rounded weights.
+            # To generate, TRL merges and then unmerges the adapter, which rounds the base weights. Record the weights
+            # after that, because scoring uses the rounded ones.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("prompt and response lengths"):
@@ -211,7 +211,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics. With `only_new`, values are not compared, which would wait for the device."""
+        """Record new and changed metrics, or only new ones, because comparing values would wait for the device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -347,7 +347,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the logprobs, but the engine call still has them. Use them if every row has some.
+            # RLOO discards the logprobs, but the engine call still has them. Use them only if every row has them.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:

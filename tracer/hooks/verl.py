@@ -165,7 +165,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the workers' forward-pass columns to the logprobs batch, so that they stay with their rows."""
+        """Copy the workers' forward-pass columns to the logprobs batch, so that each value stays with its row."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -266,7 +266,7 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here `old_log_probs` is a copy of the rollout's logprobs. The trainer's own first appear in the loss.
+            # Here `old_log_probs` is a copy of the rollout's logprobs. The trainer computes its own only in the loss.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)

@@ -200,13 +200,13 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 ROW_KEY = "tim_trace_row"
 """Batch key for row indices, by which rows are recognised in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Maps a pass to the column of the workers' output that holds what `Forwards.column` returns."""
+"""Maps a pass to the column in the workers' output that holds the result of `Forwards.column`."""
 
 
 class Forwards:
     """Forward passes in one engine call.
 
-    For each row, it knows the forward pass's number, the row's place in that pass, the number of rows in that pass, and
+    Holds, for each row, the number of its forward pass, its place in that pass, the number of rows in that pass, and
     the number of padding tokens after the row.
     """
 
@@ -220,7 +220,7 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        # The driver merges rows from several processes. All count from 0, so the rank makes the numbers unique.
+        # The driver merges rows from several processes. Each counts from 0, so the rank makes the numbers unique.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -241,7 +241,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return each row's values (see the class) as [B, 4] int64, or None if a row was in no forward pass."""
+        """Return each row's four numbers (see the class) as [B, 4] int64, or None if a row was not in any pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -253,9 +253,9 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return a dict with the number of tokens per row that attention sees. It is empty if attention sees all tokens.
+    """Return the contract's `attended_tokens` entry, or an empty dict if attention sees all tokens.
 
-    Before verl 0.8, attention sees only the loss mask's width of a padded row.
+    Before verl 0.8, attention sees only as many tokens of a padded row as the loss mask is wide.
     """
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)

@@ -174,7 +174,7 @@ class WorkerHooks:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        # The driver records this pass, and reads this column.
+                        # Pass the column to the driver, which records this pass's scores.
                         output[FORWARD_KEYS[pass_name]] = column
         return output
 
@@ -269,14 +269,14 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Policy versions count whole updates, but weights change with each mini-batch. Only the first has a
-                # policy version.
+                # Policy versions count whole updates, but weights change with each mini-batch. Only the first
+                # mini-batch has a policy version.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract for a pass whose scores the driver records. Only one process does this, once per pass."""
+        """Record the contract for a pass whose scores the driver records. One process records it, once per pass."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

@@ -125,7 +125,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and the caller's requests. Both are empty if not recorded."""
+        """Return arguments that also request logprobs, and the caller's requests (both empty for unrecorded calls)."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]

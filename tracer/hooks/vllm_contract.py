@@ -163,7 +163,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the device's name. vLLM knows a GPU's name, while asking torch would initialise CUDA and prevent forks."""
+    """Return the device's name. A GPU's name comes from vLLM: asking torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

@@ -214,7 +214,7 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    raise NotPlain("a call of a name that may only be referenced")
+    raise NotPlain("a call to a name that may only be referenced")
 
 
 _BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {

@@ -164,7 +164,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return the rewards: the field mapped to `rewards`, or every number that is not in a column or in `but`."""
+        """Return the rewards: the field mapped to `rewards`, or all numbers that are not in a column or `but`."""
         if mapped := self.rewards("rewards"):
             return mapped
         known = {name for names in self._columns.values() for name in names}

@@ -33,7 +33,7 @@ class DumpFolder:
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
-        """List the files of several paths. Each path becomes the pass with the same position in `names`."""
+        """List the files in several paths. Each path becomes one pass, and `names` lists the pass names in order."""
         folders = [cls.of(path) for path in paths]
         roots = [os.path.realpath(each.root) for each in folders]
         root = Path(os.path.commonpath(roots))

@@ -157,7 +157,8 @@ def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
     for part in parts:
         for name in part.files if part.step is not None else ():
             place, base = os.path.split(name)
-            # A step's files may be in differently named folders. The same folder and file name twice means two runs.
+            # A step's files may be in differently named folders. If the names of both folder and file are the same, the
+            # files are from two runs.
             key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
             if (other := places.setdefault((part.step or 0, key), place)) != place:
                 raise ImportFailed(

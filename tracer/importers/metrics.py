@@ -139,7 +139,7 @@ class _Scalars:
         if self._by_counter and self._differs:
             raise ImportFailed(
                 f"{self._by_counter} has only W&B's counter _step, but other rows have {self._differs}, and the two "
-                "differ. Map the column to use, e.g. _step=step"
+                "differ. Map the column to use as the step, e.g. _step=step"
             )
         if self._unread:
             raise ImportFailed(f"no row has the column {listed_names([*self._unread])}", option="map")

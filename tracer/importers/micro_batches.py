@@ -68,7 +68,7 @@ def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str,
 
 
 def _num_items(content: bytes) -> int:
-    """Return the length that a msgpack list states, or 0 for any other value."""
+    """Return the length in the header of a msgpack list, or 0 for any other value."""
     code = content[0] if content else 0
     width = {0xDC: 2, 0xDD: 4}.get(code, 0)
     return code & 0x0F if code >> 4 == 9 else int.from_bytes(content[1 : 1 + width], "big")

@@ -41,7 +41,7 @@ def import_parquet(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Convert Parquet or JSON files with the trace's column names to a trace.
+    """Import Parquet or JSON files that use the trace's column names.
 
     `path` is a file, a folder or a glob pattern on any file system that fsspec supports. Files have one row per
     sequence. Required columns are `step`, `prompt_ids`, `response_ids` and at least one of `rollout_logprobs`,
@@ -87,7 +87,7 @@ def import_parquet(
 
 
 def holds_rows(url: str, map: Mapping[str, str]) -> bool:
-    """Return True if a folder's tables have a column of tokens or logprobs."""
+    """Return True if any table in a folder has a token or logprob column."""
     try:
         files = RowFiles.of(url).names()
     except ImportFailed:
@@ -147,7 +147,7 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
-            # pre_buffer would keep the whole file in memory. buffer_size avoids reading a row group's whole column.
+            # pre_buffer would keep the whole file in memory. Without buffer_size, whole column chunks would be read.
             parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
             present = [column for column in parquet.schema_arrow.names if column in columns]
             for batch in parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, present), columns=present):
@@ -187,7 +187,9 @@ class RowFiles:
             raise ImportFailed(f"{url} contains no {_READ} file. Pass a folder, a single file, or a pattern with *")
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown} is not a {_READ} file. Rename it if its content is in one of these formats")
+            raise ImportFailed(
+                f"{unknown} is not a {_READ} file. If its content is in one of these formats, change its suffix"
+            )
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -213,7 +215,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
     if filesystem.exists(path):
         beside = posixpath.join(posixpath.dirname(path), f"{METRICS}.parquet")
         return [path, beside] if beside != path and filesystem.exists(beside) else [path]
-    raise ImportFailed(f"{url}: not found. Pass a {_READ} file, or a folder with such files")
+    raise ImportFailed(f"{url}: not found. Pass a {_READ} file, or a folder that contains one")
 
 
 def parse_map(texts: Iterable[str]) -> dict[str, str]:
@@ -224,7 +226,7 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
             raise ImportFailed(f"got {text!r}, expected theirs=ours, e.g. completion_ids=response_ids", option="map")
         if found.setdefault(theirs, ours) != ours:
             raise ImportFailed(
-                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}. Map it once", option="map"
+                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}. Map it only once", option="map"
             )
     return found
 
@@ -237,7 +239,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if ours and ours not in KNOWN:
             names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
             raise cannot_map(
-                theirs, ours, f"Columns are {names}, or train_, current_ or reference_ instead of rollout_"
+                theirs, ours, f"Columns are {names}. The prefix rollout_ can be train_, current_ or reference_ instead"
             )
 
 

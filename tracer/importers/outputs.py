@@ -29,7 +29,7 @@ _CAN_RECORD = ("verl", "trl")
 
 
 def how_to_dump(folder: DumpFolder, formats: Mapping[str, Format]) -> str | None:
-    """Return how to write a dump with the framework that wrote the folder, or None if it cannot be identified."""
+    """Return instructions for making the folder's framework write a dump, or None if the framework is unknown."""
     name = next((name for name, pattern in _LEFT.items() if next(folder.matching(f"(?:{pattern})"), None)), None)
     if name is None:
         return None

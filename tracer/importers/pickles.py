@@ -35,7 +35,7 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Charge the budget for bytes that will be allocated. Raises ImportFailed if they exceed what is left."""
+        """Deduct bytes about to be allocated from the budget. Raises ImportFailed if too few are left."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
@@ -254,7 +254,7 @@ class _Machine:
             self._budget.take(CONTAINER_BYTES)
             known = (stack.pop(), stack.pop(), stack.pop())[2]
             if type(known) is not Foreign:
-                raise NotPlain("it calls something with named arguments")
+                raise NotPlain("it calls something with keyword arguments")
             stack.append(Foreign(known.module, known.name))
         elif code == 0x30:  # POP
             stack.pop()
@@ -265,7 +265,7 @@ class _Machine:
         return stack
 
     def _set(self, target: Any, items: list[Any]) -> Any:
-        """Set a dictionary's items. Those with a Foreign key are dropped, because only plain keys are hashed."""
+        """Set a dictionary's items. Items with a Foreign key are dropped, because keys must be plain values."""
         if type(target) is Foreign:
             return target
         if type(target) is not dict or len(items) % 2:

@@ -58,13 +58,12 @@ class PassRows:
 
 
 class ZeroLists:
-    """Decides whether lists with only 0.0 are placeholders, or logprobs from a policy that gives every token
-    probability 1.
+    """Decides whether lists of zeros are placeholders or logprobs from a policy that gives every token probability 1.
 
-    They are logprobs if another pass over the same policy has values for the same tokens, all within CERTAIN_NATS of 0.
-    Otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. A pass
-    with only 0.0 in the whole import was probably never filled in, so its values become NULL. They are kept if other
-    passes over the same policy have values that are all 0.0 too.
+    A list of zeros counts as logprobs if another pass over the same policy has values for the same tokens, all within
+    CERTAIN_NATS of 0. Otherwise it counts as a placeholder, unless the list has only one value, because a single zero
+    is weak evidence. A pass whose values are 0.0 throughout the import was probably never filled in, so they become
+    NULL, unless other passes over the same policy also have values and these are all 0.0 too.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class ZeroLists:
         self.filled: set[str] = set()
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
-        """Return [R] verdicts for each pass: KEPT, HOLES or OPEN. `lengths` [B] are response lengths."""
+        """Return each pass's verdicts, one per row: KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
             values, known = part.logprobs.values, _known(part.logprobs)

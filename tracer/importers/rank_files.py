@@ -75,7 +75,7 @@ class Ranks:
                     raise ImportFailed(f"{where}, sample {name}: {column} has different lengths on two ranks")
 
     def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each sample's name and cells, joined across ranks."""
+        """Yield each sample's name and column values, merged across ranks."""
         for name, sample in self._samples.items():
             where = f"step {self._reading.part.step}, sample {name}"
             whole = {
@@ -102,8 +102,8 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
         part = next(iter(parts.values()))
         if len(part) != length:
             raise ImportFailed(
-                f"{where} has {len(part)} values for {length} response tokens. Without cp_rank, context-parallel "
-                "ranks cannot be joined"
+                f"{where} has {len(part)} values for {length} response tokens. Without cp_rank, values from "
+                "context-parallel ranks cannot be merged"
             )
         return part
     lacking = [rank for rank in spans if rank not in parts and sizes[rank]]

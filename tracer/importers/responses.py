@@ -55,7 +55,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request in a saved object. If one is missing, the object itself stands in for it."""
+    """Return a saved object's response and request. If either is missing, the object itself takes its place."""
     inside, request = record.get("response"), record.get("request", record.get("responses_create_params"))
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -67,7 +67,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format for servers whose responses contain `key`. `rollout` is shown if logprobs are missing."""
+    """Return the format for servers whose responses contain `key`. `rollout` is the advice for missing logprobs."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)

@@ -93,7 +93,7 @@ def _typed(value: Any, kind: type[_Struct], where: str) -> _Struct:
 
 
 def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, group). The group's `turns` hold an array for each [sidecar][member][turn]."""
+    """Yield (line number, group). `group["turns"][sidecar][member][turn]` is an array."""
     budget, recent = reading.budget(), deque[int](maxlen=_AT_ONCE * len(_SIDECARS))
     ends = [0] * len(_SIDECARS)
     for number, record in read_lines(path, first):
@@ -108,7 +108,7 @@ def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dic
         for place, (name, dtype) in enumerate(_SIDECARS):
             meta = (group.tok, group.lp, group.mask)[place]
             lengths = [length for row in meta.lengths for length in row]
-            # Without this check, overlapping entries could read a small file many times.
+            # Without this check, overlapping entries could cause a small file to be read many times.
             if meta.bytes and meta.offset < ends[place]:
                 raise ImportFailed(f"{where}: offset {meta.offset:,} in {name} is before the previous group's end")
             is_whole = sum(lengths) * np.dtype(dtype).itemsize == meta.bytes
@@ -123,7 +123,7 @@ def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dic
         rest = {name: value for name, value in record.items() if name != "checksum"}
         text = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
         if hashlib.blake2b(b"".join([text, *slices]), digest_size=16).hexdigest() != group.checksum:
-            raise ImportFailed(f"{where} does not match its checksum. Copy the bank again from where it was written")
+            raise ImportFailed(f"{where} does not match its checksum. Copy the bank again from the original")
         yield number, record | {"turns": turns}
 
 
@@ -168,7 +168,8 @@ def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str
     """Assign logprobs to the generated tokens. An end token that the trainer appended has no logprob."""
     if len(mask) != len(tokens) or len(logprobs) > (mask == 1).sum() or (mask > 1).any():
         raise ImportFailed(
-            f"{where}: {len(tokens)} tokens, {len(mask)} entries in the mask and {len(logprobs)} logprobs do not match"
+            f"{where}: the mask ({len(mask)} entries) and the logprobs ({len(logprobs)}) do not match the tokens "
+            f"({len(tokens)})"
         )
     values = Values(np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool))
     at = np.flatnonzero(mask)[: len(logprobs)]

@@ -246,7 +246,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores. If the verdict is HOLES, zeros become NULL. If it is OPEN, `_settle` records them."""
+        """Record a pass's scores. For HOLES, zeros become NULL. For OPEN, the scores wait for `_settle`."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -282,7 +282,7 @@ def open_import(
     output: str | os.PathLike[str], format: str, url: str, selection: Selection, *, ordered: bool, grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:  # fmt: skip
-    """Open a RowImport for a new or a growing trace. A failed import leaves no files behind."""
+    """Open a RowImport for a new trace, or for additions to a finished one (`grows`). Leaves no files on failure."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
@@ -308,7 +308,7 @@ class _Scores:
 
 
 def _fields(columns: Columns, name: str, is_owner: bool) -> dict[str, str]:
-    """Return the column for each kind of score (other than logprobs) and for each array of a pass."""
+    """Return the columns of a pass's scores (except logprobs) and arrays, by field. Missing columns are left out."""
     names = [(each, each) for each in OF_TOKENS if is_owner]
     names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *(ARRAYS if name in STANDARD else ()))]
     return {each: column for each, column in names if columns[column] is not None}
@@ -340,8 +340,8 @@ def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.n
         given = [column for column in columns if column in values]
         if given and (not {*columns[:2]} - _OPTIONAL <= {*given} or argument in found):
             raise InvalidRecord(
-                f"step {batch.step}, {batch.label(rows[0])}: the {argument} of pass {name!r} has {', '.join(given)}. "
-                f"Map {' and '.join(columns[:2])}, and only one kind of distribution"
+                f"step {batch.step}, {batch.label(rows[0])}: pass {name!r} has {', '.join(given)} for its {argument}. "
+                f"Map {' and '.join(columns[:2])}, and only one kind of distribution per pass"
             )
         if given:
             found[argument] = make(**{ARRAYS[column].keyword or column: values[column] for column in given})

@@ -54,11 +54,11 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
     found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
     if not found[0]:
-        raise ImportFailed(f"{folder.url} contains no file of scalars. Pass a CSV, JSON, log, event or .wandb file")
+        raise ImportFailed(f"{folder.url} contains no scalar files. Pass a CSV, JSON, log, event or .wandb file")
     if len({re.sub(found[1], "", name) for name in found[0]}) > 1:
         raise ImportFailed(f"{folder.url} contains several runs or tables. Pass one of {listed_names(found[0])}")
     rest = [name for names, part in others if names is not tables for name in names]
-    # Each checkpoint contains the full history up to its step.
+    # Read only the last checkpoint, because it contains the full history up to its step.
     return found[0][-1:] if found[1] == _KINDS[0][1] else found[0], [
         f"{listed_names(rest)} (pass one to read it)"
     ] if rest else []
@@ -132,7 +132,7 @@ def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
 
 
 def _harness_step(values: Mapping[str, Any]) -> int | None:
-    """Return the batch number as the step for NeMo-RL's gen_kl_harness_results.jsonl (pull request 3531), or None."""
+    """Return the step (the batch number) of a row from NeMo-RL's gen_kl_harness_results.jsonl (pull request 3531)."""
     if "gen_kl_error" not in values or not isinstance(tag := values.get("tag"), str):
         return None
     found = re.fullmatch(r"batch(\d{1,18})", tag)
@@ -262,13 +262,16 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
         if values:
             yield where, event.step, values
     if number < whole or (is_cut and not whole):
-        raise ImportFailed(f"{path}: record {number + 1:,} is damaged. Copy the file again from where it was written")
+        raise ImportFailed(f"{path}: record {number + 1:,} is damaged. Copy the file again from the original")
     if is_cut:
         notes.append(f"{path} ends in the middle of record {whole + 1:,}, which was not read")
 
 
 def _num_records(path: Path) -> tuple[int, bool]:
-    """Count an event file's records without decoding them, because TensorBoard silently stops at a damaged record."""
+    """Return the number of records in an event file, and whether the file ends in the middle of a record.
+
+    Records are not decoded. TensorBoard silently stops at a damaged record, so its own count may be too low.
+    """
     size, at, num = path.stat().st_size, 0, 0
     with opened(path) as file:
         while at + 16 <= size:
@@ -331,9 +334,7 @@ def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
             if len(content) < length:
                 break
             if zlib.crc32(content, zlib.crc32(bytes([kind]))) != checksum:
-                raise ImportFailed(
-                    f"{path} is damaged at byte {at - length:,}. Copy the file again from where it was written"
-                )
+                raise ImportFailed(f"{path} is damaged at byte {at - length:,}. Copy the file again from the original")
             parts.append(content)
             if kind in (_FULL, _LAST):
                 yield b"".join(parts)

@@ -69,7 +69,7 @@ class _Prompt:
 
 
 class SharedRows:
-    """Sequences of several passes by step and prompt.
+    """Matches sequences from several passes by step and prompt.
 
     If a file repeats a prompt, its n-th distinct response is matched with the n-th response in the other files. If the
     file repeats the response too, the first repetition becomes a pass of its own, named `<pass>.1`.
@@ -81,7 +81,7 @@ class SharedRows:
         self._prompts: dict[tuple[int | None, Any], _Prompt] = {}
 
     def add(self, batch: RowBatch, pass_name: str) -> None:
-        """Add the rows of one pass. Raises ImportFailed if a row cannot be matched or has values for other tokens."""
+        """Add the rows of one pass. Raises ImportFailed for a row without a prompt or without one value per token."""
         kinds = {**KINDS, "response_ids": TOKENS, PROMPT_LOGPROBS: VALUES, PROMPT: TEXT}
         columns = {name: values for name, values in batch.columns.items() if name in kinds}
         rows = Columns.of(replace(batch, columns=columns), {name: name for name in columns}, kinds)
@@ -94,7 +94,7 @@ class SharedRows:
             where = f"{batch.file}, {batch.place(row)}"
             if prompt is None and texts[row] is None:
                 raise ImportFailed(
-                    f"{where} has no prompt token ids, which are needed to match the sequences of several paths"
+                    f"{where} has no prompt token ids, which are needed to match sequences across several paths"
                 )
             if ids is None or scored is None:
                 continue
@@ -153,7 +153,7 @@ def _lists(rows: Columns, name: str) -> list[Values | None]:
 def _rows(prompt: np.ndarray | None, responses: Sequence[_Response]) -> Iterator[dict[str, Any]]:
     """Yield one row per distinct response, the most frequent response first.
 
-    If any pass scored the prompt, its tokens after the first become response tokens.
+    If any pass scored the prompt, all prompt tokens but the first become response tokens.
     """
     before = np.empty(0, np.int32)
     if prompt is not None and any(found.prompt_logprobs is not None for found in responses):
@@ -201,7 +201,7 @@ def _num_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def pass_names(paths: Sequence[str]) -> list[str]:
-    """Return a distinct pass name for each path: the file name without suffix, after as many folders as needed.
+    """Return a distinct pass name per path: the file name without suffix, plus parent folders where needed.
 
     >>> pass_names(["a/tp1.json", "b/tp1.json", "b/tp2.json"])
     ['a/tp1', 'b/tp1', 'tp2']
@@ -238,7 +238,7 @@ MODEL_SIZE = re.compile(r"\d+(?:\.\d+)?[mb]", re.IGNORECASE)
 
 
 def named_settings(name: str) -> dict[str, Any]:
-    """Return the settings that a file's name states, as fields of a contract. Unknown words become True.
+    """Return contract fields for the settings in a file name. An unknown word becomes a field with the value True.
 
     >>> named_settings("tp8_chunked_prefill_zmq")["config"]["parallel_config"]
     {'tensor_parallel_size': 8}

@@ -76,14 +76,14 @@ def values_of(fields: Fields) -> dict[str, Values]:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return router choices [S, L, slots] or None. The file has none for the last token, which had no forward pass."""
+    """Return router choices [S, L, slots] or None. Files have none for the last token, which is never a model input."""
     found = fields.array("rollout_expert_ids", 3)
     if found is None:
         return None
     if len(found) != num_tokens - 1:
         raise ImportFailed(
-            f"{fields.where} has router choices for {len(found)} tokens, but needs {num_tokens - 1} for {num_tokens} "
-            "tokens. Leave them out with --map rollout_routed_experts="
+            f"{fields.where} has router choices for {len(found)} tokens, expected {num_tokens - 1} (all tokens but "
+            "the last). Leave them out with --map rollout_routed_experts="
         )
     return routed(found, num_tokens, fields.where)
 
@@ -102,7 +102,7 @@ def top_level(found: Any, where: str) -> Mapping[str, Any]:
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """Return a dump's samples as dicts. A pickled `Sample` object is read as its attributes."""
+    """Return a dump's samples as dicts. A pickled `Sample` object becomes a dict of its attributes."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)):
         raise ImportFailed(f"{where} has no list of samples")

@@ -70,7 +70,7 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def _owner(record: Mapping[str, Any]) -> str | None:
-    """Return the only framework that writes such a train dump. None if both write it, or for a rollout dump."""
+    """Return the framework that wrote a train dump. None if both could have written it, and for a rollout dump."""
     if "format_version" in record:
         return "slime"
     return "miles" if record.keys() & {"cp_size", "qkv_format"} else None

@@ -28,7 +28,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if `times` the file size exceeds the available memory."""
+    """Return a file's content. Raises ImportFailed if file size x `times` exceeds the available memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}. Split the file, or import it on a larger machine")
@@ -45,7 +45,7 @@ def lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number} is longer than {MAX_LINE:,} bytes. Check that the file is undamaged JSON Lines"
+                f"{where}, line {number} is longer than {MAX_LINE:,} bytes. Check that the file is valid JSON Lines"
             )
         if line.strip():
             yield number, line

@@ -115,12 +115,12 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
     """Return a view of an uncompressed entry's bytes. ZipFile.read would be slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
-        raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
+        raise zipfile.BadZipFile(f"Bad magic number for entry {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
     start = entry.header_offset + _HEADER_BYTES + name_length + extra_length
     found = memoryview(content)[start : start + entry.file_size]
     if len(found) != entry.file_size or zlib.crc32(found) != entry.CRC:
-        raise zipfile.BadZipFile(f"Bad CRC-32 for the part {entry.filename!r}")
+        raise zipfile.BadZipFile(f"Bad CRC-32 for entry {entry.filename!r}")
     return found
 
 
@@ -155,7 +155,7 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
 
 
 def _foreign_kind(identity: Any) -> Foreign | None:
-    """Return a storage's class if its dtype is not supported, such as a quantized one, or None if it is supported."""
+    """Return a storage's class if its dtype is unsupported (such as a quantized dtype), otherwise None."""
     kind = identity[1] if isinstance(identity, tuple) and len(identity) > 1 else None
     return kind if isinstance(kind, Foreign) else None
 

@@ -120,8 +120,8 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
-            f"{path / 'config.json'} names the architecture {name}, which is not a language model in the installed "
-            "transformers"
+            f"{path / 'config.json'} names the architecture {name}, which the installed transformers does not "
+            "provide as a language model"
         )
     try:
         model, told = kind.from_pretrained(
@@ -200,8 +200,8 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
-            f"{there} has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that it "
-            "is the model that was trained"
+            f"{there} has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that the "
+            "folder holds the model that was trained"
         )
 
 

@@ -40,7 +40,10 @@ class CheckpointReader:
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Memory-map a version's tensors. `attempt` and `is_lazy` have no effect. Raises WeightsMissing."""
+        """Memory-map a version's tensors, ignoring `attempt` and `is_lazy`.
+
+        Raises WeightsMissing if the version is missing or cannot be read.
+        """
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
             raise WeightsMissing(f"{self.folder} has no checkpoint of version {version}; available: {there}")
@@ -53,7 +56,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise WeightsMissing(f"{folder} has no *.safetensors; pass a folder written by save_pretrained")
+        raise WeightsMissing(f"{folder} contains no .safetensors files; pass a folder written by save_pretrained")
     for path in paths:
         try:
             with safe_open(path, "np"):  # raises an error if the header does not match the file
@@ -78,7 +81,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with `architectures`, which vLLM needs."""
+    """Return a model's config, with the `architectures` field that vLLM needs added if it is missing."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}

@@ -41,7 +41,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as unsigned 64-bit integers. Those on an accelerator are copied to the host all at once."""
+    """Return digests as unsigned 64-bit integers. Digests on an accelerator are copied in a single transfer."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -61,7 +61,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Hash a tensor's bytes, cast to `dtype` in pieces that fit into the CPU cache."""
+    """Cast a tensor to `dtype` in pieces that fit into the CPU cache, and hash the resulting bytes."""
     import torch
 
     found = xxhash.xxh3_64()

@@ -58,8 +58,8 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads a trace's policy versions.
 
-    The last version read stays in memory, so that reading the next one needs only a delta. The first version
-    read is not kept, because it may be the only one, and neither are versions larger than half the machine's memory.
+    The last version read stays in memory, so that reading the next one needs only a delta. There are two exceptions:
+    the first version read, because it may be the only one, and versions larger than half the machine's memory.
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -117,7 +117,7 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """By version: the records of its newest attempt, one per writer."""
+        """The records of each version's newest attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
@@ -201,7 +201,7 @@ class WeightReader:
             layout = self.layout(record)
             tied |= layout.tied
             for tensor in layout.tensors:
-                # Replicas in other processes hold the same shard.
+                # Several processes may hold replicas of the same shard. Keep only the first.
                 if tensor.whole_shape is None or tensor.numel:
                     places.setdefault(tensor.name, {}).setdefault(tensor.offsets or (), (record, tensor))
         found: dict[str, Tensor] = {}
@@ -269,8 +269,9 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Turn a chunk of version `held` into that of the version at the end of `path`, through their common ancestor.
+        """Turn a chunk of version `held` into the same chunk of the last version in `path`.
 
+        Undoes changes back to the two versions' common ancestor, and then applies the changes that follow it in `path`.
         Returns None if that is not possible.
         """
         try:

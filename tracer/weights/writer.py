@@ -61,7 +61,7 @@ ChunkChanges = dict[str, list[Changes]]
 class WeightWriter:
     """Copies weights to the host, and writes them on a separate thread.
 
-    Host memory holds two versions, so a new version waits until the previous one is written. `patience` counts
+    Host memory has room for two versions, so a new version waits until the previous one is written. `patience` limits
     this wait.
     """
 
@@ -107,7 +107,7 @@ class WeightWriter:
         """Store a policy version once. `tensors` maps state_dict names to tensors on any device.
 
         Returns as soon as the caller may modify the tensors. For CUDA tensors, the current stream waits for the copy,
-        and the caller waits for it only above PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
+        but the caller does not, unless the weights exceed PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
         """
         if version == self._version:
             return

@@ -297,7 +297,7 @@ def endings(facts: Facts) -> Iterator[Fact]:
 
 
 def capped(facts: Facts) -> Iterator[Fact]:
-    """Yield whether responses suddenly end at a length that many exceeded before."""
+    """Yield whether responses suddenly end at a length that many earlier responses exceeded."""
     assert facts.fall is not None
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])

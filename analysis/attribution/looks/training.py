@@ -65,7 +65,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     if first > max(facts.fall.high, facts.fall.fallen):
         return
-    # A linear warm-up alone reaches a factor of 2.
+    # During a linear warm-up, the learning rate is twice its earlier median, so only larger factors count.
     yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
 
 
@@ -136,8 +136,8 @@ def reference(facts: Facts) -> Iterator[Fact]:
 def loss_terms(facts: Facts) -> Iterator[Fact]:
     """Yield the loss term whose coefficient changes.
 
-    The recorded terms are fitted to the logged loss, and the coefficient of one term may change once. The term and the
-    step of the change are those that leave the least of the loss unexplained.
+    The logged loss is fitted as a weighted sum of the recorded terms, in which the coefficient of one term may change
+    once. The term and the step that give the best fit are reported.
     """
     assert facts.fall is not None
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
@@ -147,7 +147,7 @@ def loss_terms(facts: Facts) -> Iterator[Fact]:
 
 @cached
 def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps [S], the loss's terms by name [F], their values [S, F], and the logged loss [S].
+    """Return steps [S], the names [F] and values [S, F] of the loss terms, and the logged loss [S].
 
     The policy's term is -mean(advantage), which assumes an importance ratio of 1. The last column is constant.
     """
@@ -206,7 +206,7 @@ def changed_term(
     term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
     left, shifted, name = float(left_FP[term][at]), float(np.min(left_FP[-1])), str(names[term])
     if left < _MOST_LEFT * spread:
-        # A term tells little if an added constant fits nearly as well.
+        # The change is weak evidence if the loss fits nearly as well without it or with an added constant instead.
         others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
         level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))

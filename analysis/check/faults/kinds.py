@@ -135,7 +135,7 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch by the affected tokens: fixed places, parts of the run, or rows with different contexts."""
+    """Explain the mismatch by its location: fixed places, part of the run, or rows with different contexts."""
     return [
         found
         for place in where
@@ -182,7 +182,7 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """Leave out the steps before a jump from rounding to a constant level. Any kind of fault can cause such a jump."""
+    """Leave out the steps before the mismatch jumps from rounding to a constant level. Any fault can cause a jump."""
     grown = features.growth(data)
     later = data.sample.steps[data.seq] >= (grown.since or 0)
     return data.within(later) if grown.is_sudden and _grew(data) else data
@@ -205,10 +205,10 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 
 
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding that follows if exactly `tokens` ([N] bool) are affected, or None if none follows.
+    """Return the finding implied by the fact that exactly `tokens` ([N] bool) are affected, or None.
 
-    Unless `is_unrelated` is set, only padding and packing imply a finding, because different replicas may have served
-    the prompts.
+    Unless `is_unrelated` is set, only padding and packing imply a finding. Affected prompts do not, because different
+    replicas may have served them.
     """
     inside, known = tokens[data.keep], []
     for place in places(data):
@@ -257,8 +257,8 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # Different weights alone do not make the mismatch decline along responses (this score is at most 2.7 in 45
-            # runs).
+            # Different weights alone do not make the mismatch fade along responses: in 45 such runs, this score is at
+            # most 2.7.
             if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
                 numbers["cause"] = "early"
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -270,7 +270,7 @@ def _finding(
         numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
         broken = SIDES.get(str(numbers["side"]), "computation")
     elif kind == "prompt" and cause == "prompt":
-        # The prompt's forward pass predicts the first response token, so its error tells prefill from decode faults.
+        # Prefill predicts the first response token, so prefill faults make its error large, and decode faults do not.
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
     elif kind == "onset" and (begins := features.onset(data)) is not None:
@@ -282,7 +282,7 @@ def _finding(
 
 
 def _first_token_ratio(data: PairData) -> float:
-    """Return the first response token's logit error relative to the next four, or NaN if there are too few tokens."""
+    """Return the first response token's logit error relative to the next four's, or NaN if there are too few tokens."""
     noise, position = logit_error(data), data.position
     first, others = noise[position == 0], noise[(position > 0) & (position < 5)]
     return float(np.median(first) / np.median(others)) if min(len(first), len(others)) >= 20 else float("nan")

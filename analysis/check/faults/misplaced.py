@@ -178,8 +178,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive mid-
-    row values match best."""
+    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive
+    values from the middle of the row match best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -343,10 +343,10 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each position's cheapest lag of pass b, [R, T], and the nats each row saves compared with no lag, [R].
+    """Return each row's cheapest sequence of lags of pass b, [R, T], and the nats it saves compared with no lag, [R].
 
-    A nonzero lag at the start, and each lag change, cost about as much as two unrelated tokens, so that noise does not
-    cause lag changes. A token without a partner costs CAP_NATS / 2.
+    A nonzero lag at the start costs about as much as two unrelated tokens, and so does each lag change, so that noise
+    does not cause lag changes. A token without a partner costs CAP_NATS / 2.
     """
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -396,7 +396,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return [K] indices: for each kept token, that of the token whose value in pass a matches its value in pass b.
+    """Match each kept token's value in pass b to some token's value in pass a, and return the latter's index, [K].
 
     The index is -1 if no token matches. Return None if too few tokens have a match.
     """

@@ -202,9 +202,9 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a displaced loss mask, or None.
+    """Return a finding that the loss mask is displaced, or None.
 
-    A displaced mask leaves out about as many tokens with logprobs as it includes tokens without, in the same rows.
+    In each row, a displaced mask leaves out about as many tokens with logprobs as it includes tokens without.
     """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
@@ -378,7 +378,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how often a value repeats by chance, or infinity if `value` can be the logprob of many tokens."""
+    """Return how many times a value can repeat by chance, or infinity if `value` can be the logprob of many tokens."""
     if value == 0.0:
         # A token with probability 1 has an entropy of 0. But if a filter leaves only one token, the recorded entropy
         # can still be that of the unfiltered distribution.
@@ -400,7 +400,7 @@ def _repeats(logprobs: np.ndarray, value: float, width: float) -> float:
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
-    """Detect a pass with one value for all tokens of a sequence."""
+    """Detect a pass that has the same value at all tokens of a sequence."""
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     for side in sides(data):
         own, others = (means(values, data.seq, len(num)) for values in (side.values, side.others))
@@ -477,7 +477,7 @@ def _copied_since(data: PairData) -> list[Finding]:
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
     sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
-    # With the same dtype, the engine `exact` gives the same bits as another engine.
+    # The engine `exact` is built to give the same bits as another engine with the same dtype.
     if "exact" in sides["engine"] and len(differing) < 2:
         return {}
     return {

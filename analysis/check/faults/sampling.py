@@ -212,7 +212,7 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
 
 
 def _scale(data: PairData) -> ScaleFit | None:
-    """Fit the factor to the log-odds. If there are only two possible tokens, log-odds scale exactly."""
+    """Fit the factor on the logits to the log-odds, which scale by exactly it only if just two tokens are possible."""
     odds = [log_odds(values) for values in (data.a, data.b)]
     off = odds[1] - odds[0]
     there = (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
@@ -235,7 +235,7 @@ def _scale(data: PairData) -> ScaleFit | None:
     fit = ScaleFit(
         scale, low - 2 * error, high + 2 * error, r2, abs(slopes[0]) / max(error, 1e-12), np.where(there, left * data.rest, np.nan)
     )  # fmt: skip
-    # Rounding to bfloat16 alone can scale logits, but by less than half of bfloat16's precision.
+    # Rounding to bfloat16 alone can scale logits, but only by a factor closer to 1 than is required here.
     return fit if fit.score >= CLEAR and r2 >= MIN_R2 and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
 
 
@@ -261,7 +261,8 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
 
 def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
-    # Across contexts, the fit is exact only to first order in log T: log-odds scale exactly only for two tokens.
+    # Across contexts, the fit is exact only to first order in log T, because log-odds scale exactly only if just two
+    # tokens are possible.
     error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
         middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
@@ -317,7 +318,7 @@ IMPOSSIBLE_LOGPROB = -80.0
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
-    """Explain larger differences that nearly all have the same sign.
+    """Explain d if its larger values nearly all have the same sign.
 
     The mean of exp(-|d|) over sampled tokens is then the probability mass that both passes share. A token filter raises
     likely and unlikely logprobs by the same amount. If unlikely tokens differ by far more, one side computes them
@@ -343,7 +344,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     if all(np.diff(medians) < 0) and medians[0] > 1.2 * medians[3] and pearson(data.a, data.b) > 0.8:
         return [_smoothed(data, lowered)]
     # Lost mass changes every token in one direction, with a few exceptions due to rounding. A wrong computation also
-    # changes some tokens by nats in the opposite direction.
+    # changes some tokens by far more than rounding in the opposite direction.
     most = max((0.1 if recorded_filter(data) else 0.02) * opposite.sum(), 0.002 * len(size))
     if np.sum(size[opposite] > 3 * (allowed_noise(data) * data.scale)[opposite]) > most:
         return []
@@ -375,7 +376,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         )
     finding = fault.finding(data, signal, mass < 1 - 1e-6, next=next, numbers=numbers)
     found = of_signs(data, finding, np.full(data.num_kept, raised.sign), 4.0)
-    # An explanation by a recorded filter takes precedence.
+    # An explanation that agrees with a recorded filter takes precedence.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised.own.name, size) else found]
 
 
@@ -416,8 +417,8 @@ def _is_cut(data: PairData, raised: Side) -> bool:
     """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
     The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only those
-    that truncation kept. Two other signs of truncation: the kept tokens always have the same mass (as top-p gives for a
-    flat distribution), or a single kept token has logprob 0.
+    that truncation kept. There are two other signs of truncation: the kept tokens have nearly the same total mass in
+    every context (as with top-p and flat distributions), or a single token was kept and has logprob 0.
     """
     was_cut = (raised.own.logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(raised.other.logprobs)
     if recorded_filter(data) or np.any(was_cut & data.sample.mask):
@@ -596,7 +597,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
             "num_pairs": len(differ), "num_equal": int((~shifted).sum()), "num_shifted": int(near.sum()), "bias": bias,
         },
     )  # fmt: skip
-    # By chance, differences would be spread up to twice the bias.
+    # Without a fixed shift, the differences would be spread evenly between 0 and twice this value.
     gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=gain)]
 

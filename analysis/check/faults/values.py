@@ -178,7 +178,7 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
         typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
-        # If logprobs hardly vary, a constant difference such as a lost mass looks like a factor, and any function fits.
+        # If logprobs hardly vary, a constant difference (as from lost mass) looks like a factor, and any function fits.
         size = typical(data.d)
         varied = min(size, *(typical(each - np.median(each)) for each in (data.d, other)))
         residual = nats - other
@@ -260,8 +260,8 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Predict the other side's logprobs [K] by interpolating between other bigrams. Return NaN if the relation
-    is not monotone."""
+    """Predict the other side's logprobs [K] by interpolating between tokens with other bigrams. Return NaN if the
+    relation is not monotone."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -368,7 +368,7 @@ def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
-    # As with uncorrelated values, only each side's distribution is predicted, not d, so the gain is small.
+    # This predicts only each side's distribution, not d, so the gain is small, as for uncorrelated values.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
 
@@ -413,7 +413,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         side, cause = lower if is_improbable else side, "from_neither"
     elif is_improbable:
         side, cause = lower, "improbable"
-        # The engine sampled the tokens, so they must be probable for it. If they are not, the engine is at fault.
+        # The engine sampled the tokens, so they should be likely under its model. If they are not, it is at fault.
         broken = "engine" if lower.own.name == ROLLOUT else broken
     elif sampler is not None:
         side, cause, broken = sides(data)[sampler.key == "a"], "from_other", "recording"

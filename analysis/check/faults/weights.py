@@ -94,7 +94,7 @@ def _versions(data: PairData) -> list[Finding]:
 
 
 def _is_equal_without_lag(data: PairData, inside: np.ndarray) -> bool:
-    """Return True if the mismatch is about as large where both sides used one version as in the tokens `inside`."""
+    """Return True if the mismatch is about as large where both sides used the same policy version as in `inside`."""
     fresh = data.within(~inside)
     return fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2)
 

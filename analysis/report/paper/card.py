@@ -85,7 +85,7 @@ class _Writer:
 
 
 def _lines(text: str, most: int, fits: Callable[[str], bool]) -> list[str]:
-    """Break text into at most `most` lines that fit. Words longer than a line are split. Excess text becomes `...`."""
+    """Break text into at most `most` lines that fit. Overlong words are split, and excess text is replaced by `...`."""
     lines, words = [""], text.split()
     while words:
         word = words.pop(0)

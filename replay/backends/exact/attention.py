@@ -65,7 +65,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip keys that no query of the block sees.
+            # Skip keys that no query in the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]
@@ -86,6 +86,7 @@ class KeyValueCache:
         weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
         values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
-        # True where a query sees a broken key. A product finds these, because branching would wait for the device.
+        # True where a query sees a token with non-finite values. A matrix product finds them, because a branch in
+        # Python would wait for the device.
         lost_BCN = (seen_BCS.to(weights_BNGCS.dtype) @ self._broken[:, :, seen].to(weights_BNGCS.dtype).mT) > 0
         return result_BNGCD.masked_fill_(lost_BCN.mT[:, :, None, :, None], float("nan"))

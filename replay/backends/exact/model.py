@@ -155,7 +155,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return the keys visible to each query, by sliding window size. Key ranges are copied to the host only once."""
+    """Return the keys that each query sees, for each sliding window size. Copies key ranges to the host only once."""
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)

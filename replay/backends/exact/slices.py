@@ -36,15 +36,15 @@ class Slices:
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the largest slice size (bits) for exact sums over `length` slice products."""
-    # Sums of first-slice products require 2 * bits + log2(length) <= 53. With three slices, sums of later slices can
-    # be a quarter larger, which costs one more bit.
+    """Return the largest number of bits per slice with which a sum of `length` slice products is exact."""
+    # Sums of first-slice products require 2 * bits + log2(length) <= 53. With three slices, sums of later slice
+    # products can be a quarter larger, which requires one more bit.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
 def sliced(x: Any, bits: int, count: int) -> Slices:
     """Cut vectors into `count` slices. The error is at most 2**-(count * bits) relative to a vector's largest element.
-    If a vector has a NaN or infinity, all its elements become NaN."""
+    If a vector contains a NaN or an infinity, all its elements become NaN."""
     exponent, finite = exponents(x)
     rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
     parts = []
@@ -90,7 +90,7 @@ def sum_of_squares(x: Any, count: int) -> Any:
 
 
 def sum_of_units(x: Any) -> Any:
-    """Return the sum along the last axis of at most UNITS numbers from 0 to 1, each rounded to a multiple of 2**-66."""
+    """Round numbers from 0 to 1 to multiples of 2**-66, and return the sum of up to UNITS along the last axis."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
@@ -100,8 +100,8 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Return the sum of all slice products. Products of the same order (sum of both slices' indices) are added exactly;
-    adding these partial sums, smallest first, rounds."""
+    """Return the sum of all slice products. Products of the same order (the sum of the two slice indices) are added
+    exactly. Only the addition of these partial sums, smallest first, rounds."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
