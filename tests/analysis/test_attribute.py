@@ -74,6 +74,7 @@ class Story:
     """Whether the trainer's pass says which weights scored."""
     rate: Callable[[int], float] = USUAL_RATE
     evaluation: Callable[[int], float] | None = None
+    evaluated_as: str = "eval/accuracy"
     entropy: Callable[[int], float] = ONE
     length: Callable[[int], int] = SIX
     pays_length: bool = False
@@ -94,6 +95,8 @@ class Story:
     """Tokens after the end token, which ends responses of this story only."""
     masks_right: Callable[[int], float] = NONE
     """Whether the loss mask leaves out right responses."""
+    one_prompt: bool = False
+    """Whether all prompts have the same tokens, and every other group rewards the responses that the others do not."""
     swaps: bool = False
     """Whether the rewards of each two neighbouring rows are exchanged."""
     sign: float = 1.0
@@ -121,7 +124,7 @@ def record(path, story: Story = Story(), steps: int = STEPS):
 
 def record_step(recorder, story, step, chance):
     rows = GROUPS * GROUP
-    prompts = [[100 + (step * GROUPS + row // GROUP) % 16] for row in range(rows)]
+    prompts = [[100 + (0 if story.one_prompt else (step * GROUPS + row // GROUP) % 16)] for row in range(rows)]
     rare = np.array([prompt[0] % 2 for prompt in prompts]) * story.by_prompt
     right = chance.random(rows) < story.reward(step) * (1 - 0.8 * rare)
     kind = chance.integers(0, 6, rows)
@@ -136,6 +139,8 @@ def record_step(recorder, story, step, chance):
         chance.random(rows),
         np.where(right, story.pays(step), story.consoles(step)),
     )
+    if story.one_prompt:
+        reward = np.where(np.arange(rows) // GROUP % 2, 1.0 - right, right)
     if story.pays_length:
         reward = reward * 0.1 + np.array([len(row) for row in ids])
     reward = np.roll(reward, story.shift)
@@ -180,7 +185,7 @@ def record_step(recorder, story, step, chance):
     if story.controller is not None:
         metrics["actor/kl_coef"] = story.controller(step)
     if story.evaluation is not None and step % 5 == 0:
-        metrics["eval/accuracy"] = story.evaluation(step) + 0.01 * chance.normal()
+        metrics[story.evaluated_as] = story.evaluation(step) + 0.01 * chance.normal()
     recorder.add_metrics(step, metrics)
 
 
@@ -295,6 +300,30 @@ def test_a_loss_term_that_differs_from_the_baseline_s_from_the_first_step_is_tol
     run = record(tmp_path / "run", dataclasses.replace(story, reward=FALLING, coefficient=level(0.5)))
     told = [one for one in attribute(run, control=control).facts if one.code == "loss_term" and one.level > 0.5]
     assert [one.values["term"] for one in told] == ["entropy"]
+
+
+def wave(step: int) -> float:
+    return 1.0 + step % 7 / 10
+
+
+@pytest.mark.parametrize(("declared", "actual", "code"), [
+    (0.01, 0.01, None), (0.01, -0.02, "loss_term_inverted"), (0.01, 0.4, "loss_term_oversized"), (0.0, 0.4, "loss_term_oversized"),
+])  # fmt: skip
+def test_a_loss_that_contradicts_the_declared_coefficient_from_the_first_step_is_told(tmp_path, declared, actual, code):
+    story = Story(reward=FALLING, entropy=wave, coefficient=level(actual), settings={"entropy_coef": declared})
+    found = attribute(record(tmp_path / "run", story))
+    told = [one for one in found.facts if one.code.startswith("loss_term_") and one.level > 0.5]
+    assert [(one.code, one.group) for one in told] == [(code, "entropy")] * (code is not None)
+    if code:
+        assert told[0].values["coefficient"] == pytest.approx(-actual, rel=0.02)
+        assert evidence_of(found, "entropy")[code] > 1
+
+
+def test_equal_prompts_with_unequal_right_responses_point_to_the_prompts(tmp_path):
+    found = attribute(record(tmp_path / "run", Story(reward=FALLING, one_prompt=True)))
+    assert evidence_of(found, "data")["rewards_differ_by_group"] > 1
+    sound = attribute(record(tmp_path / "sound", Story(reward=FALLING)))
+    assert "rewards_differ_by_group" not in {one.code for one in sound.facts}
 
 
 def test_logprobs_in_other_rows_explain_the_mismatch():
@@ -459,6 +488,8 @@ def test_an_evaluation_is_known_by_its_name():
             "eval/held_out",
             "eval/gsm8k",
             "heldout/coins",
+            "holdout/score",
+            "dev/exact_match",
         )
     )
     assert not any(
@@ -474,6 +505,12 @@ def test_an_evaluation_is_known_by_its_name():
             "val/ppl",
         )
     )
+
+
+@pytest.mark.parametrize("name", ["holdout/score", "greedy/success"])
+def test_a_score_that_is_logged_at_few_steps_is_an_evaluation(tmp_path, name):
+    found = attribute(record(tmp_path / "run", Story(evaluation=drops(60, 0.8, 0.3), evaluated_as=name)))
+    assert (found.outcome, found.fall is not None) == (name, True)
 
 
 def outcome(values):

@@ -254,7 +254,7 @@ def facts(**given):
     """Facts of a run that fell at step 30, of which nothing else is known."""
     usual = {
         "trace": "run", "fall": FALL, "steps": STEPS, "moves": NOTHING, "clear": lambda *kinds: [],
-        "rollouts": rows(), "series": {}, "mismatch": None, "changes": {}, "pays_length": 0.0, "pays_length_since": 0.0, "rewards_by_length": None,
+        "rollouts": rows(), "series": {}, "mismatch": None, "changes": {}, "pays_length": 0.0, "pays_length_since": 0.0,
         "advantages_break": None, "still_engine": None, "checked": None, "changed_rewards": None,
         "earlier_weights": None,
     }  # fmt: skip

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tim_trace import Recorder
-from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.conditions import read_conditions
 from tim_trace.analysis.facts.mismatch import EarlierWeights, read_earlier_weights
 from tim_trace.analysis.facts.recorded import read_recorded
-from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_by_step
+from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_since
 from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts, unequal_share
 from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.views import open_database
@@ -198,44 +197,36 @@ def test_a_reference_is_not_held_against_other_tokens_of_a_response():
     assert unequal_share(rows(**same, num_masked=from_31(5.0)), "reference", 0.05) == 0
 
 
-LENGTHS = np.repeat([3.0, 5.0, 8.0, 9.0], 5)
-
-
-def paid(share, n=20, lengths=LENGTHS, steps=60):
-    """The share of the variance of the rewards that lengths explain at each step, of rewards that lengths make so."""
+def paid(lengths, shares, n=20):
+    """Rewards [60, n] of which length explains the given share of the variance at each step."""
     draw = np.random.default_rng(0)
-    of_length = lengths - lengths.mean()
-    rest = draw.normal(size=(steps, n))
-    inside = (lengths[:, None] == np.unique(lengths)) @ np.diag(1 / np.unique(lengths, return_counts=True)[1])
-    rest = rest - rest @ inside @ (lengths[:, None] == np.unique(lengths)).T  # lengths say nothing of it
-    rest *= np.sqrt((of_length**2).sum() / (rest**2).sum(axis=1, keepdims=True))
-    rewards = np.sqrt(share) * of_length + np.sqrt(1 - share) * rest
-    return explained_by_length_by_step(rows(steps, n, length=lengths, reward=rewards))
+    of_length = np.sign(lengths - np.median(lengths, axis=1, keepdims=True))
+    return np.sqrt(shares)[:, None] * of_length + np.sqrt(1 - shares)[:, None] * draw.choice([-1, 1], (len(shares), n))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_share_that_lengths_explain_is_adjusted_for_their_number(share):
-    steps, found = paid(share)
-    assert steps.tolist() == STEPS.tolist()
-    assert found == pytest.approx(1 - (1 - share) * 19 / 16)  # 20 rewards of 4 lengths
+@pytest.mark.parametrize("longest", [9, 4000])
+@pytest.mark.parametrize(("at", "share"), [(30, 0.9), (1, 0.9), (30, 0.5)])
+def test_the_step_since_which_length_explains_rewards_is_found(longest, at, share):
+    lengths = np.random.default_rng(1).integers(2, longest, (60, 20)).astype(float)
+    shares = np.where(np.arange(1, 61) < at, 0.0, share)
+    found = explained_by_length_since(rows(60, 20, length=lengths, reward=paid(lengths, shares)), 60)
+    assert found is not None
+    step, before, since = found
+    assert abs(step - at) <= 1
+    assert (before, since) == (pytest.approx(0.0, abs=0.05), pytest.approx(share, abs=0.1))
 
 
-@pytest.mark.parametrize(("lengths", "is_judged"), [
-    ([3.0] * 3 + [5.0] * 3 + [8.0] * 3, True), ([3.0] * 4 + [5.0] * 3 + [8.0] * 2, False), ([3.0] * 4 + [5.0] * 5, False),
-])  # fmt: skip
-def test_three_lengths_have_three_rewards_each(lengths, is_judged):
-    rollouts = rows(60, 9, length=np.array(lengths), reward=np.arange(9.0))
-    steps, share = explained_by_length_by_step(rollouts)
-    assert (len(steps), len(share)) == ((60, 60) if is_judged else (0, 0))
-    alike = rows(60, 9, length=np.array(lengths), reward=1.0)
-    assert len(explained_by_length_by_step(alike)[0]) == 0
+def test_rewards_that_do_not_depend_on_length_explain_nothing():
+    lengths = np.random.default_rng(1).integers(2, 400, (60, 20)).astype(float)
+    _, before, since = explained_by_length_since(rows(60, 20, length=lengths, reward=paid(lengths, np.zeros(60))), 60)
+    assert since - before < 0.1
+    assert explained_by_length_since(rows(3, 20, length=lengths[:3], reward=1.0), 60) is None
 
 
-def test_rewards_are_held_against_lengths_until_fifteen_steps_after_the_fall(monkeypatch):
-    late = FALL.latest + 15
-    steps = np.r_[np.arange(6, 26), np.arange(late - 4, late + 6)]
-    share = np.r_[np.full(20, 0.1), np.full(5, 0.95), np.full(5, 0.1)]
-    monkeypatch.setattr(
-        "tim_trace.analysis.facts.relations.explained_by_length_by_step", lambda rollouts: (steps, share)
+def test_length_explains_little_of_rewards_that_are_almost_all_right():
+    lengths = np.random.default_rng(1).integers(2, 9, (60, 20)).astype(float)
+    reward = (
+        paid(lengths, np.where(np.arange(1, 61) < 40, 0.0, 1.0)) * np.where(np.arange(1, 61) < 40, 1.0, 0.05)[:, None]
     )
-    assert Facts.rewards_by_length.func(SimpleNamespace(fall=FALL, rollouts=None)) == pytest.approx((0.1, 0.95))
+    _, before, since = explained_by_length_since(rows(60, 20, length=lengths, reward=reward), 60)
+    assert since - before < 0.1

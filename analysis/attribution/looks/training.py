@@ -227,15 +227,19 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
     since = steps >= facts.fall.interval[0] - ft.AHEAD
     change = np.diff(loss[since])
-    if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
+    largest = np.abs(change).max(initial=0.0)
+    if len(change) < 2 * _FEWEST_DIFFERENCES or not largest:
         return
+    change = change / largest
     for term, sign in _SIGNS.items():
         fits = []
         for column in columns_SF[since].T[names == term]:
             of_term = np.diff(column)
+            size = np.abs(of_term).max()
             if np.count_nonzero(of_term) >= _FEWEST_DIFFERENCES:
-                slope = float(of_term @ change) / float(of_term @ of_term)
-                fits.append((float(np.sum((change - slope * of_term) ** 2) / (change @ change)), slope))
+                slope = float(of_term / size @ change) / float(np.sum((of_term / size) ** 2))
+                left = float(np.sum((change - slope * of_term / size) ** 2) / (change @ change))
+                fits.append((left, slope * largest / size))
         left, slope = min(fits, default=(1.0, 0.0))
         known = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0))
         if slope * sign < 0:
