@@ -46,7 +46,7 @@ CHANCE = np.log(1e-6)
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
@@ -55,13 +55,15 @@ SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coa
 FROM (
     SELECT step, row_number() OVER () AS place, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
-           CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, {{list}} AS list
+           CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, CASE WHEN {{asked}} THEN hash({{own}}) END AS answer,
+           {{list}} AS list
     FROM sequences
 )
 ORDER BY step, place
 """
-"""One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest` and `is_per_token` only
-cover loss tokens."""
+"""One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest`, `is_per_token`
+and `answer`, a hash of the response alone, only cover loss tokens."""
+_OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 
 
@@ -75,8 +77,9 @@ class DataRows:
             self.inspected = ", ".join(str(step) for step in np.unique(sample.steps))
         is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
         asked = f"step IN ({self.inspected})" if is_large else "true"
+        parts = {"list": f"{tokens}::DOUBLE[]", "asked": asked, "own": _OWN if columns.mask else "response_ids"}
         with database.following("reading rewards and advantages"):
-            table = database.connection.sql(_ROWS.format(list=f"{tokens}::DOUBLE[]", asked=asked)).to_arrow_table()
+            table = database.connection.sql(_ROWS.format(**parts)).to_arrow_table()
         self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
         self.rows = {name: array_of(table[name]) for name in table.column_names}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)

@@ -79,12 +79,12 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(rewards)
     if not known.any():
         return
-    response = run.rows["response"]
+    response, answer = run.rows["response"], run.rows["answer"]
     value = float(rewards[known][-1])
     later = known & _after_last(known & (rewards != value), at)
     earlier = rewards[known & ~later]
-    # Equal responses have equal rewards anyway, so only different responses are evidence.
-    num_later = len(np.unique(response[later & (response > 0)]))
+    # Only different responses are evidence: a collapsed policy that answers every prompt alike earns the same anyway.
+    num_later = len(np.unique(answer[later & (response > 0)]))
     usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
     if num_later * np.log(usual) < CHANCE and not (len(earlier) and value == rewards[known].max()):
         after = f" from step {run.steps[at[later].min()]} on" if len(earlier) else ""
@@ -250,7 +250,7 @@ def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray,
 
 
 _EQUAL = """
-SELECT a.step, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
+SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
        coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,
        any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
 FROM scores AS a JOIN scores AS b USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)

@@ -19,14 +19,14 @@ from . import thresholds as t
 _ROWS = """
 SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
        coalesce(scored.mean, sampled.mean) AS likelihood, sampled.mean AS sampled, reference.mean AS reference,
-       s.opening, ending, goes_on, scored.opening AS opening_trained, sampled.opening AS opening_sampled
+       s.opening, ending, goes_on, is_ended, scored.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
         SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(response_ids) AS response,
                hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
-               list_contains(response_ids[:-2], $end) AS goes_on,
+               list_contains(response_ids[:-2], $end) AS goes_on, coalesce(response_ids[-1] = $end, false) AS is_ended,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
                coalesce(advantage, list_avg(advantages)) AS advantage,
                coalesce(advantage, advantages[1]) AS first_advantage,
@@ -94,6 +94,8 @@ class Rollouts:
     ending: np.ndarray
     goes_on: np.ndarray
     """Whether the token that ends nearly all early responses also occurs before the last token."""
+    is_ended: np.ndarray
+    """Whether the token that ends nearly all early responses is the last token."""
     opening: np.ndarray
     """Hash of the prompt and the first OPENING response tokens. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray

@@ -91,6 +91,8 @@ class Story:
     limit: Callable[[int], int] | None = None
     """Longest response, in tokens."""
     says_limit: bool = False
+    ends: bool = False
+    """Whether an end token follows each response, even one at the limit."""
     runs_on: Callable[[int], int] | None = None
     """Tokens after the end token, which ends responses of this story only."""
     masks_right: Callable[[int], float] = NONE
@@ -132,6 +134,8 @@ def record_step(recorder, story, step, chance):
     ids = [[int(right[r]) + 1, int(kind[r]) + 10, *range(20, 18 + max(lengths[r], 2))] for r in range(rows)]
     if story.limit is not None:
         ids = [row[: story.limit(step)] for row in ids]
+    if story.ends:
+        ids = [[*row, 99] for row in ids]
     if story.runs_on is not None:
         ids = [[*row, 99, *range(20, 20 + story.runs_on(step))] for row in ids]
     reward = np.where(
@@ -260,6 +264,13 @@ def test_a_limit_that_falls_before_the_drop_is_seen_in_lengths_and_in_the_record
     assert ("setting_changed" in evidence) == says_limit
 
 
+def test_responses_that_the_policy_ends_at_one_length_are_not_cut_off(tmp_path):
+    story = Story(reward=FALLING, length=level(9), limit=drops(58, 20, 5), ends=True)
+    assert "responses_capped" not in {
+        one.code for one in attribute(record(tmp_path / "run", story)).facts if one.level > 0.1
+    }
+
+
 def test_a_constant_that_is_added_to_the_loss_changes_no_term(tmp_path):
     def nearly_one(step: int) -> float:
         return 1.0 + step % 7 / 1000
@@ -320,9 +331,9 @@ def test_a_loss_that_contradicts_the_declared_coefficient_from_the_first_step_is
 
 
 def test_equal_prompts_with_unequal_right_responses_point_to_the_prompts(tmp_path):
-    found = attribute(record(tmp_path / "run", Story(reward=FALLING, one_prompt=True)))
+    found = attribute(record(tmp_path / "run", Story(evaluation=drops(60, 0.8, 0.2), one_prompt=True)))
     assert evidence_of(found, "data")["rewards_differ_by_group"] > 1
-    sound = attribute(record(tmp_path / "sound", Story(reward=FALLING)))
+    sound = attribute(record(tmp_path / "sound", Story(evaluation=drops(60, 0.8, 0.2))))
     assert "rewards_differ_by_group" not in {one.code for one in sound.facts}
 
 

@@ -7,6 +7,7 @@ import pytest
 from bigrams import FP32, VLLM_BF16, VLLM_FP32, in_float32, moved, sample, table
 from builders import tim_trace
 from shared import rest_slow
+from tim_trace.analysis import check
 from tim_trace.analysis.check import advantages
 from tim_trace.analysis.check.data_checks import data_findings
 from tim_trace.analysis.check.finding import KINDS, data_text
@@ -338,6 +339,27 @@ NOTICES = (
     "logged length",
     "logged entropy",
 )
+
+
+def collapsed(recorder, batch, step, number):
+    """Logprobs of a policy that is certain of the same two tokens from step 4 on."""
+    if number < 4:
+        rollout, train = in_float32(step, number), step.scored()
+    else:
+        rollout = train = [np.zeros(2, np.float32)] * len(GROUP)
+    recorder.add_scores("rollout", batch, logprobs=rollout, policy_version=number - 1)
+    recorder.add_scores("train", batch, logprobs=train, policy_version=number)
+
+
+def test_a_policy_that_is_certain_of_one_response_is_neither_a_copy_nor_a_broken_reward(tmp_path):
+    path = write(
+        tmp_path / "run",
+        reward=lambda step, n, draw: binary(step, n, draw) * (n < 4),
+        columns=lambda step, n: {} if n < 4 else {"response_ids": [[5, END]] * len(GROUP)},
+        passes=collapsed,
+    )
+    assert not {finding.code for finding in findings(path)} & {"rewards_constant", "ratio_is_one"}
+    assert check(path).is_valid
 
 
 def test_groups_of_mixed_prompts_are_not_also_split_prompts(tmp_path):

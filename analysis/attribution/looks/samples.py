@@ -302,11 +302,13 @@ def capped(facts: Facts) -> Iterator[Fact]:
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])
     longest = np.array([part.max(initial=0) for part in parts])
+    # A policy may also learn to end all responses at one length. A limit cuts them off at other tokens than the usual.
+    ended = np.split(facts.rollouts.is_ended, first[1:])
     found = []
     for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):
         limit = longest[at : at + _FEWEST_STEPS].max()
         longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
-        share = min(float((part == limit).mean()) for part in parts[at : at + 3])
+        share = min(float(((parts[step] == limit) & ~ended[step]).mean()) for step in range(at, at + 3))
         level = min(share, *longer)
         values = {"step": int(steps[at]), "limit": int(limit), "share": share, "before_share": longer[-1]}
         found.append(fact("responses_capped", level, **values))

@@ -459,13 +459,14 @@ def _copied_since(data: PairData) -> list[Finding]:
     """Report a pass that copies the other from some step on, although the contracts stay the same."""
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
-    equal = np.array([not data.d[steps == step].any() for step in known])
+    telling = data.b < -1e-3  # two passes give certain tokens a logprob of exactly 0, so equal zeros tell nothing
+    equal = np.array([not data.d[steps == step].any() and telling[steps == step].any() for step in known])
     since = int(np.argmax(equal))
     if since < 2 or len(known) - since < 2 or not equal[since:].all():
         return []
     later = steps >= known[since]
-    telling = ~later & (data.b < -1e-3)
-    share = float(np.mean(data.d[telling] != 0)) if telling.any() else 0.0
+    before = ~later & telling
+    share = float(np.mean(data.d[before] != 0)) if before.any() else 0.0
     a, b = (np.array(side.contracts, str) for side in (data.sample.a, data.sample.b))
     now, then = ({*a[data.seq[part]], *b[data.seq[part]]} for part in (later, ~later))
     if share < 0.5 or now != then:
