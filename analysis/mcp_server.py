@@ -191,8 +191,9 @@ class RunTools:
     def changes(
         self, run: str | None = None, around_step: int | None = None, kinds: Sequence[str] = (), limit: int = 20
     ) -> dict[str, Any]:
-        """List what changed during a run (series, settings, contracts): nearest to around_step first, else largest.
-        kinds: e.g. mismatch, reward, advantages, logged, setting, contract. order: before, with or after the drop.
+        """List what changed during a run (series, settings, contracts): the changes nearest to around_step first, or
+        the largest first without around_step. kinds: e.g. mismatch, reward, advantages, logged, setting, contract. In the
+        result, `order` says whether a change came before, with or after the drop.
         """
         found = self._ask(
             _CHANGES.format(

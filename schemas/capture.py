@@ -36,7 +36,7 @@ class Capture:
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
         level, _, k = text.partition(":")
         if k and not k.isdecimal():
-            raise InvalidOption(f"got {text!r}, expected topk:K with an integer, e.g. topk:20", option="capture")
+            raise InvalidOption(f"got {text!r}, expected topk:K, where K is an integer, e.g. topk:20", option="capture")
         return cls(level=level, k=int(k) if k else None, fraction=fraction)
 
     def __str__(self) -> str:

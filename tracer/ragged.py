@@ -54,7 +54,7 @@ def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
 
 
 def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the positions of the selected rows' elements in the flat values."""
+    """Return the indices of the selected rows' elements in the flattened array."""
     counts = lengths[rows]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.asarray(np.repeat(np.cumsum(lengths)[rows] - counts, counts) + within)

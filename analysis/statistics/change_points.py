@@ -61,9 +61,9 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return the start of every segment except the first segment, and the long-run variance of the noise. The cuts and
-    the variance are estimated in turn until the cuts no longer change. The factor 1.5 + 70 / n corrects
-    the variance's bias in a series without a change."""
+    """Return the start of every segment but the first, and the long-run variance of the noise. The cuts and
+    the variance are estimated alternately until the cuts stop changing. The factor 1.5 + 70 / n corrects the bias
+    that the variance estimate has if nothing changes."""
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
         return [], 0.0

@@ -265,7 +265,7 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
-    # Normalised values are rounded to the input's dtype before a wider weight multiplies them.
+    # Normalised values are rounded to the input's dtype before they are multiplied by a weight of a wider dtype.
     out = max(rounding.out, unit(rounding.taken))
     # If the operator uses the unrounded sum of two inputs, each value and the norm may differ by up to one roundoff.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0

@@ -69,7 +69,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A layer's residual stream is judged in two places. The order comes from the place with the error.
+        # A layer's residual stream is checked in two places. Take the order from whichever of the two shows the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]

@@ -59,7 +59,7 @@ class _Call:
 
 class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for it
     """Records each torch call within the block. `named` maps source code to the tensor that it stands for. Tensors that
-    are neither named nor returned by a recorded call are added to `constants` as c0, c1, ..., written w["c0"], ..."""
+    are neither named nor returned by a recorded call are stored in `constants` as c0, c1, ..., and source code refers to them as w["c0"], ..."""
 
     def __init__(self, named: Mapping[str, Any], constants: dict[str, Any]):
         super().__init__()

@@ -168,7 +168,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions, and their logprobs as the rollout pass. `names` contains a name for each prompt."""
+        """Record the completions, and store their logprobs as the rollout pass. `names` contains a name for each prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

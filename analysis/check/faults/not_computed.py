@@ -204,7 +204,7 @@ def _missing(
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
     """Return a finding that the loss mask is displaced, or None.
 
-    In each row, a displaced mask leaves out about as many tokens with logprobs as it includes tokens without.
+    In each row, a displaced mask excludes about as many tokens that have logprobs as it includes tokens that lack them.
     """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
