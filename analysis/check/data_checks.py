@@ -21,7 +21,7 @@ from ..trace.columns import scored_passes
 from ..trace.database import Database
 from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .finding import DataFinding
-from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
+from .sample import MIN_UNSAMPLED_RUN, MOST_LOST, UNSAMPLED_NATS, PassSample, Sample, run_lengths
 from .where import part_of_rows, rank_of
 
 _EXPLAINED_BY = {
@@ -529,10 +529,13 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Find entropies recorded in bits or one token off. Correct entropies equal -logprob on average."""
+    """Find entropies recorded in bits, one token off, or of another distribution. Correct ones equal -logprob on average."""
     compared, every = sample.compared, np.ones(sample.num_sequences, bool)
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
+    for side in (sample.a, sample.b):
+        if side.share_lost > MOST_LOST:
+            yield from find("entropies_lost", every, name=side.name, share=side.share_lost)
     joined = np.diff(sample.seq) == 0
     for side in (sample.a, sample.b):
         if side.entropy is None:

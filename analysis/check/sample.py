@@ -116,7 +116,9 @@ class PassSample:
     is_null: np.ndarray
     """[N] bool: True where no logprob was recorded."""
     entropy: np.ndarray | None
-    """[N] float64 (nats), NaN where missing. None if no sequence has entropies."""
+    """[N] float64 (nats), NaN where missing. None if no entropy is finite."""
+    share_lost: float
+    """Share of the recorded entropies that are not finite, or larger than any distribution with the token's logprob has."""
     versions: np.ma.MaskedArray
     """[S] int64 policy version of the scoring weights. Masked where unknown."""
     contracts: list[str | None]
@@ -289,12 +291,12 @@ def _within(table: pa.Table) -> pa.Table:
 
 
 def _of_table(table: pa.Table, pair: Pair) -> Sample:
-    tokens = tokens_of_rows(table, ("a", "b"))
+    tokens, ids = tokens_of_rows(table, ("a", "b")), array_of(flat(table["response_ids"])[0])
     lengths = array_of(table["num_response_tokens"]).astype(np.int64)
-    mask = counted(table["mask"], lengths)
+    mask, num_ids = counted(table["mask"], lengths), int(ids.max(initial=1)) + 1
     return Sample(
-        a=_side(table, pair[0], "a", tokens.logprobs["a"], lengths),
-        b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths), tokens=array_of(flat(table["response_ids"])[0]),
+        a=_side(table, pair[0], "a", tokens.logprobs["a"], lengths, num_ids),
+        b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths, num_ids), tokens=ids,
         mask=np.ones(int(lengths.sum()), bool) if mask is None else mask,
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), steps=array_of(table["step"]),
         seq_ids=table["seq_id"].to_pylist(), group_ids=table["group_id"].to_pylist(),
@@ -305,15 +307,33 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
     )  # fmt: skip
 
 
-def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray) -> PassSample:
-    entropy = table[f"entropy_{side}"]
+MOST_LOST = 0.2
+"""Maximum share of lost entropies for which the entropies can still belong to the logprobs."""
+
+
+def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:
+    column = table[f"entropy_{side}"]
+    entropy, share_lost = None, 0.0
+    if column.null_count < len(column):
+        entropy, there = fitted(column, lengths).astype(np.float64), np.repeat(~array_of(column.is_null()), lengths)
+        there &= np.isfinite(logprobs)
+        possible = entropy <= most_entropy(logprobs.astype(np.float64), 2 * num_ids)
+        share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
+        entropy = entropy if np.isfinite(entropy).any() else None
     return PassSample(
         name=name, logprobs=logprobs.astype(np.float64), is_null=array_of(flat(table[side])[0].is_null()),
-        entropy=None if entropy.null_count == len(entropy) else fitted(entropy, lengths).astype(np.float64),
-        versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
+        entropy=entropy, share_lost=share_lost, versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(), forward_row=_numbers(table[f"forward_row_{side}"]),
         pad_left=_numbers(table[f"pad_left_{side}"]),
     )  # fmt: skip
+
+
+def most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
+    """Return the largest entropy (nats) of any distribution over `num_ids` ids with this logprob of one id: that of one
+    that is uniform over the other ids. A relative error of 1% is allowed."""
+    p = np.exp(np.minimum(logprobs, 0.0))
+    rest = np.maximum(1 - p, 1e-12)
+    return np.asarray(1.01 * (-p * np.log(np.maximum(p, 1e-300)) + rest * (np.log(num_ids) - np.log(rest))))
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:

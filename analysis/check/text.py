@@ -17,7 +17,7 @@ NOTES: Mapping[str, str] = {
     "sequences",
     "no_contract": "at least one pass has no contract, so its dtype, adapters and sampling settings are inferred from "
     "its values; to record them, use `tim-trace record` or call Recorder.add_contract",
-    "no_entropies": "entropies were not recorded, so prompt or tool tokens that both sides scored as if they had been "
+    "no_entropies": "no finite entropies were recorded, so prompt or tool tokens that both sides scored as if they had been "
     "sampled cannot be detected",
     "few_steps": "fewer than three steps were inspected, too few to detect stale weights from the mismatch alone",
     "no_prompts": "prompts were not recorded, so logit precision and prompt caches cannot be checked",

@@ -184,6 +184,16 @@ def test_a_lost_mass_is_no_factor_where_all_tokens_are_about_as_likely(tmp_path)
     assert first.numbers["lost_mass"] == pytest.approx(40 / 100, abs=0.02)
 
 
+@pytest.mark.parametrize("copies", [2, 8])
+def test_a_sum_over_several_copies_of_the_vocabulary_is_told(tmp_path, copies):
+    def train(step, number):
+        return [row - np.float32(np.log(copies)) for row in step.scored()]
+
+    first = check(Recording(train=train, rollout=in_bfloat16).write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.numbers["copies"]) == ("padded_vocabulary", copies)
+    assert f"All tokens lose the same factor, {copies}," in evidence_text(first)
+
+
 HEALTHY_RUNS = {
     "float32": Recording(rollout=in_float32),
     "float32 with contracts": Recording(rollout=in_float32, contracts=BOTH_FP32),

@@ -285,6 +285,8 @@ FAULTS = {
     "logged length with prompt": ("metric_of_others", None, {"metrics": lambda step, r, n: {"completion_length": np.mean([len(row) + len(p) for row, p in zip(step.responses, step.prompts, strict=True)])}}),
     "rows alone": ("rows_alone", None, {"groups": lambda step, n: [f"{g}-{row % IN_GROUP == 7}" for row, g in enumerate(GROUP)], "advantage": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP == 7, 0.0, grpo(r, 2 * GROUP + (np.arange(len(r)) % IN_GROUP == 7), ddof=0))}),
     "longer than allowed": ("limit_exceeded", None, {"columns": lambda step, n: {"max_tokens": 6}}),
+    "nan entropies": ("entropies_lost", None, {"entropy": np.nan}),
+    "entropies of another distribution": ("entropies_lost", None, {"entropy": 6.0}),
     "entropies in bits": ("entropies_in_bits", None, {"entropy": 1 / np.log(2.0)}),
     "parts of the next row": ("rewards_differ", None, {"reward": lambda step, n, draw: np.roll(parts_of(step)["accuracy"] + 0.2 * parts_of(step)["format"], 1), "columns": lambda step, n: {"rewards": parts_of(step)}}),
     "zero": ("advantages_constant", None, {"advantage": lambda r, n: np.zeros(len(r))}),
@@ -339,6 +341,13 @@ NOTICES = (
     "logged length",
     "logged entropy",
 )
+
+
+@pytest.mark.parametrize("entropy", [np.nan, 6.0])
+def test_entropies_of_another_distribution_do_not_make_the_comparison_invalid(tmp_path, entropy):
+    found = check(write(tmp_path / "run", entropy=entropy))
+    assert found.is_valid
+    assert [finding.code for finding in found.findings] == ["rounding"]
 
 
 def collapsed(recorder, batch, step, number):

@@ -363,7 +363,8 @@ OPTIONS = {
 }  # fmt: skip
 """What a command needs beside the trace; `query` takes it before the trace."""
 
-BEFORE_TOKENS = {"info", "verify", "weights", "replay", "triangulate", "gradient", "locate", "reproduce"}
+BEFORE_TOKENS = {"info", "verify", "weights", "replay", "triangulate", "gradient", "locate", "reproduce",
+                 "certify"}  # fmt: skip
 """Commands that read no logprobs, as verify, which compares checksums, or find no weights in this trace before they would."""
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
@@ -214,41 +215,64 @@ def changed_term(
 
 _SIGNS = {"reference": 1.0, "entropy": -1.0}
 """Terms of a minimised loss -> sign of their coefficient."""
-_MOST_LEFT_OF_STEPS = 0.2
-"""Share of the variance of the loss's differences between steps that one term may leave unexplained."""
+_MOST_LEFT_OF_STEPS = 0.5
+"""Share of the variance of the loss's differences between steps that the terms may leave unexplained."""
+_LEAST_ERRORS = 4.0
+"""A coefficient counts only from this many standard errors on."""
 
 
 def coefficients(facts: Facts) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient has the wrong sign, or is much larger than declared.
+    """Yield loss terms whose coefficient has the wrong sign, or is much larger than declared.
 
-    The coefficient is fitted to differences between successive steps, so that common trends do not count.
+    The coefficients are fitted to differences between successive steps, so that common trends do not count.
     """
     assert facts.fall is not None
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
     since = steps >= facts.fall.interval[0] - ft.AHEAD
     change = np.diff(loss[since])
-    largest = np.abs(change).max(initial=0.0)
-    if len(change) < 2 * _FEWEST_DIFFERENCES or not largest:
+    if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
         return
-    change = change / largest
-    for term, sign in _SIGNS.items():
-        fits = []
-        for column in columns_SF[since].T[names == term]:
-            of_term = np.diff(column)
-            size = np.abs(of_term).max()
-            if np.count_nonzero(of_term) >= _FEWEST_DIFFERENCES:
-                slope = float(of_term / size @ change) / float(np.sum((of_term / size) ** 2))
-                left = float(np.sum((change - slope * of_term / size) ** 2) / (change @ change))
-                fits.append((left, slope * largest / size))
-        left, slope = min(fits, default=(1.0, 0.0))
-        known = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0))
-        if slope * sign < 0:
-            yield fact("loss_term_inverted", known, term, term=term, coefficient=slope)
+    scale, changes_SF = float(np.abs(change).max()), np.diff(columns_SF[since], axis=0)
+    varies = np.count_nonzero(changes_SF, axis=0) >= _FEWEST_DIFFERENCES
+    choices = [(None, *np.flatnonzero(varies & (names == term))) for term in ("policy", *_SIGNS)]
+    fits = [
+        _fitted(changes_SF, change / scale, [at for at in chosen if at is not None]) for chosen in product(*choices)
+    ]
+    left, found = min(fits, key=lambda fit: fit[0])
+    for at, slope, errors in found:
+        term = str(names[at])
+        level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
+        if term == "policy":
+            continue
+        if slope * _SIGNS[term] < 0:
+            yield fact("loss_term_inverted", level, term, term=term, coefficient=slope * scale)
         elif declared := [
             abs(value) for name, value in facts.settings.items() if _is_coefficient_of(term, name, value)
         ]:
-            level = max(of_ratio(abs(slope), 3 * max(*declared, 1e-6), 10.0), 0.0)
-            yield fact("loss_term_oversized", level * known, term, term=term, coefficient=slope, declared=max(declared))
+            size = of_ratio(abs(slope * scale), 3 * max(*declared, 1e-6), 10.0)
+            values = {"coefficient": slope * scale, "declared": max(declared)}
+            yield fact("loss_term_oversized", level * max(size, 0.0), term, term=term, **values)
+
+
+def _fitted(
+    columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
+) -> tuple[float, list[tuple[int, float, float]]]:
+    """Fit `values` [S] by the chosen columns. Return the unexplained share of the variance, adjusted for the number of
+    columns, and for each column its place, its coefficient, and the coefficient in standard errors."""
+    free = len(values) - len(chosen)
+    if not chosen or free < _FEWEST_DIFFERENCES:
+        return 1.0, []
+    scales = np.abs(columns_SF[:, chosen]).max(0)
+    columns = columns_SF[:, chosen] / scales
+    q, r = np.linalg.qr(columns)
+    if np.abs(np.diag(r)).min() < 1e-6:
+        return 1.0, []
+    inverse = np.linalg.inv(r)
+    slopes = inverse @ (q.T @ values)
+    variance = float(np.sum((values - columns @ slopes) ** 2)) / free
+    errors = np.sqrt(np.maximum(variance * np.sum(inverse**2, 1), 1e-300))
+    left = variance * len(values) / float(values @ values)
+    return left, list(zip(chosen, (slopes / scales).tolist(), (np.abs(slopes) / errors).tolist(), strict=True))
 
 
 def _is_coefficient_of(term: str, setting: str, value: object) -> bool:

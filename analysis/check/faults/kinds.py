@@ -84,8 +84,8 @@ _ONSETS = {
                "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
     "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
-    "event": ("from one response position on, one side has other weights or another context", "a weight update during sampling, a resumed "
-              "request, or a template that rewrites earlier turns, at response token {onset}"),
+    "event": ("from one response position on, one side has other weights, another context or another kernel", "a weight update during "
+              "sampling, a resumed request, a template that rewrites earlier turns, or an attention kernel that takes over, at response token {onset}"),
 }  # fmt: skip
 
 

@@ -4,11 +4,13 @@ sampled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ....schemas.documents import Contract
+from ....schemas.passes import ROLLOUT
 from ...advice import Advice
 from .. import commands
 from ..features import Side, counts, means, sides
@@ -198,7 +200,8 @@ def _missing(
         "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
         "value": kind, "cause": cause,
     }  # fmt: skip
-    return _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
+    found = _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
+    return replace(found, side="engine" if side.name == ROLLOUT else "trainer") if cause == "not_finite" else found
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:

@@ -32,6 +32,7 @@ from ..pair_data import (
     once,
     value_rounding,
 )
+from ..sample import MOST_LOST
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
@@ -107,7 +108,15 @@ PADDED_VOCABULARY = Fault(
     evidence={
         "lost_mass": "{side}'s logprobs are never above {other}'s, because {side} gives {lost_mass:.3g} of its probability to "
         "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
-        "or a vocabulary shard that {other} lacks"
+        "or a vocabulary shard that {other} lacks{copies_text}"
+    },
+    words={
+        "lost_mass": lambda n: {
+            "copies_text": f". All tokens lose the same factor, {n['copies']}, as if the sum over the vocabulary were "
+            f"added up {n['copies']} times, for example over tensor-parallel ranks that each hold all logits"
+            if n.get("copies")
+            else ""
+        }
     },
 )
 GRAMMAR = Fault(
@@ -354,7 +363,10 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     mass = np.minimum(np.exp(-data.d * raised.sign), 1.0)
     if (1 - mass.mean()) * np.sqrt(len(mass)) < (4 if clear else 8) * max(float(mass.std()), 1e-12):
         return []
-    if _is_cut(data, raised):
+    copies = round(float(np.exp(min(np.median(size), 10.0))))
+    # The mass that other ids have differs between contexts, but not that of another sum over the same ids.
+    is_same = copies > 1 and np.mean(np.abs(size - np.log(copies)) < allowed_noise(data) * data.scale) > 0.99
+    if _is_cut(data, raised) and not is_same:
         fault, signal, next = (
             TRUNCATION,
             "kept_mass",
@@ -369,6 +381,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         }
     else:
         fault, signal, numbers = PADDED_VOCABULARY, "lost_mass", lowered.names | {"lost_mass": float(1 - mass.mean())}
+        numbers |= {"copies": copies} if is_same else {}
         next = commands.sql(
             data,
             "SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {pair} WHERE mask AND d "
@@ -605,8 +618,8 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows."""
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
-    if side.own.entropy is None or data.num_kept < 400:
-        return []
+    if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
+        return []  # data_checks reports entropies of another distribution
     recorded, entropy = recorded_penalty(data), side.own.entropy[data.keep]
     excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
     part = part_of_rows(data.sample, excess) if _is_plain(data) else None
