@@ -19,7 +19,7 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, left_out, mean_of, numbered, shifted, split_steps
 from .finding import DataFinding
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
 from .where import part_of_rows, rank_of
@@ -57,12 +57,16 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         least = 1 + max(by_token.sum(), 8) // 2
         yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
     if run.group_setting:
-        yield from run.find("advantages_vary", by_token, setting=run.group_setting)
+        yield from run.find("advantages_vary", by_token, setting=run.group_setting, notice=True)
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of rewards.
+    # Only a row that is left out of its own normalisation can exceed that.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(by_token, rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
+    grouped = np.flatnonzero(np.isfinite(rows["reward"]) & (run.labels > 0))
+    apart = left_out(rows["reward"][grouped], numbered(run.labels[grouped], run.at[grouped]))
+    bound[grouped] = np.fmax(bound[grouped], 2 * np.abs(apart))
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
