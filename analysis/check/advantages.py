@@ -71,6 +71,12 @@ _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[pl
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 
 
+_CONTINUED = """
+SELECT DISTINCT hash(a.prompt_ids, a.response_ids), hash(b.prompt_ids, b.response_ids) FROM sequences AS a JOIN sequences AS b USING (run, step, group_id)
+WHERE step IN ({steps}) AND len(b.prompt_ids) >= len(a.prompt_ids) + len(a.response_ids) AND b.prompt_ids[:len(a.prompt_ids) + len(a.response_ids)] = a.prompt_ids || a.response_ids
+"""
+
+
 class DataRows:
     """The run's rows, and the sample of rows whose tokens are inspected."""
 
@@ -130,6 +136,20 @@ class DataRows:
             if re.search(name, key, re.IGNORECASE) and re.search(value, str(given), re.IGNORECASE):
                 return f"{key} = {given}"
         return ""
+
+    @cached_property
+    def continued(self) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the rows that another row of their group continues, as the turns of a conversation do, and of those
+        rows, [K] each."""
+        rows, cell = self.rows, numbered(self.labels, self.at)
+        nothing = np.zeros(0, np.int64)
+        if not rows["group"].any() or np.array_equal(mean_of(cell, rows["prompt_length"]), rows["prompt_length"]):
+            return nothing, nothing
+        query = self.database.connection.execute(_CONTINUED.format(steps=self.inspected))
+        keys = np.array(query.fetchall(), np.uint64).reshape(-1, 2)
+        order = np.argsort(rows["response"], kind="stable")
+        row, later = (order[np.searchsorted(rows["response"], each, sorter=order)] for each in keys.T)
+        return row, later
 
     @cached_property
     def group_setting(self) -> str:
@@ -449,6 +469,9 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
 
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    if len(run.continued[0]):  # the outcome is the reward of a trajectory's last row
+        response = run.rows["response"]
+        known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
     r, a, length, labels = (
         each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "length")), run.labels)
     )

@@ -33,15 +33,21 @@ _EXPLAINED_BY = {
 """Finding -> findings that make it redundant. The finding is left out if any of them is present."""
 
 
+_FILTERS = "mask_truncated|overlong_filter"
+"""Settings that leave truncated responses out of the loss: `mask_truncated_completions` in TRL and open-instruct,
+`apply_overlong_filtering` in SkyRL, `overlong_filter` in ms-swift and rLLM, `overlong_filtering` in NeMo RL."""
+
+
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
     """Check the data at the selected steps. Tokens are inspected only at `sample`'s steps."""
     run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
-        checks = (_values, _rewards, _groups, check_advantages, _repeats, _metrics, _ratios, _reference, _reward_parts)
+        checks = (_values, _rewards, _groups, check_advantages, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts)
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            of_tokens = token_findings(sample, partial(run.find, steps=sample.steps))
+            filters = bool(run.setting(_FILTERS, r"^(true|1(\.0)?)$"))
+            of_tokens = token_findings(sample, partial(run.find, steps=sample.steps), filters=filters)
             found |= {finding.code: finding for finding in of_tokens}
     kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
@@ -70,6 +76,16 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
+
+
+def _turns(run: DataRows) -> Iterator[DataFinding]:
+    """Find rows whose advantage differs from that of the row that continues them, though only last rows have rewards."""
+    row, later = run.continued
+    if run.is_per_token or np.ptp(np.append(run.rows["reward"][row], 0.0)):
+        return
+    first, second = (run.rows["advantage"][rows] for rows in (row, later))
+    differs = np.abs(first - second) > 1e-3 * np.nanmax(np.abs(second), initial=0.0)
+    yield from run.find("turns_differ", differs, run.rows["step"][row], notice=True)
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -326,10 +342,15 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     query = "SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({steps}) ORDER BY step, place"
     rows = run.database.connection.execute(query.format(steps=run.inspected)).fetchall()
     names = rows[0][3] if rows else []
-    if len(names) < 2 or any(row[3] != names for row in rows):
+    if not names or any(row[3] != names for row in rows):
         return
     step = np.array([row[0] for row in rows])
     reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
+    missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
+    if missing.any():  # rewards that differ come from elsewhere
+        yield from run.find("rewards_of_nothing", missing, step, notice=bool(np.ptp(reward[missing])))
+    if len(names) < 2:
+        return
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
     if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
@@ -381,11 +402,14 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Check the sample's tokens. Some checks need the engine's pass."""
+def token_findings(sample: Sample, find: Find, *, filters: bool = False) -> Iterator[DataFinding]:
+    """Check the sample's tokens. Some checks need the engine's pass.
+
+    `filters` says whether a recorded setting leaves truncated responses out of the loss.
+    """
     if "rollout" in (sample.a.name, sample.b.name):
         engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
-        for check in (_unsampled, _repeated, _masked):
+        for check in (_unsampled, _repeated, partial(_masked, filters=filters)):
             yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
     yield from _entropies(sample, find)
@@ -455,12 +479,22 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
         )
 
 
-def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
+def _masked(
+    sample: Sample, engine: PassSample, other: PassSample, find: Find, *, filters: bool
+) -> Iterator[DataFinding]:
     """Find policy versions from the future, rows without loss tokens, and sampled tokens left out of the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
-    yield from find("rows_masked", ~_rows(sample, sample.mask) & (sample.lengths > 0), least=3, notice=True)
+    said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
+    masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
+    if (masked & stopped).sum() >= 3 and (filters or (truncated.sum() >= 3 and masked[truncated].mean() > 0.95)):
+        # If all rows with certain end tokens are left out and no others, these count as truncated.
+        final = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
+        is_mixed = bool(np.isin(final[masked & stopped], final[stopped & ~masked]).any())
+        yield from find("finished_masked", masked & stopped, notice=is_mixed)
+    else:
+        yield from find("rows_masked", masked & ~(truncated & filters), least=3, notice=True)
     place = np.arange(len(sample.tokens))
     last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -468,19 +502,21 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     sampled = (
         (engine.logprobs < 0) & np.isfinite(engine.logprobs) & np.isfinite(other.logprobs) & (last >= 0)[sample.seq]
     )
-    stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     cut = sampled & (place > last[sample.seq]) & ~_repeats_end(sample)
     rows = _rows(sample, cut)
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
-        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="end", notice=True)
+        known = np.unique(sample.tokens[cut])
+        ids = f" (the end token, id {known[0]})" if len(known) == 1 else ""
+        numbers: dict[str, Any] = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": ids}
+        yield from find("mask_cuts", rows, end="end", notice=True, **numbers)
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
     # A prefix that is forced, not sampled, is the same in all rows.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
-        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning")
+        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
 
 
 def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:

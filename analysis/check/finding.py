@@ -314,6 +314,9 @@ KINDS = {
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, unlike in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
+    "finished_masked": ("finished rows without tokens in the loss", "{num:,} rows that finished (finish reason stop) have no tokens in the loss, like the truncated ones"),
+    "turns_differ": ("turns of a trajectory get different advantages", "{num:,} rows have a different advantage from the row that continues them"),
+    "rewards_of_nothing": ("rewards that no reward function gave", "{num:,} rows have a reward although no reward function gave one", "SELECT step, seq_id, reward, rewards FROM {rows} WHERE reward IS NOT NULL ORDER BY step"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead:.0f} ahead of the trainer's, although the trainer does not have these weights yet, so one counter is wrong", _BY_VERSION),
     "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all other advantages follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)", _BY_GROUP),
@@ -347,7 +350,7 @@ KINDS = {
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
-    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
+    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{ids} at the {end} of {num_rows:,} rows do not count toward the loss"),
     "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
 
 

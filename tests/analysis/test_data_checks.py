@@ -422,6 +422,92 @@ def test_a_baseline_that_fits_only_roughly_is_not_asserted(tmp_path):
     assert findings(write(tmp_path / "run", advantage, reward=graded)) == ()
 
 
+def turns(step, number):
+    """Every other row continues the row before it: prompt, response and observation are its prompt."""
+    prompts = [row.tolist() for row in step.prompts]
+    for row in range(1, len(GROUP), 2):
+        prompts[row] = [*prompts[row - 1], *step.responses[row - 1].tolist(), 7]
+    return {"prompt_ids": prompts}
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, []), (0.0, [("turns_differ", True)])])
+def test_rows_of_one_trajectory_have_its_reward_on_the_last_and_its_advantage_on_all(tmp_path, share, expected):
+    def advantage(reward, number):
+        of_last = grpo(reward[1::2], GROUP[1::2])
+        return np.stack([share * of_last, of_last], axis=1).ravel()
+
+    found = findings(
+        write(
+            tmp_path / "run", advantage, columns=turns,
+            reward=lambda step, n, draw: np.where(np.arange(len(GROUP)) % 2, binary(step, n, draw), 0.0),
+        )
+    )  # fmt: skip
+    assert [(one.code, one.is_notice) for one in found] == expected
+
+
+def ended(step, lost):
+    """Responses that end with one of two end tokens or are truncated; the mask leaves out truncated ones and `lost`."""
+    longest = max(map(len, step.responses))
+    ids = [
+        row.tolist() if len(row) == longest else [*row[:-1].tolist(), END + number % 2]
+        for number, row in enumerate(step.responses)
+    ]
+    finish = ["length" if len(row) == longest else "stop" for row in ids]
+    mask = [
+        np.full(len(row), reason == "stop" and row[-1] not in lost) for row, reason in zip(ids, finish, strict=True)
+    ]
+    return {"response_ids": ids, "finish_reason": finish, "response_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("lost", "settings", "expected"),
+    [
+        ((), {"mask_truncated_completions": 1}, []),
+        ((), {}, [("rows_masked", True)]),
+        ((END + 1,), {"generator.apply_overlong_filtering": True}, [("finished_masked", False)]),
+        ((END + 1,), {}, [("finished_masked", False)]),
+    ],
+)
+def test_truncated_rows_can_be_masked_but_finished_ones_cannot(tmp_path, lost, settings, expected):
+    found = findings(write(tmp_path / "run", columns=lambda step, n: ended(step, lost=lost), hyperparameters=settings))
+    assert [(one.code, one.is_notice) for one in found] == expected, [data_text(one) for one in found]
+    if lost:
+        rows = [row for n in range(1, STEPS + 1) for row in zip(*ended_of(n, lost), strict=True)]
+        num = sum(reason == "stop" and not mask.any() for reason, mask in rows)
+        assert data_text(found[0]).startswith(f"{num} rows that finished (finish reason stop) have no tokens in the loss")
+
+
+def ended_of(number, lost):
+    columns = ended(sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=12), lost=lost)
+    return columns["finish_reason"], columns["response_mask"]
+
+
+@pytest.mark.parametrize(("elsewhere", "is_notice"), [(False, False), (True, True)])
+def test_rewards_that_no_function_gave_are_counted(tmp_path, elsewhere, is_notice):
+    none = np.arange(len(GROUP)) % 9 == 4
+
+    def parts(step):
+        return {name: np.where(none, np.nan, values) for name, values in parts_of(step).items()}
+
+    def reward(step, number, draw):
+        given = np.nansum(list(parts(step).values()), axis=0)
+        return given + elsewhere * none * draw.random(len(GROUP))
+
+    path = write(tmp_path / "run", reward=reward, columns=lambda step, n: {"rewards": parts(step)})
+    (found,) = [one for one in findings(path) if one.code == "rewards_of_nothing"]
+    assert (found.numbers["num"], found.is_notice) == (STEPS * none.sum(), is_notice)
+    runs_command(found)
+
+
+def test_end_tokens_left_out_of_the_loss_are_named(tmp_path):
+    def columns(step, number):
+        ids = [[*row[:-1].tolist(), END] for row in step.responses]
+        return {"response_ids": ids, "response_mask": [np.arange(len(row)) < len(row) - 1 for row in ids]}
+
+    (found,) = findings(write(tmp_path / "run", columns=columns))
+    assert "sampled tokens (the end token, id 1) at the end of" in data_text(found)
+
+
 def test_rewards_in_other_rows_show_in_equal_responses(tmp_path):
     few = {"longest": 4, "reward": graded, "steps": 12}
     assert findings(write(tmp_path / "sound", **few)) == ()
