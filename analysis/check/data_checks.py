@@ -19,7 +19,7 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, left_out, mean_of, numbered, shifted, split_steps
+from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .finding import DataFinding
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
 from .where import part_of_rows, rank_of
@@ -33,21 +33,17 @@ _EXPLAINED_BY = {
 """Finding -> findings that make it redundant. The finding is left out if any of them is present."""
 
 
-_FILTERS = "mask_truncated|overlong_filter"
-"""Settings that leave truncated responses out of the loss: `mask_truncated_completions` in TRL and open-instruct,
-`apply_overlong_filtering` in SkyRL, `overlong_filter` in ms-swift and rLLM, `overlong_filtering` in NeMo RL."""
-
-
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
     """Check the data at the selected steps. Tokens are inspected only at `sample`'s steps."""
     run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
-        checks = (_values, _rewards, _groups, check_advantages, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts)
+        checks = (
+            _values, _rewards, _groups, check_advantages, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
+        )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            filters = bool(run.setting(_FILTERS, r"^(true|1(\.0)?)$"))
-            of_tokens = token_findings(sample, partial(run.find, steps=sample.steps), filters=filters)
+            of_tokens = token_findings(sample, partial(run.find, sample=sample))
             found |= {finding.code: finding for finding in of_tokens}
     kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
@@ -70,9 +66,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(by_token, rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
-    grouped = np.flatnonzero(np.isfinite(rows["reward"]) & (run.labels > 0))
-    apart = left_out(rows["reward"][grouped], numbered(run.labels[grouped], run.at[grouped]))
-    bound[grouped] = np.fmax(bound[grouped], 2 * np.abs(apart))
+    bound = np.fmax(bound, 2 * np.abs(run.left_out))
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
@@ -85,7 +79,7 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
         return
     first, second = (run.rows["advantage"][rows] for rows in (row, later))
     differs = np.abs(first - second) > 1e-3 * np.nanmax(np.abs(second), initial=0.0)
-    yield from run.find("turns_differ", differs, run.rows["step"][row], notice=True)
+    yield from run.find("turns_differ", differs, rows=row, notice=True)
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -127,7 +121,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
     known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
-    at, find = run.at[known], partial(run.find, steps=run.rows["step"][known])
+    at, find = run.at[known], partial(run.find, rows=known)
     if not len(at):
         return
     group, prompt = (numbered(run.rows[name][known], at) for name in ("group", "prompt"))
@@ -347,12 +341,10 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     step = np.array([row[0] for row in rows])
     reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
     missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
-    if missing.any():  # rewards that differ come from elsewhere
-        yield from run.find("rewards_of_nothing", missing, step, notice=bool(np.ptp(reward[missing])))
-    if len(names) < 2:
-        return
+    # If these rewards differ, they come from elsewhere.
+    yield from run.find("rewards_of_nothing", missing, step, notice=len({*reward[missing]}) > 1)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
-    if there.sum() < 20 or np.ptp(reward[there]) == 0:
+    if len(names) < 2 or there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
     least = 1e-4 * np.abs(reward[there]).max()
 
@@ -402,14 +394,11 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def token_findings(sample: Sample, find: Find, *, filters: bool = False) -> Iterator[DataFinding]:
-    """Check the sample's tokens. Some checks need the engine's pass.
-
-    `filters` says whether a recorded setting leaves truncated responses out of the loss.
-    """
+def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
+    """Check the sample's tokens. Some checks need the engine's pass."""
     if "rollout" in (sample.a.name, sample.b.name):
         engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
-        for check in (_unsampled, _repeated, partial(_masked, filters=filters)):
+        for check in (_unsampled, _repeated, _masked):
             yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
     yield from _entropies(sample, find)
@@ -474,27 +463,24 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
     if not np.all((temperature == 0) | (sample.settings["top_k"] == 1)):
         again = (firsts[which] != np.arange(len(full)))[asked]
         numbers = {"num_asked": int(asked.sum()), "expected": expected, "notice": not np.isfinite(temperature).any()}
-        yield from find(
-            "samples_repeat", again, steps=sample.steps[full][asked], least=int(4 + 3 * expected), **numbers
-        )
+        yield from find("samples_repeat", again, rows=full[asked], least=int(4 + 3 * expected), **numbers)
 
 
-def _masked(
-    sample: Sample, engine: PassSample, other: PassSample, find: Find, *, filters: bool
-) -> Iterator[DataFinding]:
+def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find policy versions from the future, rows without loss tokens, and sampled tokens left out of the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
     said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
     masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
-    if (masked & stopped).sum() >= 3 and (filters or (truncated.sum() >= 3 and masked[truncated].mean() > 0.95)):
-        # If all rows with certain end tokens are left out and no others, these count as truncated.
+    if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
+        # Leaving out truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
+        # If rows with certain end tokens are always left out with them, these tokens count as truncation.
         final = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
         is_mixed = bool(np.isin(final[masked & stopped], final[stopped & ~masked]).any())
         yield from find("finished_masked", masked & stopped, notice=is_mixed)
     else:
-        yield from find("rows_masked", masked & ~(truncated & filters), least=3, notice=True)
+        yield from find("rows_masked", masked, least=3, notice=True)
     place = np.arange(len(sample.tokens))
     last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -508,8 +494,8 @@ def _masked(
     if rows.sum() > max(3, num_asked / 2):
         known = np.unique(sample.tokens[cut])
         ids = f" (the end token, id {known[0]})" if len(known) == 1 else ""
-        numbers: dict[str, Any] = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": ids}
-        yield from find("mask_cuts", rows, end="end", notice=True, **numbers)
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": ids, "end": "end"}
+        yield from find("mask_cuts", rows, notice=True, **numbers)
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)

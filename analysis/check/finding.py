@@ -12,7 +12,7 @@ import numpy as np
 from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..advice import NOTHING, Advice
 from .pair_data import FLOOR_NATS, MAX_EXCESS, MIN_REST, PairData, allowed_noise, levels, once, spread, value_rounding
-from .where import Where
+from .where import Where, where_text
 
 Number = float | int | str | None
 
@@ -365,6 +365,8 @@ class DataFinding:
     is_notice: bool
     """True if this can be intentional in a healthy run."""
     numbers: dict[str, float | str] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+    """What the affected rows share with hardly any other: `feature`, `kind` and `values`, as in Where, and `match`."""
     next: Advice
     """SQL command that shows the finding."""
 
@@ -375,4 +377,8 @@ class DataFinding:
 
 def data_text(finding: DataFinding) -> str:
     since = "" if finding.since is None else f", starting at step {finding.since}"
-    return f"{KINDS[finding.code][1].format(**finding.numbers)} ({finding.share:.0%} affected{since})"
+    where = (
+        finding.where
+        and f"; the rows are {finding.where['match']} those where {where_text(finding.where).removeprefix('all where ')}"
+    )
+    return f"{KINDS[finding.code][1].format(**finding.numbers)}{where or ''} ({finding.share:.0%} affected{since})"

@@ -103,7 +103,10 @@ def lengths_of(number):
 
 def left_out(reward, floor=1e-3):
     """The mean and the deviation of the group's other rows; not divided where they are equal (NeMo-RL)."""
-    other = [np.delete(np.arange(len(GROUP)), row)[GROUP[np.arange(len(GROUP)) != row] == GROUP[row]] for row in range(len(GROUP))]
+    other = [
+        np.delete(np.arange(len(GROUP)), row)[GROUP[np.arange(len(GROUP)) != row] == GROUP[row]]
+        for row in range(len(GROUP))
+    ]
     x = reward - np.array([reward[rows].mean() for rows in other])
     deviation = np.array([reward[rows].std() for rows in other])
     return np.where(deviation > floor, x / np.maximum(deviation, 1e-6), x)
@@ -460,26 +463,55 @@ def ended(step, lost):
 
 
 @pytest.mark.parametrize(
-    ("lost", "settings", "expected"),
+    ("lost", "code", "is_notice", "where"),
     [
-        ((), {"mask_truncated_completions": 1}, []),
-        ((), {}, [("rows_masked", True)]),
-        ((END + 1,), {"generator.apply_overlong_filtering": True}, [("finished_masked", False)]),
-        ((END + 1,), {}, [("finished_masked", False)]),
+        ((), "rows_masked", True, "the finish reason is length"),
+        ((END + 1,), "finished_masked", False, "the last token's id is 2"),
     ],
 )
-def test_truncated_rows_can_be_masked_but_finished_ones_cannot(tmp_path, lost, settings, expected):
-    found = findings(write(tmp_path / "run", columns=lambda step, n: ended(step, lost=lost), hyperparameters=settings))
-    assert [(one.code, one.is_notice) for one in found] == expected, [data_text(one) for one in found]
-    if lost:
-        rows = [row for n in range(1, STEPS + 1) for row in zip(*ended_of(n, lost), strict=True)]
-        num = sum(reason == "stop" and not mask.any() for reason, mask in rows)
-        assert data_text(found[0]).startswith(f"{num} rows that finished (finish reason stop) have no tokens in the loss")
+def test_truncated_rows_can_be_masked_but_finished_ones_cannot(tmp_path, lost, code, is_notice, where):
+    given = []
+
+    def columns(step, number):
+        given.append(ended(step, lost))
+        return given[-1]
+
+    (found,) = findings(write(tmp_path / "run", columns=columns))
+    assert (found.code, found.is_notice) == (code, is_notice)
+    rows = [row for step in given for row in zip(step["finish_reason"], step["response_mask"], strict=True)]
+    num = sum(reason == ("stop" if lost else "length") and not mask.any() for reason, mask in rows)
+    assert data_text(found).startswith(f"{num} rows ")
+    assert f"; the rows are exactly those where {where} (" in data_text(found)
 
 
-def ended_of(number, lost):
-    columns = ended(sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=12), lost=lost)
-    return columns["finish_reason"], columns["response_mask"]
+def masked_rows(chosen):
+    """Masks without loss tokens in the rows that `chosen(rank in group, lengths, number)` marks."""
+
+    def columns(step, number):
+        lengths = np.array(list(map(len, step.responses)))
+        marked = chosen(np.arange(len(GROUP)) % IN_GROUP, lengths, number)
+        return {"response_mask": [np.full(length, not mark) for length, mark in zip(lengths, marked, strict=True)]}
+
+    return columns
+
+
+SHARED = {
+    "place": (lambda rank, length, n: rank == 5, "exactly those where the row index in the group is 5"),
+    "all but one row": (lambda rank, length, n: (rank == 5) & ((n > 1) | (np.arange(len(rank)) != 5)), "almost exactly those where the row index in the group is 5"),
+    "length": (lambda rank, length, n: length >= 9, "exactly those where the response length in tokens is 9 to 11"),
+    "steps": (lambda rank, length, n: (rank >= 0) & (3 <= n <= 4), "exactly those where the step is 3 to 4"),
+    "chance": (lambda rank, length, n: np.random.default_rng(n).random(len(rank)) < 0.2, ""),
+    "almost all": (lambda rank, length, n: np.random.default_rng(n).random(len(rank)) < 0.97, ""),
+    "three rows": (lambda rank, length, n: (rank == 2) & (np.arange(len(rank)) < 24) & (n == 2), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", rest_slow(SHARED, 3))
+def test_what_the_affected_rows_share_is_said(tmp_path, kind):
+    chosen, expected = SHARED[kind]
+    found = findings(write(tmp_path / "run", columns=lambda step, n: masked_rows(chosen)(step, n)))
+    (text,) = [data_text(one) for one in found if one.code == "rows_masked"]
+    assert f"; the rows are {expected} (" in text if expected else "; the rows" not in text
 
 
 @pytest.mark.parametrize(("elsewhere", "is_notice"), [(False, False), (True, True)])
