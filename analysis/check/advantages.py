@@ -21,10 +21,11 @@ from ..trace.tokens import tokens_by_step
 from . import commands
 from .finding import BY_ROW, KINDS, DataFinding
 from .sample import MAX_READ_TOKENS, Sample
-from .where import rank_of
+from .where import rank_of, row_columns, shared_by
 
 _BATCH, _UNSIGNED = "a constant for the whole batch", "absolute values"
 HALVES = "the mean over the row's half of the group"
+_LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline",
@@ -36,6 +37,9 @@ TINY = 1e-6
 """Relative size of rounding errors in float32 rewards and advantages."""
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
+_INEXACT = 2.0**-15
+"""Largest 1 - fit of a rule that reproduces the advantages up to rounding. The rounding errors of a mean, a difference,
+a quotient and their record in bfloat16 (2^-9 each) add up to at most 2^-7, and a relative error e costs e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
 
@@ -46,14 +50,14 @@ CHANCE = np.log(1e-6)
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, last_id, finish_reason, version, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
-    SELECT step, row_number() OVER () AS place, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
+    SELECT step, row_number() OVER () AS place, finish_reason, policy_version AS version, CASE WHEN {{asked}} THEN response_ids[-1] END AS last_id, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
            CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, CASE WHEN {{asked}} THEN hash({{own}}) END AS answer,
            {{list}} AS list
@@ -65,6 +69,10 @@ ORDER BY step, place
 and `answer`, a hash of the response alone, only cover loss tokens."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
+_CONTINUED = """
+SELECT DISTINCT hash(a.prompt_ids, a.response_ids), hash(b.prompt_ids, b.response_ids) FROM sequences AS a JOIN sequences AS b USING (run, step, group_id)
+WHERE step IN ({steps}) AND len(b.prompt_ids) >= len(a.prompt_ids) + len(a.response_ids) AND b.prompt_ids[:len(a.prompt_ids) + len(a.response_ids)] = a.prompt_ids || a.response_ids
+"""
 
 
 class DataRows:
@@ -81,24 +89,30 @@ class DataRows:
         with database.following("reading rewards and advantages"):
             table = database.connection.sql(_ROWS.format(**parts)).to_arrow_table()
         self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
-        self.rows = {name: array_of(table[name]) for name in table.column_names}
+        self.finish_reasons = np.array(table["finish_reason"].to_pylist(), object)
+        self.rows = {name: array_of(table[name]) for name in table.column_names if name != "finish_reason"}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
         self.labels = self.rows["group" if self.rows["group"].any() else "prompt"]
         self.is_per_token = bool(self.rows["is_per_token"].any())
 
     def find(
-        self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, least: int = 1, notice: bool = False,
-        notice_if_whole: bool = False, **numbers: Any,
+        self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, rows: np.ndarray | None = None,
+        sample: Sample | None = None, least: int = 1, notice: bool = False, notice_if_whole: bool = False, **numbers: Any,
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        `steps` holds the step of each element of `affected`. By default, its elements are the run's rows. Arrays in
-        `numbers` are reduced to their median over the affected rows. If `notice_if_whole` is set, the finding is a
-        fault only if it begins after the first step.
+        `steps` holds the step of each element of `affected`. Without it, its elements are the rows of the run or of
+        `sample`, or those that `rows` selects, and what the affected ones share is described. Arrays in `numbers` are
+        reduced to their median over the affected rows. If `notice_if_whole` is set, the finding is a fault only if it
+        begins after the first step.
         """
         if affected.sum() < least:
             return
-        since = self._since(affected, self.rows["step"] if steps is None else steps)
+        columns: dict[str, np.ndarray] = {}
+        if steps is None:
+            columns = self.columns if sample is None else row_columns(sample)
+            columns = columns if rows is None else {name: each[rows] for name, each in columns.items()}
+        since = self._since(affected, columns["step"] if steps is None else steps)
         condition = self.database.step_condition()
         filled: dict[str, float | str] = {"num": int(affected.sum())} if "{num:" in KINDS[code][1] else {}
         for name, value in numbers.items():
@@ -108,8 +122,14 @@ class DataRows:
         )
         yield DataFinding(
             code=code, share=float(np.mean(affected)), since=since, is_notice=notice or (notice_if_whole and since is None),
-            numbers=filled, next=commands.sql_of(self.database.given[0], query),
+            numbers=filled, where=shared_by(columns, affected) if columns else {}, next=commands.sql_of(self.database.given[0], query),
         )  # fmt: skip
+
+    @cached_property
+    def columns(self) -> dict[str, np.ndarray]:
+        rank = np.where(self.labels > 0, rank_of(numbered(self.labels, self.at)), np.nan)
+        more = {"group_rank": rank, "response_length": self.rows["length"], "finish_reason": self.finish_reasons}
+        return self.rows | more
 
     def _since(self, affected: np.ndarray, steps: np.ndarray) -> int | None:
         """Return the step at which a fault begins, or None if that is the first step tested."""
@@ -128,6 +148,22 @@ class DataRows:
         return ""
 
     @cached_property
+    def left_out(self) -> np.ndarray:
+        rewards = np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
+        return _left_out(rewards, numbered(self.labels, self.at))
+
+    @cached_property
+    def continued(self) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of rows whose prompt and response begin another prompt of their group, and of those others, [K] each."""
+        rows, cell = self.rows, numbered(self.labels, self.at)
+        is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
+        query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
+        keys = np.array(self.database.connection.execute(query).fetchall(), np.uint64).reshape(-1, 2)
+        order = np.argsort(rows["response"], kind="stable")
+        row, later = (order[np.searchsorted(rows["response"], each, sorter=order)] for each in keys.T)
+        return row, later
+
+    @cached_property
     def group_setting(self) -> str:
         """Setting that makes the group's mean the baseline, or an empty string."""
         return self.setting(ALGORITHM, "grpo|rloo|group")
@@ -143,6 +179,15 @@ def rms_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def count_of(label: np.ndarray) -> np.ndarray:
     return np.asarray(np.bincount(label)[label])
+
+
+def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Return rewards [N] minus the mean of the group's other rewards, divided by their standard deviation, [N] (or NaN)."""
+    n, x = count_of(g), r - mean_of(g, r)
+    others = np.maximum(n - 1, 1)
+    deviation = np.sqrt(np.maximum(n * mean_of(g, x * x) - x * x * n / others, 0.0) / others)
+    is_known = deviation > TINY * mean_of(g, np.abs(r))
+    return np.asarray(np.divide(x * n / others, np.where(is_known, deviation, np.nan)))
 
 
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
@@ -263,9 +308,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
             fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
         best = np.argmax(np.round([*fits.values()], 3), 0)  # the first rule wins a tie
         fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
-        # The correct rule leaves less than 1% of the variance unexplained (because of eps and rounding), and far less
-        # than the group-mean rule.
-        is_clear = (fit > 0.995) & (own < 0.99) & (1 - fit < (1 - own) / 4)
+        # Advantages that a rule reproduces only roughly follow an unknown rule, which may be sound.
+        is_clear = (fit > 1 - _INEXACT) & (own < 0.99)
         has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
         factor = np.where(has_own, _factor(rows), np.nan)
@@ -279,6 +323,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
     own = [rows.x, rows.x / rows.spread]
+    yield _LEAVE_ONE_OUT, [_left_out(r, g)]
 
     def moments(values: np.ndarray, label: np.ndarray, chosen: np.ndarray | None = None) -> list[np.ndarray]:
         weight = np.ones(len(label)) if chosen is None else chosen
@@ -433,10 +478,13 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
 
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    if len(run.continued[0]):  # the outcome is the reward of a trajectory's last row
+        response = run.rows["response"]
+        known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
     r, a, length, labels = (
         each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "length")), run.labels)
     )
-    steps, at = np.unique(run.rows["step"][known], return_inverse=True)
+    at = np.unique(run.rows["step"][known], return_inverse=True)[1]
     if not len(at):
         return
     group = numbered(labels, at)
@@ -451,7 +499,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     num_judged, judged = int(is_judged.sum()), is_judged[at]
 
     def found(code: str, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
-        yield from run.find(code, chosen[at][judged], steps[at][judged], **given)
+        yield from run.find(code, chosen[at][judged], rows=np.flatnonzero(known)[judged], **given)
 
     constant = rules.name == "constant"
     if rules.freedom[constant].sum() >= 4 and not run.is_per_token:
@@ -472,14 +520,14 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
             yield from found("advantages_unlike_settings", is_wrong, **numbers)
-    others = Counter(name for name in rules.name if name not in ("own", "constant", "none", ""))
+    others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # if there are only a few small steps, some rule fits by chance
-    if explain and not name:
+    if explain and not name and _LEAVE_ONE_OUT not in rules.name:
         rest = _mixed(data) or _unequal(data, rules)
         if rest:
-            yield from run.find(rest[0], rest[1], steps[at], **rest[2])
+            yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
     off = rules.name == name
     freedom = float(rules.freedom[off].sum())

@@ -38,10 +38,12 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
-        checks = (_values, _rewards, _groups, check_advantages, _repeats, _metrics, _ratios, _reference, _reward_parts)
+        checks = (
+            _values, _rewards, _groups, check_advantages, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
+        )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            of_tokens = token_findings(sample, partial(run.find, steps=sample.steps))
+            of_tokens = token_findings(sample, partial(run.find, sample=sample))
             found |= {finding.code: finding for finding in of_tokens}
     kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
@@ -57,15 +59,27 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         least = 1 + max(by_token.sum(), 8) // 2
         yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
     if run.group_setting:
-        yield from run.find("advantages_vary", by_token, setting=run.group_setting)
+        yield from run.find("advantages_vary", by_token, setting=run.group_setting, notice=True)
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of rewards.
+    # Only a row that is left out of its own normalisation can exceed that.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(by_token, rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
+    bound = np.fmax(bound, 2 * np.abs(run.left_out))
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
+
+
+def _turns(run: DataRows) -> Iterator[DataFinding]:
+    """Find rows whose advantage differs from that of the row that continues them, though only last rows have rewards."""
+    row, later = run.continued
+    if run.is_per_token or np.ptp(np.append(run.rows["reward"][row], 0.0)):
+        return
+    first, second = (run.rows["advantage"][rows] for rows in (row, later))
+    differs = np.abs(first - second) > 1e-3 * np.nanmax(np.abs(second), initial=0.0)
+    yield from run.find("turns_differ", differs, rows=row, notice=True)
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -107,7 +121,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
     known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
-    at, find = run.at[known], partial(run.find, steps=run.rows["step"][known])
+    at, find = run.at[known], partial(run.find, rows=known)
     if not len(at):
         return
     group, prompt = (numbered(run.rows[name][known], at) for name in ("group", "prompt"))
@@ -322,12 +336,15 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     query = "SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({steps}) ORDER BY step, place"
     rows = run.database.connection.execute(query.format(steps=run.inspected)).fetchall()
     names = rows[0][3] if rows else []
-    if len(names) < 2 or any(row[3] != names for row in rows):
+    if not names or any(row[3] != names for row in rows):
         return
     step = np.array([row[0] for row in rows])
     reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
+    missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
+    # If these rewards differ, they come from elsewhere.
+    yield from run.find("rewards_of_nothing", missing, step, notice=len({*reward[missing]}) > 1)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
-    if there.sum() < 20 or np.ptp(reward[there]) == 0:
+    if len(names) < 2 or there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
     least = 1e-4 * np.abs(reward[there]).max()
 
@@ -446,9 +463,7 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
     if not np.all((temperature == 0) | (sample.settings["top_k"] == 1)):
         again = (firsts[which] != np.arange(len(full)))[asked]
         numbers = {"num_asked": int(asked.sum()), "expected": expected, "notice": not np.isfinite(temperature).any()}
-        yield from find(
-            "samples_repeat", again, steps=sample.steps[full][asked], least=int(4 + 3 * expected), **numbers
-        )
+        yield from find("samples_repeat", again, rows=full[asked], least=int(4 + 3 * expected), **numbers)
 
 
 def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -456,7 +471,16 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
-    yield from find("rows_masked", ~_rows(sample, sample.mask) & (sample.lengths > 0), least=3, notice=True)
+    said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
+    masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
+    if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
+        # Leaving out truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
+        # If rows with certain end tokens are always left out with them, these tokens count as truncation.
+        final = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
+        is_mixed = bool(np.isin(final[masked & stopped], final[stopped & ~masked]).any())
+        yield from find("finished_masked", masked & stopped, notice=is_mixed)
+    else:
+        yield from find("rows_masked", masked, least=3, notice=True)
     place = np.arange(len(sample.tokens))
     last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -464,19 +488,21 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     sampled = (
         (engine.logprobs < 0) & np.isfinite(engine.logprobs) & np.isfinite(other.logprobs) & (last >= 0)[sample.seq]
     )
-    stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     cut = sampled & (place > last[sample.seq]) & ~_repeats_end(sample)
     rows = _rows(sample, cut)
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
-        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="end", notice=True)
+        known = np.unique(sample.tokens[cut])
+        ids = f" (the end token, id {known[0]})" if len(known) == 1 else ""
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": ids, "end": "end"}
+        yield from find("mask_cuts", rows, notice=True, **numbers)
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
     # A prefix that is forced, not sampled, is the same in all rows.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
-        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning")
+        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
 
 
 def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:

@@ -12,7 +12,7 @@ import numpy as np
 from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..advice import NOTHING, Advice
 from .pair_data import FLOOR_NATS, MAX_EXCESS, MIN_REST, PairData, allowed_noise, levels, once, spread, value_rounding
-from .where import Where
+from .where import Where, where_text
 
 Number = float | int | str | None
 
@@ -314,6 +314,9 @@ KINDS = {
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups all rewards are equal, yet the advantages are {size:.3g} instead of 0, which is rounding error divided by a tiny standard deviation"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, unlike in complete groups, so rows were removed afterwards"),
     "rows_masked": ("rows without tokens in the loss", "{num:,} rows have advantages but no tokens in the loss"),
+    "finished_masked": ("finished rows without tokens in the loss", "{num:,} rows that finished (finish reason stop) have no tokens in the loss, like the truncated ones"),
+    "turns_differ": ("turns of a trajectory get different advantages", "{num:,} rows have a different advantage from the row that continues them"),
+    "rewards_of_nothing": ("rewards that no reward function gave", "{num:,} rows have a reward although no reward function gave one", "SELECT step, seq_id, reward, rewards FROM {rows} WHERE reward IS NOT NULL ORDER BY step"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead:.0f} ahead of the trainer's, although the trainer does not have these weights yet, so one counter is wrong", _BY_VERSION),
     "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while all other advantages follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)", _BY_GROUP),
@@ -348,7 +351,7 @@ KINDS = {
     "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than any distribution with the token's logprob has", _ENTROPIES),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
-    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the {end} of {num_rows:,} rows do not count toward the loss"),
+    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{ids} at the {end} of {num_rows:,} rows do not count toward the loss"),
     "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
 
 
@@ -363,6 +366,8 @@ class DataFinding:
     is_notice: bool
     """True if this can be intentional in a healthy run."""
     numbers: dict[str, float | str] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+    """What the affected rows share with hardly any other: `feature`, `kind` and `values`, as in Where, and `match`."""
     next: Advice
     """SQL command that shows the finding."""
 
@@ -373,4 +378,8 @@ class DataFinding:
 
 def data_text(finding: DataFinding) -> str:
     since = "" if finding.since is None else f", starting at step {finding.since}"
-    return f"{KINDS[finding.code][1].format(**finding.numbers)} ({finding.share:.0%} affected{since})"
+    where = (
+        finding.where
+        and f"; the rows are {finding.where['match']} those where {where_text(finding.where).removeprefix('all where ')}"
+    )
+    return f"{KINDS[finding.code][1].format(**finding.numbers)}{where or ''} ({finding.share:.0%} affected{since})"

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import lgamma, log
 from typing import Any, Literal
 
 import numpy as np
@@ -99,6 +100,8 @@ FEATURES = {
     "reward_above_0": "the flag `reward above 0`",
     "advantage_above_0": "the flag `advantage above 0`",
     "finish_reason": "the finish reason",
+    "last_id": "the last token's id",
+    "reward": "the reward",
     "response_length": "the response length in tokens",
     "prompt_length": "the prompt length in tokens",
     "total_length": "the combined prompt and response length in tokens",
@@ -417,6 +420,37 @@ def rank_of(label: np.ndarray) -> np.ndarray:
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
     return rank
+
+
+def row_columns(sample: Sample) -> dict[str, np.ndarray]:
+    own = {"last_id": sample.tokens[sample.starts[1:] - 1], "reward": sample.outcomes["reward"]}
+    return sequence_columns(sample) | own
+
+
+_DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "reward", "response_length")
+
+
+def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
+    """Name the first column ([S]) with a value, or a range, that the `affected` rows ([S] bool) share.
+
+    The affected rows and those with the value must agree within 5%, as must the other rows. Empty if chance may explain it.
+    """
+    num, total = int(affected.sum()), len(affected)
+    tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
+    if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:
+        return {}
+    for name in _DESCRIBING:
+        column, own = columns[name], columns[name][affected]
+        usual = Counter(own.tolist()).most_common(1)[0][0]
+        options = [(f"{usual:.10g}" if isinstance(usual, float) else str(usual), column == usual)]
+        # Steps up to the last one are described by the finding's first step.
+        if name in ("reward", "response_length") or (name == "step" and own.max() < column.max()):
+            options += [(f"{own.min():g} to {own.max():g}", (column >= own.min()) & (column <= own.max()))]
+        for values, inside in options if usual is not None else ():
+            if all((a & b).sum() > 0.95 * max(a.sum(), b.sum()) for a, b in ((affected, inside), (~affected, ~inside))):
+                match = "exactly" if (inside == affected).all() else "almost exactly"
+                return {"feature": name, "kind": "one_of", "values": values, "match": match}
+    return {}
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:

@@ -101,6 +101,24 @@ def lengths_of(number):
     return np.array([len(row) for row in rows])
 
 
+def left_out(reward, floor=1e-3):
+    """The mean and the deviation of the group's other rows; not divided where they are equal (NeMo-RL)."""
+    other = [
+        np.delete(np.arange(len(GROUP)), row)[GROUP[np.arange(len(GROUP)) != row] == GROUP[row]]
+        for row in range(len(GROUP))
+    ]
+    x = reward - np.array([reward[rows].mean() for rows in other])
+    deviation = np.array([reward[rows].std() for rows in other])
+    return np.where(deviation > floor, x / np.maximum(deviation, 1e-6), x)
+
+
+def partial_credit(step, number, draw):
+    """Rewards of which most are equal, so that the other rows of a group can differ by little."""
+    rewards = draw.choice([0.35, 0.4, 0.95], len(GROUP), p=[0.7, 0.1, 0.2])
+    rewards[:IN_GROUP] = [0.35] * (IN_GROUP - 2) + [0.4, 0.95]
+    return rewards
+
+
 def several(reward, number):
     """Two rewards that are normalised on their own and added; the sum is recorded."""
     other = np.random.default_rng(50 + number).normal(size=len(reward))
@@ -139,6 +157,7 @@ SOUND = {
     "grpo with a large eps": {"advantage": lambda r, n: grpo(0.5 * r, eps=0.05), "recorded": lambda r, n: 0.5 * r},
     "dr. grpo": {"advantage": lambda r, n: centred(r)},
     "rloo": {"advantage": lambda r, n: centred(r) * IN_GROUP / (IN_GROUP - 1), "reward": graded},
+    "mean and deviation of the other rows": {"advantage": lambda r, n: left_out(r), "reward": partial_credit},
     "group mean, batch scale": {"advantage": lambda r, n: whitened(centred(r)), "reward": graded},
     "reinforce++": {"advantage": lambda r, n: whitened(r), "hyperparameters": {"algorithm.adv_estimator": "reinforce_plus_plus"}},
     "reinforce++ without groups": {"advantage": lambda r, n: whitened(r), "groups": lambda step, n: None},
@@ -326,6 +345,7 @@ FAULTS = {
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "decaying advantages",
     "whole batch",
     "no baseline",
     "prompts in two groups",
@@ -404,6 +424,129 @@ EXPLAINED = {
 def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     (found, *_) = findings(write(tmp_path / "run", **FAULTS[kind][2]))
     assert found.numbers["explanation"] == EXPLAINED[kind]
+
+
+def test_a_baseline_that_fits_only_roughly_is_not_asserted(tmp_path):
+    def advantage(reward, number):
+        error = np.random.default_rng(number).normal(0, 0.05 * reward.std(), GROUPS)[GROUP]
+        return reward - reward.reshape(-1, IN_GROUP)[:, :2].mean(1)[GROUP] + error
+
+    assert findings(write(tmp_path / "run", advantage, reward=graded)) == ()
+
+
+def turns(step, number):
+    """Every other row continues the row before it: prompt, response and observation are its prompt."""
+    prompts = [row.tolist() for row in step.prompts]
+    for row in range(1, len(GROUP), 2):
+        prompts[row] = [*prompts[row - 1], *step.responses[row - 1].tolist(), 7]
+    return {"prompt_ids": prompts}
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, []), (0.0, [("turns_differ", True)])])
+def test_rows_of_one_trajectory_have_its_reward_on_the_last_and_its_advantage_on_all(tmp_path, share, expected):
+    def advantage(reward, number):
+        of_last = grpo(reward[1::2], GROUP[1::2])
+        return np.stack([share * of_last, of_last], axis=1).ravel()
+
+    found = findings(
+        write(
+            tmp_path / "run", advantage, columns=turns,
+            reward=lambda step, n, draw: np.where(np.arange(len(GROUP)) % 2, binary(step, n, draw), 0.0),
+        )
+    )  # fmt: skip
+    assert [(one.code, one.is_notice) for one in found] == expected
+
+
+def ended(step, lost):
+    """Responses that end with one of two end tokens or are truncated; the mask leaves out truncated ones and `lost`."""
+    longest = max(map(len, step.responses))
+    ids = [
+        row.tolist() if len(row) == longest else [*row[:-1].tolist(), END + number % 2]
+        for number, row in enumerate(step.responses)
+    ]
+    finish = ["length" if len(row) == longest else "stop" for row in ids]
+    mask = [
+        np.full(len(row), reason == "stop" and row[-1] not in lost) for row, reason in zip(ids, finish, strict=True)
+    ]
+    return {"response_ids": ids, "finish_reason": finish, "response_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("lost", "code", "is_notice", "where"),
+    [
+        ((), "rows_masked", True, "the finish reason is length"),
+        ((END + 1,), "finished_masked", False, "the last token's id is 2"),
+    ],
+)
+def test_truncated_rows_can_be_masked_but_finished_ones_cannot(tmp_path, lost, code, is_notice, where):
+    given = []
+
+    def columns(step, number):
+        given.append(ended(step, lost))
+        return given[-1]
+
+    (found,) = findings(write(tmp_path / "run", columns=columns))
+    assert (found.code, found.is_notice) == (code, is_notice)
+    rows = [row for step in given for row in zip(step["finish_reason"], step["response_mask"], strict=True)]
+    num = sum(reason == ("stop" if lost else "length") and not mask.any() for reason, mask in rows)
+    assert data_text(found).startswith(f"{num} rows ")
+    assert f"; the rows are exactly those where {where} (" in data_text(found)
+
+
+def masked_rows(chosen):
+    """Masks without loss tokens in the rows that `chosen(rank in group, lengths, number)` marks."""
+
+    def columns(step, number):
+        lengths = np.array(list(map(len, step.responses)))
+        marked = chosen(np.arange(len(GROUP)) % IN_GROUP, lengths, number)
+        return {"response_mask": [np.full(length, not mark) for length, mark in zip(lengths, marked, strict=True)]}
+
+    return columns
+
+
+SHARED = {
+    "place": (lambda rank, length, n: rank == 5, "exactly those where the row index in the group is 5"),
+    "all but one row": (lambda rank, length, n: (rank == 5) & ((n > 1) | (np.arange(len(rank)) != 5)), "almost exactly those where the row index in the group is 5"),
+    "length": (lambda rank, length, n: length >= 9, "exactly those where the response length in tokens is 9 to 11"),
+    "steps": (lambda rank, length, n: (rank >= 0) & (3 <= n <= 4), "exactly those where the step is 3 to 4"),
+    "chance": (lambda rank, length, n: np.random.default_rng(n).random(len(rank)) < 0.2, ""),
+    "almost all": (lambda rank, length, n: np.random.default_rng(n).random(len(rank)) < 0.97, ""),
+    "three rows": (lambda rank, length, n: (rank == 2) & (np.arange(len(rank)) < 24) & (n == 2), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", rest_slow(SHARED, 3))
+def test_what_the_affected_rows_share_is_said(tmp_path, kind):
+    chosen, expected = SHARED[kind]
+    found = findings(write(tmp_path / "run", columns=lambda step, n: masked_rows(chosen)(step, n)))
+    (text,) = [data_text(one) for one in found if one.code == "rows_masked"]
+    assert f"; the rows are {expected} (" in text if expected else "; the rows" not in text
+
+
+@pytest.mark.parametrize(("elsewhere", "is_notice"), [(False, False), (True, True)])
+def test_rewards_that_no_function_gave_are_counted(tmp_path, elsewhere, is_notice):
+    none = np.arange(len(GROUP)) % 9 == 4
+
+    def parts(step):
+        return {name: np.where(none, np.nan, values) for name, values in parts_of(step).items()}
+
+    def reward(step, number, draw):
+        given = np.nansum(list(parts(step).values()), axis=0)
+        return given + elsewhere * none * draw.random(len(GROUP))
+
+    path = write(tmp_path / "run", reward=reward, columns=lambda step, n: {"rewards": parts(step)})
+    (found,) = [one for one in findings(path) if one.code == "rewards_of_nothing"]
+    assert (found.numbers["num"], found.is_notice) == (STEPS * none.sum(), is_notice)
+    runs_command(found)
+
+
+def test_end_tokens_left_out_of_the_loss_are_named(tmp_path):
+    def columns(step, number):
+        ids = [[*row[:-1].tolist(), END] for row in step.responses]
+        return {"response_ids": ids, "response_mask": [np.arange(len(row)) < len(row) - 1 for row in ids]}
+
+    (found,) = findings(write(tmp_path / "run", columns=columns))
+    assert "sampled tokens (the end token, id 1) at the end of" in data_text(found)
 
 
 def test_rewards_in_other_rows_show_in_equal_responses(tmp_path):
