@@ -75,10 +75,10 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 def _turns(run: DataRows) -> Iterator[DataFinding]:
     """Find rows whose advantage differs from that of the row that continues them, though only last rows have rewards."""
     row, later = run.continued
-    if run.is_per_token or np.ptp(np.append(run.rows["reward"][row], 0.0)):
+    if run.is_per_token or np.nan_to_num(run.rows["reward"][row]).any():
         return
     first, second = (run.rows["advantage"][rows] for rows in (row, later))
-    differs = np.abs(first - second) > 1e-3 * np.nanmax(np.abs(second), initial=0.0)
+    differs = np.abs(first - second) > 1e-3 * np.abs(np.nan_to_num(second)).max(initial=0.0)
     yield from run.find("turns_differ", differs, rows=row, notice=True)
 
 
@@ -476,9 +476,10 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Leaving out truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
         # If rows with certain end tokens are always left out with them, these tokens count as truncation.
-        final = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
-        is_mixed = bool(np.isin(final[masked & stopped], final[stopped & ~masked]).any())
-        yield from find("finished_masked", masked & stopped, notice=is_mixed)
+        final = sample.tokens[sample.starts[1:] - 1]
+        ids = np.unique(final[masked & stopped])
+        is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
+        yield from find("finished_masked", masked & stopped, notice=not is_end)
     else:
         yield from find("rows_masked", masked, least=3, notice=True)
     place = np.arange(len(sample.tokens))
@@ -492,9 +493,9 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     rows = _rows(sample, cut)
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
-        known = np.unique(sample.tokens[cut])
-        ids = f" (the end token, id {known[0]})" if len(known) == 1 else ""
-        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": ids, "end": "end"}
+        ids = np.unique(sample.tokens[cut])
+        shown = f" (the end token, id {ids[0]})" if len(ids) == 1 else ""
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": shown, "end": "end"}
         yield from find("mask_cuts", rows, notice=True, **numbers)
         return
     cut = sampled & (place < first[sample.seq])

@@ -24,13 +24,13 @@ _FEWEST_STEPS = 5
 _FEWEST_GROUPS, _LONG = 12, 20
 """Minimum number of groups for estimating the variance between groups, and number of earlier steps to compare with."""
 DATA_FAULTS = {
-    "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted",
+    "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted rewards_of_nothing",
     "pairing": "rewards_of_other_rows advantages_unrelated",
     "advantages": "advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped advantages_unsigned "
     "advantages_scaled advantages_extreme advantages_unlike_settings advantages_misplaced advantages_of_equal baseline "
     "baseline_unknown groups_mix_prompts prompts_split one_row_groups rows_alone rows_lost",
     "length": "advantages_by_length",
-    "truncation": "limit_exceeded limit_contradicts finish_contradicts tokens_after_end padding_counts mask_cuts",
+    "truncation": "limit_exceeded limit_contradicts finish_contradicts tokens_after_end padding_counts mask_cuts finished_masked",
     "data": "batch_repeats prompt_padding",
     "reference": "reference_is_policy",
 }
