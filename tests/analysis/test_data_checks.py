@@ -457,8 +457,9 @@ def test_rows_of_one_trajectory_have_its_reward_on_the_last_and_its_advantage_on
     assert [(one.code, one.is_notice) for one in found] == expected
 
 
-def ended(step, lost):
-    """Responses that end with one of two end tokens or are truncated; the mask leaves out truncated ones and `lost`."""
+def ended(step, lost, every=1):
+    """Responses that end with one of two end tokens or are truncated. The mask leaves out truncated ones, and of those
+    that end with a token in `lost`, each `every`-th row."""
     longest = max(map(len, step.responses))
     ids = [
         row.tolist() if len(row) == longest else [*row[:-1].tolist(), END + number % 2]
@@ -466,7 +467,8 @@ def ended(step, lost):
     ]
     finish = ["length" if len(row) == longest else "stop" for row in ids]
     mask = [
-        np.full(len(row), reason == "stop" and row[-1] not in lost) for row, reason in zip(ids, finish, strict=True)
+        np.full(len(row), reason == "stop" and (row[-1] not in lost or number % every > 0))
+        for number, (row, reason) in enumerate(zip(ids, finish, strict=True))
     ]
     return {"response_ids": ids, "finish_reason": finish, "response_mask": mask}
 
@@ -491,6 +493,11 @@ def test_truncated_rows_can_be_masked_but_finished_ones_cannot(tmp_path, lost, c
     num = sum(reason == ("stop" if lost else "length") and not mask.any() for reason, mask in rows)
     assert data_text(found).startswith(f"{num} rows ")
     assert f"; the rows are exactly those where {where} (" in data_text(found)
+
+
+def test_finished_rows_masked_for_another_reason_than_their_end_token_are_only_noted(tmp_path):
+    found = findings(write(tmp_path / "run", columns=lambda step, n: ended(step, (END, END + 1), every=5)))
+    assert [(one.code, one.is_notice) for one in found] == [("finished_masked", True)]
 
 
 def masked_rows(chosen):
