@@ -18,7 +18,7 @@ from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import tokens_by_step
 from .mismatch import read_step_mismatch
-from .series import KINDS, Series, by_step, columns_of, is_evaluation, named
+from .series import KINDS, SPARSE, Series, by_step, columns_of, is_evaluation, named
 
 _ENTROPY = """
 SELECT step, avg({value}) AS entropy
@@ -290,18 +290,25 @@ SELECT DISTINCT name FROM metrics
 WHERE run = $run AND step > 0 AND value IS NOT NULL AND NOT contains(name, 'eval') AND NOT contains(name, 'hyperparameter/')
 ORDER BY name
 """
-_SHARE_STEPS = """
-SELECT name, count(DISTINCT step) / (SELECT count(DISTINCT step) FROM metrics WHERE run = $run AND step > 0)
-FROM metrics WHERE run = $run AND step > 0 AND value IS NOT NULL AND name NOT LIKE 'hyperparameter/%'
+_NUM_STEPS = """
+SELECT name, count(DISTINCT step) FROM metrics
+WHERE run = $run AND step > 0 AND value IS NOT NULL AND name NOT LIKE 'hyperparameter/%'
 GROUP BY name
 """
+_OF_TRAINING = ("loss", *LAST_WORDS["grad_norm"], *LAST_WORDS["learning_rate"])
 
 
 @cached
 def read_evaluations(database: Database, run: str) -> frozenset[str]:
     """Return the names of logged metrics that are outcomes on held-out data."""
-    rows = database.connection.execute(_SHARE_STEPS, {"run": run}).fetchall()
-    return frozenset(name for name, share in rows if is_evaluation(name, share))
+    num_steps = dict(database.connection.execute(_NUM_STEPS, {"run": run}).fetchall())
+    of_training = [
+        num
+        for name, num in num_steps.items()
+        if re.split(r"[/.]", name)[-1] in _OF_TRAINING and not is_evaluation(name)
+    ]
+    usual = min(of_training, default=0)  # a trainer may log all its metrics every few steps only
+    return frozenset(name for name, num in num_steps.items() if is_evaluation(name, is_sparse=num <= SPARSE * usual))
 
 
 def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:

@@ -128,7 +128,7 @@ FLAT_SHARE = 0.5
 judged flat."""
 
 SPARSE = 1 / 3
-"""Training metrics are logged at most steps; evaluations, which cost time, at no more than this fraction of them."""
+"""A score counts as sparse if it is logged at no more than this fraction of the steps with training metrics."""
 
 _UNSEEN_CORRELATION = 2.0
 """Factor applied to the scatter if the autocorrelation r cannot be estimated: sqrt((1 + r) / (1 - r)) for r = 0.6."""
@@ -200,12 +200,12 @@ class Fall:
         return (self.before - self.after) / max(abs(self.before - self.floor), 1e-12)
 
 
-def is_evaluation(name: str, share_steps: float = 1.0) -> bool:
+def is_evaluation(name: str, *, is_sparse: bool = False) -> bool:
     """True if the name suggests an outcome on held-out data, such as `eval/reward`, `eval/gsm8k` or just `eval`.
 
-    A score logged at `share_steps` of the steps, SPARSE or less, is an evaluation under any name.
+    A score that is logged at few steps (`is_sparse`) is an evaluation under any name.
     """
-    is_held_out = _EVALUATION.search(name) or (share_steps <= SPARSE and _OUTCOME.search(name))
+    is_held_out = _EVALUATION.search(name) or (is_sparse and _OUTCOME.search(name))
     return bool(is_held_out) and not _NO_OUTCOME.search(name)
 
 

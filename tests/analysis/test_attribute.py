@@ -76,6 +76,8 @@ class Story:
     rate: Callable[[int], float] = USUAL_RATE
     evaluation: Callable[[int], float] | None = None
     evaluated_as: str = "eval/accuracy"
+    logs_every: int = 1
+    """Steps between logged metrics."""
     entropy: Callable[[int], float] = ONE
     length: Callable[[int], int] = SIX
     pays_length: bool = False
@@ -191,7 +193,9 @@ def record_step(recorder, story, step, chance):
         metrics["actor/kl_coef"] = story.controller(step)
     if story.evaluation is not None and step % 5 == 0:
         metrics[story.evaluated_as] = story.evaluation(step) + 0.01 * chance.normal()
-    recorder.add_metrics(step, metrics)
+    if step % story.logs_every == 0:
+        recorder.add_metrics(step, metrics)
+    recorder.add_metrics(step, {"queue/size": 1.0})
 
 
 FALLING = drops(60, 0.8, 0.2)
@@ -529,6 +533,11 @@ def test_an_evaluation_is_known_by_its_name():
 def test_a_score_that_is_logged_at_few_steps_is_an_evaluation(tmp_path, name):
     found = attribute(record(tmp_path / "run", Story(evaluation=drops(60, 0.8, 0.3), evaluated_as=name)))
     assert (found.outcome, found.fall is not None) == (name, True)
+
+
+def test_a_reward_that_is_logged_as_rarely_as_the_gradient_norm_is_no_evaluation(tmp_path):
+    story = Story(reward=FALLING, evaluation=drops(60, 0.8, 0.3), evaluated_as="rewards/mean", logs_every=5)
+    assert attribute(record(tmp_path / "run", story)).outcome == "reward"
 
 
 def outcome(values):
