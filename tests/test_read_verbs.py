@@ -28,5 +28,5 @@ def test_a_verb_that_reads_writes_into_a_trace_only_where_its_first_lines_say_so
     assert done.code in (0, 1) or verb == "weights", done.stderr  # the trace has none
     first_lines = " ".join(cli.main.commands[verb].help.split("\n\n")[:2])
     assert (listing(tmp_path / "run") != before) == bool(
-        re.search(r"\b(writes? (sums )?into|stores? the sums)\b", first_lines, re.I)
+        re.search(r"\b(writes? (sums )?into|stores? (the|per-sequence) sums)\b", first_lines, re.I)
     )

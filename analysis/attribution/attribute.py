@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.errors import InvalidOption
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -85,8 +84,6 @@ def explain(
     progress: Progress = no_progress,
 ) -> Attribution:
     """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
-    if control is not None and {*map(os.path.realpath, database.given)} & {*map(os.path.realpath, control.given)}:
-        raise InvalidOption("the baseline is the run itself; give the trace of another run", option="control")
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:

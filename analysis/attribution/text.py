@@ -69,6 +69,7 @@ EVIDENCE: Mapping[str, str] = {
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, the same response gets a different reward than before, and the change depends on its length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "starting at step {step}, length explains {share:.0%} of the reward variance within a step ({before_share:.0%} before)",
+    "length_explains_first_rewards": "from the first step on, length explains {share:.0%} of the reward variance within a step",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "relation_breaks_alone": "starting at step {step}, rewards no longer increase with response probability, although the reward distribution and the policy are unchanged",

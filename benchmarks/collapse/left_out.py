@@ -57,7 +57,7 @@ OWNERS: dict[str, str] = {
     "advantages": "data_fault.advantages advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
     "entropy": "loss_term_inverted.entropy loss_term_oversized.entropy loss_term_changes.entropy loss_term.entropy entropy_climbs entropy_collapses",
-    "length": "data_fault.length length_pays_since length_explains_rewards length_explains_rewards.at_start length_pays.moves length_costs.moves "
+    "length": "data_fault.length length_pays_since length_explains_rewards length_explains_first_rewards length_pays.moves length_costs.moves "
     "rewards_by_length_part",
     "unknown": "entropy_impossible tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip

@@ -36,7 +36,6 @@ from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.views import open_database
-from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder
 
@@ -340,12 +339,6 @@ def test_equal_prompts_with_unequal_right_responses_point_to_the_prompts(tmp_pat
     assert evidence_of(found, "data")["rewards_differ_by_group"] > 1
     sound = attribute(record(tmp_path / "sound", Story(evaluation=drops(60, 0.8, 0.2))))
     assert "rewards_differ_by_group" not in {one.code for one in sound.facts}
-
-
-def test_a_run_is_not_its_own_baseline(tmp_path):
-    run = record(tmp_path / "run", Story())
-    with pytest.raises(InvalidOption, match="the baseline is the run itself"):
-        attribute(run, control=f"{tmp_path}/../{tmp_path.name}/run")
 
 
 def test_logprobs_in_other_rows_explain_the_mismatch():

@@ -25,8 +25,8 @@ _FEWEST_GROUPS, _LONG = 12, 20
 """Minimum number of groups for estimating the variance between groups, and number of earlier steps to compare with."""
 DATA_FAULTS = {
     "reward": "rewards_constant rewards_by_prompt rewards_unequal rewards_differ rewards_weighted rewards_of_nothing",
-    "pairing": "rewards_of_other_rows advantages_unrelated",
-    "advantages": "advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped advantages_unsigned "
+    "pairing": "rewards_of_other_rows",
+    "advantages": "advantages_unrelated advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped advantages_unsigned "
     "advantages_scaled advantages_extreme advantages_unlike_settings advantages_misplaced advantages_of_equal baseline "
     "baseline_unknown groups_mix_prompts prompts_split one_row_groups rows_alone rows_lost",
     "length": "advantages_by_length",
@@ -242,8 +242,10 @@ def length(facts: Facts) -> Iterator[Fact]:
     found = explained_by_length_since(facts.rollouts, facts.fall.latest)
     if found is not None:
         at, before, share = found
-        group = "" if before else "at_start"
-        yield fact("length_explains_rewards", share - before, group, step=at, before_share=before, share=share)
+        if at > facts.steps[0]:
+            yield fact("length_explains_rewards", share - before, step=at, before_share=before, share=share)
+        else:  # a reward may depend on length by design, but hardly for the most part
+            yield fact("length_explains_first_rewards", max(2 * share - 1, 0.0), share=share)
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
