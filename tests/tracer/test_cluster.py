@@ -128,7 +128,7 @@ def test_a_trace_that_nodes_do_not_see_is_named_with_its_node(tmp_path, address,
     monkeypatch.chdir(tmp_path)  # which is another folder for each process
     with pytest.raises(
         ClusterFailed,
-        match=r"node .*: /proc/self/cwd/run: .*; the trace and the imported files must be at the same path",
+        match=r"node .*: /proc/self/cwd/run .*; the trace and the imported files must be at the same path",
     ):
         stats("/proc/self/cwd/run", ray=address)
 

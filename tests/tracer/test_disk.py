@@ -67,7 +67,7 @@ def test_a_slow_disk_makes_training_wait_and_drops_nothing(tmp_path, monkeypatch
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(StorageError, match=r"run: cannot be written \(Permission denied\)\. Use a folder"):
+    with pytest.raises(StorageError, match=r"run cannot be written \(Permission denied\)\. Use a folder"):
         Recorder(tmp_path / "run")
 
 
