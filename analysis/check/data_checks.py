@@ -263,6 +263,7 @@ def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray,
     return next((name for name, each in means.items() if np.allclose(each, value, rtol=1e-4, atol=TINY)), "")
 
 
+# Two passes give certain tokens a logprob of exactly 0, so a step counts only if a token is uncertain.
 _EQUAL = """
 SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
        coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,

@@ -317,7 +317,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
     if column.null_count < len(column):
         entropy, there = fitted(column, lengths).astype(np.float64), np.repeat(~array_of(column.is_null()), lengths)
         there &= np.isfinite(logprobs)
-        possible = entropy <= most_entropy(logprobs.astype(np.float64), 2 * num_ids)
+        possible = entropy <= _most_entropy(logprobs.astype(np.float64), 2 * num_ids)  # the vocabulary may be larger
         share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
         entropy = entropy if np.isfinite(entropy).any() else None
     return PassSample(
@@ -328,9 +328,11 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
     )  # fmt: skip
 
 
-def most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
-    """Return the largest entropy (nats) of any distribution over `num_ids` ids with this logprob of one id: that of one
-    that is uniform over the other ids. A relative error of 1% is allowed."""
+def _most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
+    """Return the largest entropy (nats) that a distribution over `num_ids` ids can have if one id has this logprob.
+
+    It is reached if all other ids have equal probabilities. 1% is added for rounding.
+    """
     p = np.exp(np.minimum(logprobs, 0.0))
     rest = np.maximum(1 - p, 1e-12)
     return np.asarray(1.01 * (-p * np.log(np.maximum(p, 1e-300)) + rest * (np.log(num_ids) - np.log(rest))))

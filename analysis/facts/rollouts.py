@@ -108,7 +108,7 @@ class Rollouts:
 
     @property
     def counted(self) -> np.ndarray:
-        return self.whole.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self.num_masked.astype(np.uint64)
+        return _keyed(self.whole, self.num_masked)
 
     @property
     def reward_size(self) -> np.ndarray:
@@ -172,6 +172,11 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
     alone = (count[number] == 1).mean() if len(number) else 0.0
     groups: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
     return groups
+
+
+def _keyed(hashes: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Return hashes [N] of the pairs of a hash and a number."""
+    return np.asarray(hashes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + number.astype(np.uint64))
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
@@ -333,17 +338,13 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[float, float]:
-    """Return how often the rewards of equal responses to equal prompts differ in one group, and in two groups of a step.
+    """Return the shares of pairs of identical responses to identical prompts whose rewards differ.
 
-    The shares are NaN if there are too few pairs, or if no groups are recorded.
+    The first share is for pairs within a group, the second for pairs from two groups of one step. A share is NaN if
+    there are too few pairs.
     """
-    least, whole = least_reward(rollouts), rollouts.whole.astype(np.uint64)
-
-    def alike(number: np.ndarray) -> np.ndarray:
-        mixed: np.ndarray = whole ^ (number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-        return mixed
-
-    of_group = _unequal(rollouts.reward, successive(alike(rollouts.group), rollouts.step), least)[1]
-    one, two = successive(alike(rollouts.step), rollouts.group)
+    least = least_reward(rollouts)
+    of_group = _unequal(rollouts.reward, successive(_keyed(rollouts.whole, rollouts.group), rollouts.step), least)[1]
+    one, two = successive(_keyed(rollouts.whole, rollouts.step), rollouts.group)
     apart = rollouts.group[one] != rollouts.group[two]
     return of_group, _unequal(rollouts.reward, (one[apart], two[apart]), least)[1]

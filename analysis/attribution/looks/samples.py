@@ -61,12 +61,14 @@ def _known(value: float) -> float:
 
 
 def repeats(facts: Facts) -> Iterator[Fact]:
+    if facts.rewards_lie_off:
+        return
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
-    if found.unequal > 0.01 and not facts.rewards_lie_off:  # NaN if no response is repeated
+    if found.unequal > 0.01:  # NaN if no response is repeated
         level = math.sqrt(found.unequal) * (max(found.unequal - before, 0.0) / found.unequal)
         values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
         yield fact("rewards_noisy", level, mean_difference=found.mean_difference, **values)
-    within, between = (math.nan, math.nan) if facts.rewards_lie_off else unequal_in_step(facts.since_fall)
+    within, between = unequal_in_step(facts.since_fall)
     if between > within:  # False if either is NaN
         values = {"within_groups_share": within, "between_groups_share": between}
         yield fact("rewards_differ_by_group", between - within, **values)
@@ -244,7 +246,7 @@ def length(facts: Facts) -> Iterator[Fact]:
         at, before, share = found
         if at > facts.steps[0]:
             yield fact("length_explains_rewards", share - before, step=at, before_share=before, share=share)
-        else:  # a reward may depend on length by design, but hardly for the most part
+        else:  # by design, length may explain some of the rewards' variance, but hardly more than half
             yield fact("length_explains_first_rewards", max(2 * share - 1, 0.0), share=share)
 
 
@@ -304,7 +306,7 @@ def capped(facts: Facts) -> Iterator[Fact]:
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])
     longest = np.array([part.max(initial=0) for part in parts])
-    # A policy may also learn to end all responses at one length. A limit cuts them off at other tokens than the usual.
+    # A policy may also learn to end all responses at one length. A limit cuts them off before the end token.
     ended = np.split(facts.rollouts.is_ended, first[1:])
     found = []
     for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):

@@ -218,7 +218,7 @@ _SIGNS = {"reference": 1.0, "entropy": -1.0}
 _MOST_LEFT_OF_STEPS = 0.5
 """Share of the variance of the loss's differences between steps that the terms may leave unexplained."""
 _LEAST_ERRORS = 4.0
-"""A coefficient counts only from this many standard errors on."""
+"""A coefficient counts only if it is larger than this many standard errors."""
 
 
 def coefficients(facts: Facts) -> Iterator[Fact]:
@@ -241,9 +241,9 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
     left, found = min(fits, key=lambda fit: fit[0])
     for at, slope, errors in found:
         term = str(names[at])
-        level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
         if term == "policy":
             continue
+        level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
         if slope * _SIGNS[term] < 0:
             yield fact("loss_term_inverted", level, term, term=term, coefficient=slope * scale)
         elif declared := [
@@ -257,8 +257,11 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
 def _fitted(
     columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `values` [S] by the chosen columns. Return the unexplained share of the variance, adjusted for the number of
-    columns, and for each column its place, its coefficient, and the coefficient in standard errors."""
+    """Fit `values` [S] by the chosen columns.
+
+    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its place, its
+    coefficient, and the coefficient in standard errors.
+    """
     free = len(values) - len(chosen)
     if not chosen or free < _FEWEST_DIFFERENCES:
         return 1.0, []

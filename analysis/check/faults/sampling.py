@@ -112,8 +112,8 @@ PADDED_VOCABULARY = Fault(
     },
     words={
         "lost_mass": lambda n: {
-            "copies_text": f". All tokens lose the same factor, {n['copies']}, as if the sum over the vocabulary were "
-            f"added up {n['copies']} times, for example over tensor-parallel ranks that each hold all logits"
+            "copies_text": f". All tokens lose the same factor, {n['copies']}, as if the softmax summed over the "
+            f"vocabulary {n['copies']} times, for example over tensor-parallel ranks that each hold all logits"
             if n.get("copies")
             else ""
         }
