@@ -87,7 +87,8 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     if data.num_kept < FEW:
         off = nobodys(data) if data.num_kept else data.keep[:0]
         gross = [kinds.unexplained_tokens(data, off, None)] if off.any() else []
-        return facts or gross or [each for each in equal if not each.fails] or [kinds.too_few(data, FEW)]
+        few = kinds.TOO_FEW.finding(data, "too_few", numbers={"num_tokens": data.num_kept, "least": FEW})
+        return facts or gross or [each for each in equal if not each.fails] or [few]
     if not data.d.any():
         return [*facts, *(each for each in equal if each.fails or not facts)]
     copied = [each for each in equal if each.signal == "copied_steps"]
@@ -314,12 +315,7 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     if best.finding.signal in ("judged", "implied"):
         return kinds.find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
-    is_unrelated = cause is not None and cause.code == values.UNRELATED.code and best.left is None
     is_subset = place.code == kinds.SUBSET.code
-    if is_unrelated or (cause is None and is_subset):
-        implied = kinds.find_implied(data, best.tokens, is_unrelated=is_unrelated)
-        if implied is not None:
-            return [implied]
     if not is_subset and cause is not None:
         return [_confined(data, cause, best)]
     if not is_subset:

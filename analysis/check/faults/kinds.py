@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..pair_data import (
     once,
     precisions,
 )
-from ..where import Where, later_turn, places, where_text
+from ..where import Where, later_turn, where_text
 from .sampling import PENALTY
 from .values import UNRELATED
 from .weights import WEIGHTS, measured
@@ -46,8 +47,7 @@ MAX_NAMED = 20
 COMPUTATION = Fault(
     code="computation_differs", title="one side's model differs throughout", broken="computation",
     evidence={
-        "equal_weights": "the engine sampled with the trainer's weights (all tensor digests agree), but "
-        + features.SIZE,
+        "equal_weights": f"the engine sampled with the trainer's weights (all tensor digests agree), but {features.SIZE}",
         "judged": features.judged(
             "quantised, converted or wrongly loaded weights, or a different rotary embedding, norm, attention, soft "
             "cap, expert or precision"
@@ -102,19 +102,14 @@ def _by_cause(code: str, title: str, causes: Mapping[str, tuple[str, str]]) -> F
 
 ROW_CONTEXT = _by_cause("row_context", "the two sides read different contexts", _CONTEXTS)
 ONSET = _by_cause("position_onset", "the mismatch begins inside sequences", _ONSETS)
+_EXPERTS = ("the mismatch pattern is typical of MoE models", "the model is a mixture of experts")
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
     evidence={
         "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the "
         "median ({bulk:.2g} nats in the logit); for these, the two sides' routers chose different experts"
     },
-    words={
-        "router_tail": lambda n: {
-            "experts_text": "the model is a mixture of experts"
-            if n["experts_known"]
-            else "the mismatch pattern is typical of MoE models"
-        }
-    },
+    words={"router_tail": lambda n: {"experts_text": _EXPERTS[n["experts_known"]]}},
 )  # fmt: skip
 
 KINDS: Mapping[str, tuple[Fault, str]] = {
@@ -136,21 +131,13 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Explain the mismatch by its location: fixed places, part of the run, or rows with different contexts."""
-    return [
-        found
-        for place in where
-        for name in (_fixed_place, _part_of_run, _other_context)
-        if (found := name(data, place))
-    ]
+    tried = (find(data, place) for place in where for find in (_fixed_place, _part_of_run, _other_context))
+    return [found for found in tried if found is not None]
 
 
 def _other_context(data: PairData, place: Where) -> Hypothesis | None:
-    is_ids = place.feature.endswith("_ids")
-    if (
-        not place.feature.startswith(_CONTEXT)
-        or (place.kind == "one_of" and not is_ids)
-        or _is_alternating(data, place)
-    ):
+    is_set = place.kind == "one_of" and not place.feature.endswith("_ids")
+    if not place.feature.startswith(_CONTEXT) or is_set or _is_alternating(data, place):
         return None
     cost = 3.0 + np.log(data.num_kept) * (len(place.values) > 0)
     return located(data, find_kinds(data, place)[0], place.inside, cost, place)
@@ -165,13 +152,10 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
         return [_finding(data, *told, None, place)]
     known = among_faults(features.probabilities(_after_jump(data)))
     first, second, *_ = known
-    if known[second] < MIN_SECOND:
-        return [_finding(data, first, KINDS[first][1], known[first], place)]
-    rival: dict[str, Number] = {"rival": second, "rival_probability": known[second]}
-    return [
-        _finding(data, first, KINDS[first][1], known[first], place, rival),
-        _finding(data, second, KINDS[second][1], known[second], place),
-    ]
+    is_close = known[second] >= MIN_SECOND
+    rival: dict[str, Number] = {"rival": second, "rival_probability": known[second]} if is_close else {}
+    found = [_finding(data, first, KINDS[first][1], known[first], place, rival)]
+    return [*found, _finding(data, second, KINDS[second][1], known[second], place)] if is_close else found
 
 
 def _grew(data: PairData) -> bool:
@@ -204,23 +188,6 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
     return {kind: value / total for kind, value in known.items()}
 
 
-def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
-    """Return the finding implied by the fact that exactly `tokens` ([N] bool) are affected, or None.
-
-    Unless `is_unrelated` is set, only padding and packing imply a finding. Affected prompts do not, because different
-    replicas may have served them.
-    """
-    inside, known = tokens[data.keep], []
-    for place in places(data):
-        is_same = (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()
-        if is_same and (told := _implied(data, place)) and (is_unrelated or told[0] == "neighbours"):
-            known.append((list(_IMPLIED.values()).index(told), told, place))
-    if not known:
-        return None
-    _, told, place = min(known, key=lambda each: each[0])
-    return _finding(data, *told, None, place)
-
-
 def _is_alternating(data: PairData, place: Where) -> bool:
     is_packed = np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any()
     return place.feature == "not_first_of_2" and not is_packed
@@ -239,26 +206,21 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
 
 
 def _finding(
-    data: PairData, kind: str, cause: str, probability: float | None, place: Where | None,
-    rival: Mapping[str, Number] | None = None,
+    data: PairData, kind: str, cause: str, probability: float | None, place: Where | None, rival: Mapping[str, Number] = MappingProxyType({}),
 ) -> Finding:  # fmt: skip
     grown, twins, inside = features.growth(data), features.repeats(data), None if place is None else place.inside
-    numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
+    numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **rival}
     broken, later = None, data if place is not None else _after_jump(data)
     told = (each for each in features.reasons(later, kind) if later is data or each[0] != "first_step")
     for at, (name, value, is_above) in enumerate(told):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
     if place is not None:
-        numbers |= (
-            place.numbers
-            | counts(data, place.inside)
-            | {"ratio": place.ratio, "rms_elsewhere": data.rms(~place.inside)}
-        )
+        numbers |= {**place.numbers, **counts(data, place.inside), "ratio": place.ratio}
+        numbers["rms_elsewhere"] = data.rms(~place.inside)
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # Different weights alone do not make the mismatch fade along responses: in 45 such runs, this score is at
-            # most 2.7.
+            # Different weights alone do not make the mismatch fade along responses: the score of 45 runs is at most 2.7.
             if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
                 numbers["cause"] = "early"
         along = features.along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -298,10 +260,12 @@ def _next(data: PairData, kind: str) -> Advice:
     return commands.query(data, "prefix-noise" if kind == "noise" else "by-position")
 
 
+def _triangulation(data: PairData) -> Advice:
+    return commands.triangulate(data, dtype_of(data.contract("a")))
+
+
 def equal_weights(data: PairData) -> Finding:
-    return COMPUTATION.finding(
-        data, "equal_weights", next=commands.triangulate(data, dtype_of(data.contract("a"))), numbers=measured(data)
-    )
+    return COMPUTATION.finding(data, "equal_weights", next=_triangulation(data), numbers=measured(data))
 
 
 def is_fault(data: PairData) -> bool:
@@ -332,12 +296,8 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     expected = bool(rounds_routers and is_usual and not is_fault(data))
     if mixture is None and not expected:
         return []
-    numbers = {
-        "tail_share": float(tail.mean()),
-        "tail_ratio": TAIL_RATIO,
-        "bulk": bulk,
-        "experts_known": int(bool(mixture)),
-    }
+    numbers: dict[str, Number] = {"tail_share": float(tail.mean()), "tail_ratio": TAIL_RATIO, "bulk": bulk}
+    numbers["experts_known"] = int(bool(mixture))
     return [
         ROUTER_FLIPS.finding(
             data, "router_tail", tail, is_expected=expected, weight=_share_of_squares(data, tail),
@@ -412,11 +372,11 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
         return None
     if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not _is_id_range(place)):
         return None
-    if (
-        (name.startswith("phase") and (len(values) > 2 or place.ratio < 10))
-        or (name in ("position", "total_position") and place.kind != "one_of" and values[0] >= 2)
-        or (name == "from_end" and (place.kind != "before" or values[0] > 4))
-    ):
+    if name.startswith("phase") and (len(values) > 2 or place.ratio < 10):
+        return None
+    if name in ("position", "total_position") and place.kind != "one_of" and values[0] >= 2:
+        return None
+    if name == "from_end" and (place.kind != "before" or values[0] > 4):
         return None
     cause = "" if is_boundary else "ids" if _is_id_range(place) else _ID_CAUSES.get(name, "")
     finding = (BOUNDARY if is_boundary else ONE_PLACE).finding(
@@ -464,14 +424,11 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
-        return {
-            "level_text": f"{n['level']:.2g}",
-            "bound_text": f"; rounding in {dtypes} usually causes at most {usual}",
-        }
+        bound = f"; rounding in {dtypes} usually causes at most {usual}"
+        return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
-    # The level gets four digits because it may be close to `most`.
-    return {"level_text": f"{n['level']:.4g}", "bound_text": bound}
+    return {"level_text": f"{n['level']:.4g}", "bound_text": bound}  # four digits, as the level may be close to `most`
 
 
 ROUNDING = Fault(
@@ -494,9 +451,8 @@ TOO_FEW = Fault(
 def _off(numbers: Mapping[str, Any]) -> dict[str, str]:
     words = _place(numbers) | {"dtypes": features.dtypes_text(numbers)}
     if numbers["num_tokens"] == 1 and not words["where"]:
-        words["where"] = (
-            f"it is at position {numbers['position']} of sequence {numbers['seq_id']!r} at step {numbers['step']}"
-        )
+        at = f"position {numbers['position']} of sequence {numbers['seq_id']!r}"
+        words["where"] = f"it is at {at} at step {numbers['step']}"
     rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
     return words | {"where": words["where"] or f"they are scattered over {rows} and {numbers['num_ids']:,} token ids"}
 
@@ -515,16 +471,12 @@ def rounding(data: PairData) -> Finding:
     allowed, found = allowed_noise(data), level(data)
     is_high = found > allowed
     return ROUNDING.finding(
-        data, "rounding", next=commands.triangulate(data, dtype_of(data.contract("a"))) if is_high else NOTHING,
+        data, "rounding", next=_triangulation(data) if is_high else NOTHING,
         numbers={
             "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
             **data.names, **coarsest(data),
         },
     )  # fmt: skip
-
-
-def too_few(data: PairData, least: int) -> Finding:
-    return TOO_FEW.finding(data, "too_few", numbers={"num_tokens": data.num_kept, "least": least})
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:

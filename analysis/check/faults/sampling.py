@@ -1,8 +1,7 @@
 """Logits changed by one side before normalisation: a temperature, a token filter, a penalty or a bias.
 
-In one context, changing a token's logit by c changes its logprob by c minus a constant shared by all tokens. The
-detectors below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or
-fixed for some tokens (penalties, biases).
+In one context, changing a token's logit by c changes its logprob by c minus a constant shared by all tokens: c is
+proportional to the logit (temperature), 0 for sampled tokens (filters), or fixed for some tokens (penalties, biases).
 
 Shapes: K kept tokens in S sequences.
 """
@@ -329,14 +328,12 @@ IMPOSSIBLE_LOGPROB = -80.0
 def find_one_sided(data: PairData) -> list[Hypothesis]:
     """Explain d if its larger values nearly all have the same sign.
 
-    The mean of exp(-|d|) over sampled tokens is then the probability mass that both passes share. A token filter raises
-    likely and unlikely logprobs by the same amount. If unlikely tokens differ by far more, one side computes them
-    wrongly.
+    The mean of exp(-|d|) over sampled tokens is then the probability mass that both passes share.
     """
     size = np.abs(data.d)
+    squares = size * size
     if len(size) < 20 or not size.any():
         return []
-    squares = size * size
     raised, lowered = sides(data)
     if squares[data.d < 0].sum() > 0.5 * squares.sum():
         raised, lowered = lowered, raised
@@ -367,18 +364,10 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     # The mass that other ids have differs between contexts, but not that of another sum over the same ids.
     is_same = copies > 1 and np.mean(np.abs(size - np.log(copies)) < allowed_noise(data) * data.scale) > 0.99
     if _is_cut(data, raised) and not is_same:
-        fault, signal, next = (
-            TRUNCATION,
-            "kept_mass",
-            commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
-        )
-        known, cause = recorded_filter(data), "filter" if recorded_filter(data) else ""
-        numbers = raised.names | {
-            "kept_mass": float(mass.mean()),
-            "least_mass": float(mass.min()),
-            "recorded": known,
-            "cause": cause,
-        }
+        fault, signal, known = TRUNCATION, "kept_mass", recorded_filter(data)
+        next = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
+        numbers = raised.names | {"kept_mass": float(mass.mean()), "least_mass": float(mass.min())}
+        numbers |= {"recorded": known, "cause": "filter" if known else ""}
     else:
         fault, signal, numbers = PADDED_VOCABULARY, "lost_mass", lowered.names | {"lost_mass": float(1 - mass.mean())}
         numbers |= {"copies": copies} if is_same else {}
@@ -394,18 +383,10 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _smoothed(data: PairData, side: Side) -> Hypothesis:
-    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean.
-
-    `mean` is the mean logprob over the vocabulary. Smoothing lowers the logprobs of likely tokens most, while lost mass
-    lowers them least.
-    """
+    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary."""
     slope, mean = np.polyfit(side.others, side.values - side.others, 1)
-    finding = SMOOTHED.finding(
-        data,
-        "smoothed",
-        next=commands.tokens(data),
-        numbers=side.names | {"smoothing": -float(slope), "mean": float(mean)},
-    )
+    numbers = side.names | {"smoothing": -float(slope), "mean": float(mean)}
+    finding = SMOOTHED.finding(data, "smoothed", next=commands.tokens(data), numbers=numbers)
     return of_signs(data, finding, np.full(data.num_kept, -side.sign), 4.0)
 
 
@@ -429,9 +410,8 @@ def recorded_filter(data: PairData) -> str:
 def _is_cut(data: PairData, raised: Side) -> bool:
     """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
-    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only those
-    that truncation kept. There are two other signs of truncation: the kept tokens have nearly the same total mass in
-    every context (as with top-p and flat distributions), or a single token was kept and has logprob 0.
+    Signs of truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in
+    every context, or the mean of 1 / p, which estimates how many tokens can be sampled, is far below the vocabulary's.
     """
     was_cut = (raised.own.logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(raised.other.logprobs)
     if recorded_filter(data) or np.any(was_cut & data.sample.mask):
@@ -447,14 +427,8 @@ def _is_cut(data: PairData, raised: Side) -> bool:
 
 
 def find_grammar(data: PairData) -> list[Hypothesis]:
-    """Explain d by a grammar that only one pass used.
-
-    The contract must declare the grammar, and the values must confirm it. Renormalising over fewer tokens raises every
-    logprob, so lower values are evidence against it.
-    """
-    named = sorted(
-        name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True
-    )
+    """Explain d by a grammar that one contract declares. It raises every logprob, so lower ones are evidence against it."""
+    named = sorted(name for name, each in data.contracts.items() if declared(each, "structured_outputs") is True)
     under = {side.key: np.isin(np.array(side.own.contracts, str), named) for side in sides(data)}
     found = []
     for key, other in ("ab", "ba"):
@@ -481,8 +455,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Explain d by shifted logits at repeated tokens (penalties) or at some ids (biases), or else by one fixed shift at
-    some tokens."""
+    """Explain d by shifted logits at repeated tokens (penalties), at some ids (biases), or else at any tokens."""
     if data.num_kept < 200:
         return []
     return [*_repeated(data), *_of_ids(data), *_biased(data)] or _one_shift(data)
@@ -604,12 +577,9 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
     near = np.abs(differ[shifted] - bias) < np.minimum(3 * error[shifted], bias / 10)
     if len(differ) < 12 or shifted.sum() < 8 or not 0.05 < shifted.mean() < 0.95 or near.mean() < 0.9:
         return []
-    finding = PENALTY.finding(
-        data, "one_shift", next=commands.far_tokens(data),
-        numbers={
-            "num_pairs": len(differ), "num_equal": int((~shifted).sum()), "num_shifted": int(near.sum()), "bias": bias,
-        },
-    )  # fmt: skip
+    numbers: dict[str, Number] = {"num_pairs": len(differ), "num_equal": int((~shifted).sum())}
+    numbers |= {"num_shifted": int(near.sum()), "bias": bias}
+    finding = PENALTY.finding(data, "one_shift", next=commands.far_tokens(data), numbers=numbers)
     # Without a fixed shift, the differences would be spread evenly between 0 and twice this value.
     gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=gain)]
@@ -627,11 +597,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     if part is not None:
         signal, (where, rows) = "sampled_by_rows", part
         inside, values = rows[data.seq], side.values + entropy
-        numbers |= counts(data, inside) | {
-            "where": where.removeprefix("all "),
-            "mean": float(np.nanmean(values[inside])),
-            "mean_rest": float(np.nanmean(values[~inside])),
-        }
+        numbers |= counts(data, inside) | {"where": where.removeprefix("all ")}
+        numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
     elif abs(np.nanmean(-side.values) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
         return []  # the entropies are in bits, which data_checks reports
     # Overly likely tokens are a fault only if the recording rules out a filter and a temperature.
@@ -646,9 +613,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
 
 
 def _is_plain(data: PairData) -> bool:
-    plain = {"temperature": 1.0, "top_p": 1.0}
-    is_plain = all(np.all(data.sample.settings[name] == value) for name, value in plain.items())
-    return bool(is_plain and not recorded_filter(data))
+    is_plain = all(np.all(data.sample.settings[name] == 1.0) for name in ("temperature", "top_p"))
+    return is_plain and not recorded_filter(data)
 
 
 def recorded_penalty(data: PairData) -> float | None:
