@@ -1,8 +1,7 @@
 """Explain a mismatch.
 
 Recorded facts are tested first. Then, in each round, the explanation that best fits the remaining tokens is accepted.
-Finally, the remaining mismatch is located and classified. Each token is explained by rounding, by a cause, or not at
-all.
+Finally, the remaining mismatch is located and classified.
 """
 
 from __future__ import annotations
@@ -45,28 +44,24 @@ def explain(data: PairData) -> list[Finding]:
     parts = [_explain(part, is_known=bool(engine)) for part in _by_precision(data)]
     rest: list[Finding] = []
     for part in parts:
-        rest = _added(rest, [each for each in part if each.code not in _PLAIN or len(parts) == 1], None)
+        rest = _added(rest, [each for each in part if each.side is not None or len(parts) == 1], None)
     if len(parts) > 1:
         rest = sorted(rest, key=lambda each: not each.fails)
         if not any(each.fails for each in rest):
-            rest += [each for part in parts for each in part if each.code in _PLAIN]
+            rest += [each for part in parts for each in part if each.side is None]
     return [*engine, *(each for each in rest if each.fails or not engine)]
 
 
-_PLAIN = (kinds.TOO_FEW.code, not_computed.EQUAL.code, kinds.ROUNDING.code)
-"""Codes of verdicts without a fault. These verdicts are dropped if another part of the run has a fault."""
-
-
 def _by_precision(data: PairData) -> list[PairData]:
-    names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
-    precision = {
-        each: [weights.declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)
+    known = {
+        name or "": weights.declared_precision(data.contracts.get(name or "", {})) for name in [*data.contracts, ""]
     }
-    kinds = np.array([str(precision[each]) for each in names])[data.seq]
-    found, counts = np.unique(kinds, return_counts=True)
+    names = zip(data.sample.a.contracts, data.sample.b.contracts, strict=True)
+    precision = np.array([str([known.get(name or "", known[""]) for name in pair]) for pair in names])[data.seq]
+    found, counts = np.unique(precision, return_counts=True)
     if len(found) < 2:
         return [data]
-    return [data.within(kinds == found[each]) for each in np.argsort(-counts, kind="stable")]
+    return [data.within(precision == found[each]) for each in np.argsort(-counts, kind="stable")]
 
 
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
@@ -131,10 +126,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the place where the tokens of `best` are, if `best` covers only some tokens.
-
-    The place must contain nearly all tokens of `best` that rounding cannot explain.
-    """
+    """Add to the first finding the place of nearly all tokens of `best` that rounding cannot explain, if there is one."""
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -149,8 +141,7 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step at which the fault begins, or the steps (at most five) that it is confined to,
-    unless this can be a coincidence."""
+    """Add to the first finding the step at which the fault begins, or the few steps that it is confined to."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -166,11 +157,8 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Add findings with a new code or cause.
-
-    Findings that are visible only after the fault `behind` has been corrected say so. They have no command, because it
-    would read the uncorrected trace.
-    """
+    """Add findings with a new code or cause. Those visible only after the fault `behind` has been corrected have no
+    command, because it would read the uncorrected trace."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
     if behind is not None:
@@ -185,11 +173,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Drop explanations that do not fit the mismatch's location.
-
-    If one place contains nearly all tokens that rounding cannot explain and the sides agree elsewhere, only
-    explanations that predict values may cover all tokens.
-    """
+    """Keep only explanations that predict values if one place contains nearly all tokens that rounding cannot explain
+    and the sides agree elsewhere."""
     off = nobodys(data)
     exact = any(
         each.gain > MIN_GAIN_NATS
@@ -203,11 +188,9 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Return explanations for the tokens inside the best places."""
-    found = []
+    found, most = [], 0.97 * data.num_kept
     parts = [
-        each
-        for each in placed
-        if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept and _is_part(each.finding)
+        each for each in placed if each.gain > MIN_GAIN_NATS and each.tokens.sum() < most and _is_part(each.finding)
     ]
     for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
@@ -215,9 +198,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             continue
         # No explanation predicts rounding errors, so it may leave as large an error unexplained as there is elsewhere.
         noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
-        by_position = "position" in str(place.finding.numbers.get("feature")) and (
-            place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
-        )
+        is_narrow = place.finding.numbers.get("kind") == "from" or len(np.unique(inside.position)) < 5
+        by_position = "position" in str(place.finding.numbers.get("feature")) and is_narrow
         for each in _candidates(inside):
             alike = [other for other in whole if other.gain > MIN_GAIN_NATS and _shared(each, other) > 0.8]
             same = min(alike, key=lambda other: (other.rank, -other.gain), default=None)
@@ -234,17 +216,15 @@ def _shared(one: Hypothesis, other: Hypothesis) -> float:
 
 
 def _is_part(place: Finding) -> bool:
-    fixed = (kinds.ONE_PLACE.code, kinds.BOUNDARY.code, misplaced.RETOKENISED.code)
     if place.code == kinds.BOUNDARY.code and place.share > 0.15:
         return True
-    return place.numbers.get("feature") == "token_before" or (
-        place.code not in fixed and place.numbers.get("cause") != "ids"
-    )
+    fixed = (kinds.ONE_PLACE.code, kinds.BOUNDARY.code, misplaced.RETOKENISED.code)
+    is_other = place.code not in fixed and place.numbers.get("cause") != "ids"
+    return is_other or place.numbers.get("feature") == "token_before"
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or a simpler one with at least half that gain. None if the gain is
-    too small."""
+    """Return the explanation with the largest gain, if it is large enough, or a simpler one with at least half of it."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
 
     def is_predicted(one: Hypothesis) -> bool:
@@ -269,11 +249,9 @@ def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
 
 
 def _is_told(data: PairData, place: Where) -> bool:
-    """Return True if the mismatch is confined to a place.
+    """Return True if rounding explains the mismatch outside a place, but not that inside.
 
-    Rounding must explain the mismatch outside it, and most tokens that rounding cannot explain must be inside. The
-    mismatch inside must be larger than rounding can explain, or much larger than outside. For a writer, contract or
-    setting, a factor of three is enough, because rounding does not depend on these.
+    For a writer, contract or setting, a factor of three is enough, because rounding does not depend on these.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
@@ -317,10 +295,10 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     is_subset = place.code == kinds.SUBSET.code
     if not is_subset and cause is not None:
-        return [_confined(data, cause, best)]
+        return [_confined(data, cause, place, best.tokens)]
     if not is_subset:
         is_fixed = place.code in (kinds.ONE_PLACE.code, kinds.BOUNDARY.code) and not place.numbers.get("cause")
-        return [place, *(_likely(data) if is_fixed else [])]
+        return [place, *(each for each in _state(data)[: int(is_fixed)] if each.weight >= 0.4)]
     inside = data.without(~best.tokens)
     if cause is None and (is_excessive(inside) or place.numbers["column"] in kinds.BY_TIME):
         cause = _state(data)[0]
@@ -332,12 +310,12 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     return [cause, place] if best.beside is not None or place.since is not None or is_likely else [place, cause]
 
 
-def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
-    assert best.beside is not None
-    rows = data.sample.seq[best.tokens & data.keep]
-    numbers = {f"part_{name}": best.beside.numbers.get(name) for name in ("feature", "kind", "values")}
-    counted = {"part_sequences": len(np.unique(rows)), "part_of": len(np.unique(data.seq))}
-    return replace(cause, numbers=cause.numbers | numbers | counted)
+def _confined(data: PairData, cause: Finding, place: Finding, tokens: np.ndarray) -> Finding:
+    numbers = {f"part_{name}": place.numbers.get(name) for name in ("feature", "kind", "values")}
+    rows = np.unique(data.sample.seq[tokens & data.keep])
+    return replace(
+        cause, numbers={**cause.numbers, **numbers, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
+    )
 
 
 def _left(data: PairData) -> list[Finding]:
@@ -347,9 +325,10 @@ def _left(data: PairData) -> list[Finding]:
         if not (is_above(without) or kinds.is_fault(without)):
             shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
             share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
-            likely = _likely(data) if off.sum() >= FEW else []
-            found = kinds.find_router_flips(data, off) or values.find_scattered(data, off)
-            return found or [kinds.unexplained_tokens(data, off, place if share > 0.5 else None), *likely]
+            if found := kinds.find_router_flips(data, off) or values.find_scattered(data, off):
+                return found
+            likely = (each for each in _state(data)[: int(off.sum() >= FEW)] if each.weight >= 0.4)
+            return [kinds.unexplained_tokens(data, off, place if share > 0.5 else None), *likely]
     return _state(data)
 
 
@@ -357,10 +336,6 @@ def _state(data: PairData) -> list[Finding]:
     if weights.weights_agree(data):
         return [kinds.equal_weights(data)]
     return weights.find_after_update(data) or weights.find_earlier_growth(data) or kinds.find_kinds(data)
-
-
-def _likely(data: PairData) -> list[Finding]:
-    return [each for each in _state(data)[:1] if each.weight >= 0.4]
 
 
 def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:

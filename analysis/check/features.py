@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,11 +46,7 @@ def _size(data: PairData) -> dict[str, float]:
 
 
 def _sampling(data: PairData) -> dict[str, float]:
-    """Measure whether d looks like a difference between two distributions.
-
-    If the tokens were sampled from a distribution close to both sides', exp(-d) averages 1 and d averages
-    -mean(d^2) / 2. Neither holds if values were recorded incorrectly.
-    """
+    """Measure whether, as in samples from a similar distribution, exp(-d) averages 1 and d averages -mean(d^2) / 2."""
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)
     ratio = np.exp(np.clip(-d, -30, 10))
@@ -112,16 +107,12 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    """Squash a score in standard errors into -1 to 1, so that large runs do not dominate."""
-    return float(np.tanh(score / 6.0))
+    return float(np.tanh(score / 6.0))  # in standard errors; squashed so that large runs do not dominate
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return how much the mismatch drops from the first to the last third of a response, in standard errors.
-
-    A different or cached prompt has an effect that fades along the response, and different weights do not. Only the
-    tokens in `inside` ([K] bool) are compared.
-    """
+    """Return how much the mismatch at `inside` ([K] bool) drops from the first to the last third of a response, in
+    standard errors. The effect of a different prompt fades along the response, and that of different weights does not."""
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
     along = data.position / np.maximum(data.sample.lengths[data.seq], 1)
@@ -137,19 +128,17 @@ def error_structure(data: PairData) -> tuple[float, float, float]:
 
     Returns its mean autocorrelation over _LAGS (high if neighbouring tokens have similar mismatches), the same after
     subtracting each sequence's mean (0 if whole sequences are affected), and the z-score of the variance between
-    sequences (near 0 if it is no larger than expected by chance). Returns (0, 1, 0) for too few tokens.
+    sequences. Returns (0, 1, 0) for too few tokens.
     """
     level = data.level_beyond_tokens.copy()
     known = np.isfinite(level)
     if known.sum() < 2 * max(_LAGS):
         return 0.0, 1.0, 0.0
-    seq = data.seq[known]
+    seq, within = data.seq[known], level.copy()
     level[known] = centred(level[known], np.unique(data.sample.steps[seq], return_inverse=True)[1])
-    count = np.bincount(seq)
-    within = np.where(known, 0.0, np.nan)
     within[known] = centred(level[known], seq)
     # Subtracting a mean over n tokens lowers the correlation between a sequence's tokens by 1 / n.
-    lowered = float(1 / np.average(count, weights=count))
+    lowered = float(1 / np.average(np.bincount(seq), weights=np.bincount(seq)))
     score = variance_between(level[known], seq)[1]
     return _persistence(level, data.seq), _persistence(within, data.seq) + lowered, score
 
@@ -164,18 +153,15 @@ def _persistence(level: np.ndarray, seq: np.ndarray) -> float:
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of variance in d / (1 - p) explained by token ids, and its z-score under pure noise.
-
-    Outliers are clipped at the 99th percentile. Both results are 0 if there are too few tokens.
-    """
+    """Return the adjusted share of variance in d / (1 - p), clipped at the 99th percentile, that is explained by token
+    ids, and its z-score under pure noise. Both are 0 if there are too few tokens."""
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
     # Only one occurrence of each bigram counts, because repetitions (as in a loop) are not independent evidence.
     _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
-    num, groups = len(signed), len(np.unique(tokens))
-    if num < max(400, groups + 10):
+    if len(signed) < max(400, len(np.unique(tokens)) + 10):
         return 0.0, 0.0
     cut = float(np.quantile(np.abs(signed), 0.99))
     return variance_between(np.clip(signed, -cut, cut), tokens)
@@ -191,23 +177,22 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
     num, groups = len(values), len(count)
     if groups < 2 or num <= groups:
         return 0.0, 0.0
-    means = np.bincount(place, values) / count
-    centred = values - values.mean()
-    total = float(centred @ centred)
-    explained = float(np.sum(count * (means - values.mean()) ** 2))
+    away = values - values.mean()
+    total = float(away @ away)
+    explained = float(np.sum(count * (np.bincount(place, values) / count - values.mean()) ** 2))
     if total <= 0:
         return 0.0, 0.0
-    ratio = (explained / (groups - 1)) / max((total - explained) / (num - groups), 1e-30)
-    adjusted = 1 - ((total - explained) / (num - groups)) / (total / (num - 1))
-    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
+    left = (total - explained) / (num - groups)
+    score = ((explained / (groups - 1)) / max(left, 1e-30) - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups))
+    return float(1 - left / (total / (num - 1))), float(score)
 
 
 @once
 def along_movement(data: PairData) -> float:
     """Return the correlation between d and the change in pass a's logprobs over the steps, in standard errors.
 
-    Positive if pass b lags behind pass a, negative if pass a lags behind pass b, near 0 for rounding, and 0 for fewer
-    than three steps. Tokens are compared within bigrams, after removing the dependence of d on the logprob.
+    Positive if pass b lags behind pass a, negative if pass a lags behind pass b, and 0 for fewer than three steps.
+    Tokens are compared within bigrams, after removing the dependence of d on the logprob.
     """
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
@@ -224,8 +209,7 @@ def along_movement(data: PairData) -> float:
 # --- Parts of a run that show where a mismatch comes from
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedTokens:
+class RepeatedTokens(NamedTuple):
     num: int
     a: float
     """Rms difference between pass a's values for the same repeated token, as a logit error (nats)."""
@@ -253,11 +237,10 @@ def repeats(data: PairData) -> RepeatedTokens:
     for each in (keys, steps, temperature):
         twin &= each[one] == each[two]
     one, two = one[twin], two[twin]
-    scale = data.scale[one]
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
-    of_a, of_b, d = (data.a[one] - data.a[two]), (data.b[one] - data.b[two]), data.d[one] * np.sqrt(2)
-    return RepeatedTokens(len(one), *(float(np.sqrt(np.mean((each / scale) ** 2) / 2)) for each in (of_a, of_b, d)))
+    apart = (data.a[one] - data.a[two]), (data.b[one] - data.b[two]), data.d[one] * np.sqrt(2)
+    return RepeatedTokens(len(one), *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
 
 
 def not_repeatable(data: PairData) -> str | None:
@@ -269,8 +252,7 @@ def not_repeatable(data: PairData) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class MismatchGrowth:
+class MismatchGrowth(NamedTuple):
     first: float
     """Median logit error at the first step (nats)."""
     later: float
@@ -280,14 +262,9 @@ class MismatchGrowth:
     is_sudden: bool = False
     """True if the error is flat before `since` and again afterwards, for at least two steps each."""
 
-    @property
-    def ratio(self) -> float:
-        return self.later / max(self.first, 1e-9)
-
 
 @once
 def growth(data: PairData) -> MismatchGrowth:
-    """Compare the mismatch at the first step with that at later steps."""
     noise, steps = logit_error(data), data.sample.steps[data.seq]
     known = np.unique(steps)
     level = np.array([np.median(noise[steps == step]) for step in known])
@@ -302,8 +279,7 @@ def growth(data: PairData) -> MismatchGrowth:
     return MismatchGrowth(first, later, int(known[above[0]]), is_sudden)
 
 
-@dataclass(frozen=True, slots=True)
-class Onset:
+class Onset(NamedTuple):
     column: int
     shape: str
     """`event` if the onset is at a fixed response position, else `shards` if the mismatch decays and starts again at
@@ -312,10 +288,8 @@ class Onset:
 
 @once
 def onset(data: PairData) -> Onset | None:
-    """Return the column where the mismatch starts to exceed rounding, or None if there is no such column.
-
-    A column is a token's offset from the start of the response, of the prompt, or of the padding to the left of it.
-    """
+    """Return the column where the mismatch starts to exceed rounding, if any: the offset from the start of the response,
+    of the prompt, or of the padding to the left of it."""
     log, noise, num = levels(data), logit_error(data), data.num_kept
     total = data.position + data.sample.prompt_lengths[data.seq]
     padding = [np.nan_to_num(side.pad_left)[data.seq] for side in (data.sample.a, data.sample.b)]
@@ -348,8 +322,7 @@ def onset(data: PairData) -> Onset | None:
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences.
 
-    If the two groups' median mismatches differ by less than a factor of five, or the larger one is under an eighth of
-    what rounding allows, the share is 0 and no indices are returned.
+    The share is 0 if the medians of the two groups hardly differ, or the larger one is within rounding.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -372,10 +345,8 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def sampled(data: PairData, side: str) -> tuple[float, float]:
-    """Return the mean of a side's logprob + entropy, first in nats and then in standard errors over sequences.
-
-    Near 0 if the tokens were sampled from that side's distribution. Returns (NaN, 0) if no entropies were recorded.
-    """
+    """Return the mean of a side's logprob + entropy in nats and in standard errors over sequences, or (NaN, 0) without
+    entropies. It is near 0 if the tokens were sampled from that side's distribution."""
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
         return float("nan"), 0.0
@@ -409,9 +380,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "persistence_within": ("within rows, neighbouring tokens have similar mismatches", "within rows, neighbouring tokens have unrelated mismatches"),
     "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
     "unsteady": ("after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic"),
-    "unsteady_rows": (
-        "in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic",
-    ),
+    "unsteady_rows": ("in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic"),
 }  # fmt: skip
 """Feature -> two phrases, for values `v` above and below the mean over the fitted runs."""
 
@@ -428,8 +397,7 @@ SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
 _SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
+class Model(NamedTuple):
     features: tuple[str, ...]
     kinds: tuple[str, ...]
     mean: np.ndarray
@@ -464,10 +432,7 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate `kind` from other kinds.
-
-    Each comes with its name, its value, and True if the value is above the mean.
-    """
+    """Return the features in REASONS that best separate `kind` from other kinds: name, value, and True if above the mean."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])
@@ -489,12 +454,9 @@ def implied(hint: str) -> str:
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     said = []
-    for at in range(MAX_REASONS):
-        if (name := numbers.get(f"reason_{at}")) is not None:
-            above, value = numbers[f"reason_{at}_above"], float(numbers[f"reason_{at}_value"])
-            said.append(
-                REASONS[name][0 if above else 1].format(v=value, times=times_text(np.exp(abs(value))), **numbers)
-            )
+    for reason in (f"reason_{at}" for at in range(MAX_REASONS) if f"reason_{at}" in numbers):
+        value, phrase = numbers[f"{reason}_value"], REASONS[numbers[reason]][1 - numbers[f"{reason}_above"]]
+        said.append(phrase.format(v=value, times=times_text(np.exp(abs(value))), **numbers))
     where = ""
     if numbers.get("feature"):
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
@@ -524,18 +486,13 @@ def times_text(ratio: float) -> str:
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation, or NaN for fewer than two values or a constant series.
-
-    >>> pearson(np.array([1.0, 2.0]), np.array([3.0, 1.0]))
-    -1.0
-    """
+    """Return Pearson's correlation, or NaN for fewer than two values or a constant series."""
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """One of the two passes (`own`), compared with the other. d is `sign` * (`values` - `others`)."""
 
     key: str
@@ -559,10 +516,8 @@ class Side:
 @once
 def sides(data: PairData) -> tuple[Side, Side]:
     a, b = data.sample.a, data.sample.b
-    return (
-        Side("a", a, b, data.a, data.b, 1.0, *sampled(data, "a")),
-        Side("b", b, a, data.b, data.a, -1.0, *sampled(data, "b")),
-    )
+    one = Side("a", a, b, data.a, data.b, 1.0, *sampled(data, "a"))
+    return one, Side("b", b, a, data.b, data.a, -1.0, *sampled(data, "b"))
 
 
 def counts(data: PairData, tokens: np.ndarray | None = None) -> dict[str, Number]:

@@ -1,8 +1,7 @@
 """Find the shortest description of which tokens a mismatch affects.
 
-A description splits tokens by one feature, such as a sequence setting, a position or a token id. The evidence for
-a description is the log likelihood gained by fitting a separate mismatch level to each part, minus the description's
-cost (nats).
+A description splits tokens by one feature, such as a position or a token id. Its evidence is the log likelihood gained
+by fitting a separate mismatch level to each part, minus the description's cost (nats).
 
 Shapes: K kept tokens in S sequences.
 """
@@ -73,7 +72,6 @@ FEATURES = {
     "total_position": "the position in prompt and response",
     "phase": "the position in the response modulo {last}",
     "phase_total": "the position in prompt and response modulo {last}",
-    "every": "one token in every {last}, with an offset that can differ between rows",
     "first_of_chunk": "the first token of a chunk, if prompt and response together are split into {last} equal chunks",
     "last_of_chunk": "the last token of a chunk, if prompt and response together are split into {last} equal chunks",
     "token_id": "the token id",
@@ -131,9 +129,9 @@ def places(data: PairData) -> list[Where]:
     """Return the descriptions of the mismatch's location that have enough evidence, best first."""
     level, num = levels(data), np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean, rows = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1), np.flatnonzero(num)
-    of_rows, of_tokens = sequence_columns(data.sample), token_columns(data)
-    found = [_place(data, name, values[rows], mean[rows], rows) for name, values in of_rows.items()]
-    found += [_place(data, name, values, level, None) for name, values in of_tokens.items()]
+    of_rows = sequence_columns(data.sample).items()
+    found = [_place(data, name, values[rows], mean[rows], rows) for name, values in of_rows]
+    found += [_place(data, name, values, level, None) for name, values in token_columns(data).items()]
     if ids := _trigger_ids(data):
         here = np.isin(data.sample.tokens[data.keep], ids)
         after = np.zeros(data.num_kept, bool)
@@ -154,11 +152,8 @@ def _rows(data: PairData) -> list[tuple[int, int]]:
 
 
 def _trigger_ids(data: PairData) -> list[int]:
-    """Return a minimal set of token ids that seem to trigger the mismatch, possibly empty.
-
-    An id qualifies if it occurs just before the onset of the mismatch in several rows, and much less often at tokens
-    without mismatch.
-    """
+    """Return a minimal set of token ids that occur just before the onset of the mismatch in several rows, and much less
+    often at tokens without mismatch."""
     noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway
     off = noise > 50 * np.quantile(noise, 0.1)
     if not least < off.sum() < MAX_COVERED * data.num_kept:
@@ -218,13 +213,13 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
     )  # fmt: skip
 
 
-_Split = tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Gain, kind, distinct values, indices of the distinct values inside, mask of the units inside, and mask of the units
-with a value."""
+def _split(
+    name: str, values: np.ndarray, level: np.ndarray
+) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones.
 
-
-def _split(name: str, values: np.ndarray, level: np.ndarray) -> _Split | None:
-    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones."""
+    Gain, kind, distinct values, indices of those inside, and masks of the units inside and of the units with a value.
+    """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -282,12 +277,11 @@ def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
     order, prompt = recorded_order(sample), sample.prompt_lengths
     total = prompt + sample.lengths
-    outcomes = sample.outcomes.items()
     columns: dict[str, np.ndarray] = {
         "version": _known(sample.versions), "lag": _known(sample.a.versions - sample.b.versions), **sample.settings,
         "prompt_seen_before": _seen_before(sample), "group_id": np.array(sample.group_ids, object),
         "finish_reason": np.array(sample.finish_reasons, object),
-        **{f"{name}_above_0": np.where(np.isfinite(values), values > 0, np.nan) for name, values in outcomes},
+        **{f"{name}_above_0": np.where(np.isfinite(x), x > 0, np.nan) for name, x in sample.outcomes.items()},
         "response_length": sample.lengths.astype(float), "prompt_length": prompt.astype(float),
         "total_length": total.astype(float), "step": sample.steps.astype(float), "row": order.astype(float),
         "group_rank": _group_rank(sample, order),
@@ -322,30 +316,10 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         chunk = np.maximum(-(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts), 1)
         columns[f"first_of_chunk_{parts}"] = total % chunk == 0
         columns[f"last_of_chunk_{parts}"] = ((total + 1) % chunk == 0) & (from_end > 0)
-    if (period := _period(data)) is not None:
-        # The offset within the period may differ by row, for example if prompt lengths are unknown.
-        cell, num = data.seq * period + position % period, sample.num_sequences * period
-        count = np.bincount(cell, minlength=num)
-        mean = np.where(count > 0, np.bincount(cell, levels(data), num) / np.maximum(count, 1), -np.inf)
-        columns[f"every_{period}"] = position % period == mean.reshape(-1, period).argmax(axis=1)[data.seq]
     for period in PERIODS:
         columns[f"phase_{period}"] = (position % period).astype(float)
         columns[f"phase_total_{period}"] = (total % period).astype(float)
     return columns
-
-
-def _period(data: PairData) -> int | None:
-    """Return the distance (tokens) between successive affected tokens in a row, or None if it varies too much."""
-    size = logit_error(data)
-    off = np.flatnonzero(size > 20 * np.median(size))
-    if len(off) >= data.num_kept / 2:
-        return None
-    gaps = np.diff(data.position[off])[np.diff(data.seq[off]) == 0]
-    if len(gaps) < 20:
-        return None
-    usual = int(np.bincount(gaps).argmax())
-    # Some affected tokens may be missed, so the distance can be a multiple of the period.
-    return usual if 2 <= usual <= PERIODS[-1] and np.mean(gaps % usual == 0) > 0.75 else None
 
 
 def later_turn(sample: Sample) -> np.ndarray:
@@ -381,7 +355,6 @@ def occurrences(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _seen_before(sample: Sample) -> np.ndarray:
-    """Return [S]: 1 if the sequence's prompt also occurred at an earlier step, 0 if not, NaN if unknown."""
     first: dict[tuple[int, ...], int] = {}
     out = np.full(sample.num_sequences, np.nan)
     for row, (prompt, step) in enumerate(zip(sample.prompts, sample.steps.tolist(), strict=True)):
@@ -397,7 +370,6 @@ def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
-    """Return, for each sequence, the largest of `values` [S] in its batch."""
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max(initial=0)) + 1, values.dtype)
     np.maximum.at(out, place, values)
@@ -454,11 +426,8 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the rows (as text, and as [S] bool) where `values` [S] differ most from all others, or None if chance can
-    explain the difference.
-
-    Only features known before sampling are tried. NaN in `values` means that a row has no value.
-    """
+    """Return the rows (as text, and as [S] bool) where finite `values` [S] differ most from all others, or None if chance
+    can explain the difference. Only features known before sampling are tried."""
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():

@@ -161,7 +161,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 def _grew(data: PairData) -> bool:
     """Return True if the mismatch was within rounding at the first step and clearly exceeds it later."""
     grown = features.growth(data)
-    return grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data)
+    return grown.since is not None and grown.later > 2 * max(grown.first, 1e-9) and grown.first < allowed_noise(data)
 
 
 @once
@@ -367,7 +367,7 @@ def _sizes(data: PairData, inside: np.ndarray) -> dict[str, Number]:
 
 def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     name, values, is_id = place.feature, place.values, place.feature.startswith("token")
-    is_boundary = name.startswith(("first_of_chunk", "last_of_chunk", "phase", "every"))
+    is_boundary = name.startswith(("first_of_chunk", "last_of_chunk", "phase"))
     if not is_boundary and name not in _TOKENS:
         return None
     if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not _is_id_range(place)):
@@ -384,8 +384,7 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
         numbers=_sizes(data, place.inside) | place.numbers | {"cause": cause},
     )  # fmt: skip
     each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
-    rows = len(np.unique(data.seq)) * np.log(float(name.split("_")[1])) if name.startswith("every") else 0.0
-    return located(data, finding, place.inside, 2.0 + each * len(values) + rows)
+    return located(data, finding, place.inside, 2.0 + each * len(values))
 
 
 def _part_of_run(data: PairData, place: Where) -> Hypothesis | None:
