@@ -298,7 +298,7 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return [_confined(data, cause, place, best.tokens)]
     if not is_subset:
         is_fixed = place.code in (kinds.ONE_PLACE.code, kinds.BOUNDARY.code) and not place.numbers.get("cause")
-        return [place, *(each for each in _state(data)[: int(is_fixed)] if each.weight >= 0.4)]
+        return [place, *(each for each in (_state(data)[:1] if is_fixed else ()) if each.weight >= 0.4)]
     inside = data.without(~best.tokens)
     if cause is None and (is_excessive(inside) or place.numbers["column"] in kinds.BY_TIME):
         cause = _state(data)[0]
@@ -327,7 +327,7 @@ def _left(data: PairData) -> list[Finding]:
             share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
             if found := kinds.find_router_flips(data, off) or values.find_scattered(data, off):
                 return found
-            likely = (each for each in _state(data)[: int(off.sum() >= FEW)] if each.weight >= 0.4)
+            likely = (each for each in (_state(data)[:1] if off.sum() >= FEW else ()) if each.weight >= 0.4)
             return [kinds.unexplained_tokens(data, off, place if share > 0.5 else None), *likely]
     return _state(data)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import lgamma, log, pi, sqrt
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -54,13 +54,11 @@ class Finding:
 
     @property
     def title(self) -> str:
-        if self.since is not None:
-            before = int(self.numbers.get("last_before") or self.since - 1)
-            exact = before == self.since - 1
-            return (
-                f"the mismatch grows {f'at step {self.since}' if exact else f'between steps {before} and {self.since}'}"
-            )
-        return self.cause
+        if self.since is None:
+            return self.cause
+        before = int(self.numbers.get("last_before") or self.since - 1)
+        when = f"at step {self.since}" if before == self.since - 1 else f"between steps {before} and {self.since}"
+        return f"the mismatch grows {when}"
 
     @property
     def since(self) -> int | None:
@@ -94,8 +92,6 @@ class Fault:
         share: float | None = None, numbers: Mapping[str, Number],
     ) -> Finding:  # fmt: skip
         """Build a finding about the kept tokens marked in `affected` ([K] bool), or by default about all of them."""
-        if signal not in self.evidence:
-            raise KeyError(signal)
         if share is None:
             share = float(np.mean(affected)) if affected is not None and len(affected) else 1.0
             share *= data.num_kept / max(int(data.sample.compared.sum()), 1)
@@ -107,12 +103,9 @@ class Fault:
         )  # fmt: skip
 
     def sentence(self, finding: Finding) -> str:
-        numbers: dict[str, Any] = {
-            **finding.numbers, "code": finding.code, "effect": finding.effect, "share": finding.share,
-        }  # fmt: skip
-        if finding.signal in self.words:
-            numbers |= self.words[finding.signal](numbers)
-        return self.evidence[finding.signal].format_map(numbers)
+        numbers: dict[str, Any] = {**finding.numbers, "effect": finding.effect}
+        words = self.words.get(finding.signal, lambda numbers: {})
+        return self.evidence[finding.signal].format_map({**numbers, **words(numbers)})
 
 
 # --- Explanations of a mismatch and their fit
@@ -122,8 +115,7 @@ DEGREES = 3.0
 errors have no heavier tails."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(NamedTuple):
     sigma: float
     """Scale of logit rounding errors (nats)."""
     log_likelihood: float
@@ -172,17 +164,9 @@ def unexplained(data: PairData) -> Fit:
     return _fit(data, data.d)
 
 
-def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the log likelihood (nats) gained by explaining all of d except `residual` ([K] nats), minus `cost`."""
-    return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
-
-
 def explained(data: PairData, inside: np.ndarray) -> float:
     """Return the share of the variance in `levels` that is explained by splitting tokens at `inside` ([K] bool)."""
-    num = int(inside.sum())
-    if not 0 < num < len(inside):
-        return 0.0
-    level = levels(data) - levels(data).mean()
+    num, level = int(inside.sum()), levels(data) - levels(data).mean()
     part = float(level[inside].sum())
     return part**2 * (1 / num + 1 / (len(inside) - num)) / max(float(level @ level), 1e-30)
 
@@ -196,9 +180,8 @@ def max_flip(data: PairData) -> float:
 def nobodys(data: PairData) -> np.ndarray:
     """Return the tokens ([K] bool) whose d is too large to be a rounding error, at a false discovery rate of 0.1%.
 
-    Logit rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured in
-    the run, and clamped to between 1/6 and MAX_EXCESS times what the dtypes allow, because bit-identical tokens can
-    bring the measured noise close to 0.
+    Rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured, and
+    clamped to between 1/6 and MAX_EXCESS times what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
@@ -215,8 +198,7 @@ def nobodys(data: PairData) -> np.ndarray:
     order = np.sort(chance)  # false discovery rate after Benjamini and Hochberg, 1995
     passed = order[order <= 1e-3 * np.arange(1, len(order) + 1) / len(order)]
     off = chance <= passed.max(initial=-1.0)
-    # A few such tokens can be due to chance router flips in a mixture of experts, which change a logprob by less than
-    # `max_flip`.
+    # In a mixture of experts, a few such tokens can be due to chance router flips.
     return np.asarray(off if off.sum() >= 5 else off & (np.abs(data.d) > max_flip(data)))
 
 
@@ -254,22 +236,16 @@ def predicting(
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
-    right = None
-    if is_right:
-        right = np.full(len(data.keep), np.nan)
-        right[data.keep] = np.where(tokens, residual, data.d)
-    size = float(np.sum(data.d[tokens] ** 2))
-    return Hypothesis(
-        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right,
-        left=float(np.sqrt(np.sum(left[tokens] ** 2) / max(size, 1e-30))),
-    )  # fmt: skip
+    right = data.spread_out(np.where(tokens, residual, data.d)) if is_right else None
+    share = np.sqrt(np.sum(left[tokens] ** 2) / max(np.sum(data.d[tokens] ** 2), 1e-30))
+    worth = _fit(data, left).log_likelihood - unexplained(data).log_likelihood - (cost + CLAIM_NATS)
+    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=worth, right=right, left=float(share))
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
     """Return a hypothesis that predicts the sign of d ([K] -1, 0 or 1) but not its size.
 
-    Rounding errors have either sign with equal probability. If a share p of n predicted signs is correct, the gain is
-    therefore n (log 2 - H(p)) nats, where H is the binary entropy.
+    If a share p of n predicted signs is correct, the gain is n (log 2 - H(p)) nats, where H is the binary entropy.
     """
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
@@ -279,14 +255,12 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
     return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=float(worth) - cost - CLAIM_NATS)
 
 
-def located(
-    data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
-) -> Hypothesis:
+def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float, at: Where | None = None) -> Hypothesis:
     """Return a hypothesis that predicts where d is large. The size of d there is fitted, not predicted."""
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
     gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS
-    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=place)
+    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=at)
 
 
 BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS response, reward, advantage FROM {rows} ORDER BY step"
@@ -378,8 +352,8 @@ class DataFinding:
 
 def data_text(finding: DataFinding) -> str:
     since = "" if finding.since is None else f", starting at step {finding.since}"
-    where = (
-        finding.where
-        and f"; the rows are {finding.where['match']} those where {where_text(finding.where).removeprefix('all where ')}"
-    )
-    return f"{KINDS[finding.code][1].format(**finding.numbers)}{where or ''} ({finding.share:.0%} affected{since})"
+    text = KINDS[finding.code][1].format(**finding.numbers)
+    if finding.where:
+        place = where_text(finding.where).removeprefix("all where ")
+        text += f"; the rows are {finding.where['match']} those where {place}"
+    return f"{text} ({finding.share:.0%} affected{since})"

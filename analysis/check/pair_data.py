@@ -1,5 +1,4 @@
-"""Input for the detectors: unexplained tokens, contracts, sums, and both passes' precision, which limits rounding
-errors.
+"""Input for the detectors: unexplained tokens, contracts, sums, and both passes' precision, which limits rounding.
 
 Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 """
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -51,6 +50,7 @@ class PairData:
     """The run's first step and its rms d (nats). None if `steps` includes that step."""
     keep: np.ndarray
     """[N] bool: compared tokens that no earlier finding explains."""
+    memo: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def without(self, explained: np.ndarray) -> PairData:
         """Drop the tokens in `explained`, [N] bool."""
@@ -66,11 +66,16 @@ class PairData:
         marks[np.flatnonzero(self.keep)[tokens]] = True
         return marks
 
+    def spread_out(self, values: np.ndarray) -> np.ndarray:
+        """Turn values of kept tokens [K] into values of sampled tokens [N], NaN at the others."""
+        out = np.full(len(self.keep), np.nan)
+        out[self.keep] = values
+        return out
+
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
 
-        If other tokens in a row have a similarly large d, the whole row is probably misplaced, and only its `tokens`
-        are kept.
+        Rows with other tokens of a similarly large d are probably misplaced as a whole, so only their `tokens` are kept.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -95,25 +100,20 @@ class PairData:
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """Entropy of each token's distribution (nats), [K]. Taken from the first pass that has it at all
-        kept tokens, None if neither has."""
-        for side in (self.sample.a, self.sample.b):
-            if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
-                return np.asarray(side.entropy[self.keep])
-        return None
+        """Entropy of each token's distribution (nats), [K], from the first pass that has it at all kept tokens, or None."""
+        known = [side.entropy[self.keep] for side in (self.sample.a, self.sample.b) if side.entropy is not None]
+        return next((entropy for entropy in known if np.isfinite(entropy).all()), None)
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, where p is the larger of the two passes' probabilities. This is the logprob change per unit of
-        logit change (arXiv 2512.23087)."""
+        """[K] 1 - p of the larger probability: the logprob change per unit of logit change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Ratio of d to the logit change that would explain it, [K].
+        """Ratio of d to the logit change that would explain it, [K]: the difference in log-odds. For small d, it is 1 - p.
 
-        For small d, this is 1 - p (arXiv 2512.23087). For larger d, the logit change is the difference in log-odds, and
-        the ratio lies between the two passes' values of 1 - p, which are raised to at least 0.001.
+        It lies between the two passes' values of 1 - p, which are raised to at least 0.001.
         """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
@@ -123,16 +123,14 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale (nats): the logit change that would explain d. NaN at tokens that are not informative (see
-        MIN_REST)."""
+        """[K] |d| / scale (nats): the logit change that would explain d. NaN where `rest` is at most MIN_REST."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
         """[K] log of `noise`, minus its mean over all tokens with the same id. What remains is the effect of location.
 
-        `noise` is raised to at least 2% of its median, so that tokens with d near 0 do not dominate. Each mean is
-        shrunk towards the overall mean, as if ten more tokens with that mean had been seen.
+        2% of its median is added to `noise`, and each mean includes ten more tokens with the overall mean.
         """
         there = np.isfinite(self.noise)
         known = self.noise[there]
@@ -142,10 +140,6 @@ class PairData:
         out = np.full(len(there), np.nan)
         out[there] = level - (np.bincount(place, centred) / (np.bincount(place) + 10.0))[place]
         return out
-
-    @cached_property
-    def memo(self) -> dict[Any, Any]:
-        return {}
 
     @property
     def num_kept(self) -> int:
@@ -199,9 +193,8 @@ use float32, their mismatch exceeds float32 rounding, because kernels round matm
 billion parameters)."""
 NOISE_FACTOR = 20.0
 """Usual maximum of the rms logit error, in units of the roundoff times `spread`, because large logits have large
-errors. Measured errors, in units of the roundoff times the log-odds' standard deviation: 0.3 to 10 on an H100 (models
-with up to 130 million parameters, six attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16
-for very sharp policies."""
+errors. Measured: 0.3 to 10 on an H100 (models with up to 130 million parameters, six attention kernels and batch
+shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> significant bits. float8 is e4m3."""
 MAX_EXCESS = 2.5
@@ -211,8 +204,7 @@ FLOOR_NATS = 1e-5
 """Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     declared: str | None
     logits: str | None
     """dtype that the logits were rounded to."""
@@ -229,8 +221,7 @@ class Precision:
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype, declared or inferred. float32 logits alone do not determine it, because layers before the
-        head may be coarser."""
+        """Coarsest dtype, declared or inferred. Layers before the head may be coarser than float32 logits."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP and not self.is_stored]
@@ -241,15 +232,15 @@ class Precision:
 def precisions(data: PairData) -> tuple[Precision, Precision]:
     first, second = context_pairs(data)
     recorded = data.sample.settings["temperature"]
-    is_known = bool(np.isfinite(recorded).any())
-    temperatures = {1.0, *([float(np.nanmedian(recorded))] if is_known else np.round(np.arange(0.3, 1.51, 0.01), 2))}
-    found = []
+    recorded = recorded[np.isfinite(recorded)]
+    tried = [float(np.median(recorded))] if len(recorded) else np.round(np.arange(0.3, 1.51, 0.01), 2)
+    temperatures, found = sorted({1.0, *tried}), []
     for side, values in (("a", data.a), ("b", data.b)):
         contract = data.contract(side)
         has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
         rounded = value_precision(values)
         is_stored = rounded is not None and declared(contract, "stored_as") == rounded
-        logits = None if is_stored else _logit_precision(values[first] - values[second], sorted(temperatures))
+        logits = None if is_stored else _logit_precision(values[first] - values[second], temperatures)
         found.append(Precision(dtype_of(contract), logits, rounded, has_tf32, is_stored))
     return found[0], found[1]
 
@@ -272,11 +263,10 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return what logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, or a grid such as `3 decimals`,
-    `steps of 0.01` or `probabilities in steps of 1/255`. None if too few values are informative.
+    """Return what at least 95% of logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, or a grid such as
+    `3 decimals`, `steps of 0.01` or `probabilities in steps of 1/255`. None if too few values are informative.
 
-    If at least 95% of values fit both a dtype and a grid, the dtype wins unless the grid has less than half as many
-    points.
+    If both a dtype and a grid fit, the dtype wins unless the grid has less than half as many points.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -321,8 +311,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the sampled tokens' log-odds (nats, at least 1): the standard deviation and, if positive,
-    the mean, added in quadrature. The smaller of the two passes' values is used."""
+    """Return the spread of the sampled tokens' log-odds (nats, at least 1) in the pass where it is smaller: the standard
+    deviation and, if positive, the mean, added in quadrature."""
     compared = data.sample.compared
     odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
     return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
@@ -336,11 +326,9 @@ def log_odds(logprobs: np.ndarray) -> np.ndarray:
 @once
 def value_rounding(data: PairData) -> np.ndarray:
     """Return [K] values in nats: the largest error in d from rounding the recorded logprobs of both passes."""
-    half = np.zeros(data.num_kept)
-    for side, values in zip(precisions(data), (data.a, data.b), strict=True):
-        if side.rounded is not None:
-            half += half_ulp(values, side.rounded)
-    return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
+    pairs = zip((data.a, data.b), precisions(data), strict=True)
+    halves = [half_ulp(values, side.rounded) for values, side in pairs if side.rounded is not None]
+    return np.asarray(sum(halves, np.zeros(data.num_kept)) + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
@@ -371,22 +359,19 @@ def levels(data: PairData) -> np.ndarray:
 
 
 def level(data: PairData) -> float:
-    """Return sqrt(sum d^2 / sum (1 - p)^2) in nats: the rms logit change that explains d. Each token's change is
-    clipped at the 99th percentile."""
+    """Return the rms logit change that explains d (nats), weighted by (1 - p)^2 and clipped at the 99th percentile."""
     known = np.isfinite(data.noise)
     noise, rest = data.noise[known], data.rest[known]
     if not len(noise):
         return 0.0
-    cut = float(np.quantile(noise, 0.99))
-    return float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2)))
+    return float(np.sqrt(np.sum((np.minimum(noise, np.quantile(noise, 0.99)) * rest) ** 2) / np.sum(rest**2)))
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the logits' dtype, judging by logprob differences within one context. None if there are too few
-    differences.
+    """Return the logits' dtype, judging by logprob differences within one context. None if there are too few.
 
     In one context, two logprobs differ by as much as their logits. bfloat16 logits above 1 are multiples of 2^-7, and
-    so are their differences, whatever the softmax dtype. A temperature divides this spacing.
+    so are their differences. A temperature divides this spacing.
     """
     # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
@@ -408,9 +393,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
 
 @once
 def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
-    keys = data.sample.prefix_keys[data.keep]
-    steps = data.sample.steps[data.seq]
-    tokens = data.sample.tokens[data.keep]
+    keys, tokens, steps = data.sample.prefix_keys[data.keep], data.sample.tokens[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((tokens, keys, steps))
     one, two = order[:-1], order[1:]
     pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])
@@ -418,11 +401,8 @@ def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def is_mixture(data: PairData) -> bool | None:
-    texts = [
-        str(declared(data.contract(side), *path) or "")
-        for side in "ab"
-        for path in (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
-    ]
+    paths = (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
+    texts = [str(declared(data.contract(side), *path) or "") for side in "ab" for path in paths]
     config = data.model.get("config") or {}
     counted = [config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
     if any(counted) or any("moe" in text.lower() or "mixtral" in text.lower() for text in texts):

@@ -25,18 +25,15 @@ from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
-"""Maximum number of steps from which tokens are read: enough to tell a constant mismatch from a trend, and few enough
-to be read within seconds."""
+"""Maximum number of steps from which tokens are read: enough to tell a constant mismatch from a trend."""
 MAX_READ_TOKENS = 2_000_000
 """Approximate limit on tokens read from disk. Two whole neighbouring steps are read even if they have more tokens."""
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens to inspect one by one. If a fault affects 0.1% of all tokens, about 100 are inspected."""
 UNSAMPLED_NATS = -3.0
-"""A token counts as unlikely if its logprob + entropy is below this (nats). That is the case for 5% of the sampled
-tokens in a model with flat-tailed distributions."""
+"""A token counts as unlikely if its logprob + entropy is below this (nats): at most 5% of the sampled tokens."""
 MIN_UNSAMPLED_RUN = 4
-"""At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of the sequences
-contain such a streak."""
+"""At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have so many."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
@@ -69,8 +66,7 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace, or compute them from the tokens. If a Ray cluster is used, it first
-    computes and stores missing sums.
+    """Read the sums stored in the trace (a Ray cluster stores missing ones first), or compute them from the tokens.
 
     `names` are NEEDED_SUMS and, optionally, more columns of schemas.sums after them. SUM_EXP_ABS_D is allowed only if
     the trace stores no sums.
@@ -80,13 +76,13 @@ def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEED
     has_mask = sequence_columns(database).mask
     if database.sums.covers(pair):
         counted = "list_sum(response_mask::INTEGER[])" if has_mask else "NULL"
-        kept = database.connection.execute(
+        query = (
             f"SELECT step, {', '.join(f'coalesce(sums.{name}, 0) AS {name}' for name in names)}, "
             f"greatest(coalesce({counted}, num_response_tokens) - {' - '.join(COUNTS)}, 0) AS num_null "
             f"FROM sequence_sums AS sums JOIN sequences USING (run, step, seq_id) WHERE pass_a = {quoted(pair[0])} "
             f"AND pass_b = {quoted(pair[1])} AND iteration_a = 0 AND iteration_b = 0"
-        ).fetchnumpy()
-        columns = {name: np.asarray(values) for name, values in kept.items()}
+        )
+        columns = {name: np.asarray(values) for name, values in database.connection.execute(query).fetchnumpy().items()}
     else:
         passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
         query = token_query(passes, ["a.step"], lists=["mask"] if has_mask else [])
@@ -154,7 +150,7 @@ class Sample:
     finish_reasons: list[str | None]
     """[S] why sampling ended. None where unknown."""
 
-    @cached_property
+    @property
     def num_sequences(self) -> int:
         return len(self.seq_ids)
 
@@ -201,31 +197,26 @@ class Sample:
         """[N] bool: tokens in the loss with finite logprobs in both passes."""
         return np.asarray(self.mask & np.isfinite(self.d))
 
-    @property
+    @cached_property
     def prefix_keys(self) -> np.ndarray:
         """[N] hash of the prompt and the preceding response tokens."""
-        return self._keys[0]
-
-    @property
-    def token_keys(self) -> np.ndarray:
-        """[N] hash of the prompt and the response up to and including each token."""
-        return self._keys[1]
+        starts = [hash((0, row)) if prompt is None else hash(tuple(prompt)) for row, prompt in enumerate(self.prompts)]
+        keys = np.repeat(np.array(starts, np.int64).astype(np.uint64), self.lengths)
+        for t in range(1, int(self.lengths.max(initial=0))):
+            at = self.starts[:-1][self.lengths > t] + t
+            keys[at] = _followed(keys[at - 1], self.tokens[at - 1])
+        return keys
 
     @cached_property
-    def _keys(self) -> tuple[np.ndarray, np.ndarray]:
-        starts = [hash((0, row)) if prompt is None else hash(tuple(prompt)) for row, prompt in enumerate(self.prompts)]
-        state = np.array(starts, np.int64).astype(np.uint64)
-        before, after = np.empty(len(self.tokens), np.uint64), np.empty(len(self.tokens), np.uint64)
-        factor, more, shift = np.uint64(6364136223846793005), np.uint64(1442695040888963407), np.uint64(29)
-        ids = self.tokens.astype(np.uint64)
-        for t in range(int(self.lengths.max(initial=0))):
-            rows = np.flatnonzero(self.lengths > t)
-            at = self.starts[rows] + t
-            before[at] = state[rows]
-            mixed = (state[rows] ^ (ids[at] + np.uint64(1))) * factor + more
-            state[rows] = mixed ^ (mixed >> shift)
-            after[at] = state[rows]
-        return before, after
+    def token_keys(self) -> np.ndarray:
+        """[N] hash of the prompt and the response up to and including each token."""
+        return _followed(self.prefix_keys, self.tokens)
+
+
+def _followed(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    mixed = (keys ^ (tokens.astype(np.uint64) + np.uint64(1))) * np.uint64(6364136223846793005)
+    mixed += np.uint64(1442695040888963407)
+    return np.asarray(mixed ^ (mixed >> np.uint64(29)))
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
@@ -329,10 +320,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
-    """Return the largest entropy (nats) that a distribution over `num_ids` ids can have if one id has this logprob.
-
-    It is reached if all other ids have equal probabilities. 1% is added for rounding.
-    """
+    """Return the largest entropy (nats) of a distribution over `num_ids` ids in which one has this logprob, plus 1%."""
     p = np.exp(np.minimum(logprobs, 0.0))
     rest = np.maximum(1 - p, 1e-12)
     return np.asarray(1.01 * (-p * np.log(np.maximum(p, 1e-300)) + rest * (np.log(num_ids) - np.log(rest))))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 
 from ..rows import Form, of_steps, shown, wrapped
 from ..trace.columns import steps_text
@@ -49,11 +50,9 @@ def note_texts(result: CheckResult) -> list[str]:
 def checked_text(result: CheckResult, width: int | None = None) -> str:
     """Render the verdict, then each finding's evidence and next command."""
     result = shown(result)
-    inspected = (
-        "all inspected individually"
-        if result.num_sampled_tokens >= result.num_tokens
-        else f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
-    )
+    inspected = "all inspected individually"
+    if result.num_sampled_tokens < result.num_tokens:
+        inspected = f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
     verdict = "VALID" if result.is_valid else f"NOT VALID, {BROKEN[result.broken]}"
     if [finding.code for finding in result.findings] == ["too_few"]:
         verdict = "TOO FEW TOKENS"
@@ -61,8 +60,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(result.findings, 1)]
     if result.data:
-        told = [wrapped(_data_text(each), _INDENT, width) for each in result.data]
-        blocks.append("\n".join([_DATA, *told]))
+        blocks.append("\n".join([_DATA, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
     blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]
     return "\n\n".join(blocks)
 
@@ -80,17 +78,13 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
 
 
 def _data_text(finding: DataFinding) -> str:
-    return f"{finding.title}: {data_text(finding)}" + (f"; next: {finding.next}" if finding.next else "")
-
-
-def _note_codes(result: CheckResult) -> tuple[str, ...]:
-    return result.notes
+    return f"{finding.title}: {data_text(finding)}; next: {finding.next}"
 
 
 CHECKED_FORM: Form = {
     CheckResult: {
         "attempts": None, "is_valid": CheckResult.is_valid, "broken": CheckResult.broken, "notes": note_texts,
-        "note_codes": _note_codes,
+        "note_codes": attrgetter("notes"),
     },
     Finding: {
         "tokens": None, "title": Finding.title, "fails": Finding.fails, "broken": Finding.broken, "evidence": evidence_text,

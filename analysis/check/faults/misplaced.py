@@ -389,9 +389,9 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
             "residual": float(np.abs(data.b - data.a[source])[moved].mean()), "size": float(np.abs(data.d[moved]).mean()),
         },
     )  # fmt: skip
-    holder, right = np.full(data.num_kept, -1), np.full(len(data.keep), np.nan)
+    holder = np.full(data.num_kept, -1)
     holder[source[moved]] = np.flatnonzero(moved)
-    right[data.keep] = np.where(moved, data.a - _at(data.b, holder), data.d)
+    right = data.spread_out(np.where(moved, data.a - _at(data.b, holder), data.d))
     return replace(hypothesis, rank=1, right=right)  # rank 1, because a shift or a pairing of rows is simpler
 
 
