@@ -1,5 +1,4 @@
-"""Check a run's rewards, advantages, groups, logged metrics and importance ratios, and the sampled rows' masks, padding, end
-tokens, finish reasons, entropies and policy versions.
+"""Check a run's rewards, advantages, groups, logged metrics and importance ratios, and the tokens of sampled rows.
 
 Faults here can ruin training even if the two passes are comparable.
 
@@ -114,9 +113,8 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     more = np.bincount(np.unique(np.stack([cell, kind])[:, within], axis=1)[0]) - 1
     share = np.unique(reward[within], return_counts=True)[1].max() / within.sum()
     if (num := int((more > 0).sum())) >= 8 and np.maximum(more, 0).sum() * np.log(share) < CHANCE:
-        yield from run.find(
-            "rewards_by_prompt", np.isin(np.arange(len(at)), asked[within]), num=num, notice_if_whole=True
-        )
+        affected = np.isin(np.arange(len(at)), asked[within])
+        yield from run.find("rewards_by_prompt", affected, num=num, notice_if_whole=True)
 
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
@@ -154,9 +152,10 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     at = run.at[inspected]
     steps = np.unique(step)
     rows = dict(zip(steps, split_steps(step, response), strict=True))
-    again = np.array([
-        len(np.unique(rows[each])) >= 8 and np.isin(rows[each], rows.get(each - 1, [])).mean() >= 0.9 for each in steps
-    ])  # fmt: skip
+    kinds = [len(np.unique(rows[each])) for each in steps]
+    again = np.array([np.isin(rows[each], rows.get(each - 1, [])).mean() >= 0.9 for each in steps]) & (
+        np.array(kinds) >= 8
+    )
     yield from run.find("batch_repeats", again, steps, least=2, notice=True, num_steps=int(again.sum()))
     order = np.lexsort((at, response))
     same = np.flatnonzero(response[order][1:] == response[order][:-1])
@@ -172,12 +171,14 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
         move = min(left, key=left.__getitem__)
         is_moved = bool(10 * left[move] <= num)
         if is_moved or asked is within:
-            explanation = f"with {move}, only {left[move]:,} do" if is_moved else "no shift of the rewards explains this, so the reward is random or belongs to other rows"  # fmt: skip
-            numbers: dict[str, Any] = {"num_pairs": int(asked.sum()), "explanation": explanation}
+            numbers: dict[str, Any] = {"num_pairs": int(asked.sum()), "explanation": _RANDOM}
+            if is_moved:
+                numbers["explanation"] = f"with {move}, only {left[move]:,} do"
             yield from run.find("rewards_unequal", differs, step[one], notice=not is_moved, **numbers)
             return
 
 
+_RANDOM = "no shift of the rewards explains this, so the reward is random or belongs to other rows"
 _ERROR = "4 * stddev_pop(value) / sqrt(count(*))"
 _LOGGED = (
     ("sequences", "reward", _ERROR, ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
@@ -230,18 +231,15 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Find the steps ([S] bool) at which the logged value contradicts the mean over the rows.
-
-    Also return True if most logged values contradict it, as if they were averages over other rows.
-    """
+    """Find the steps ([S] bool) at which the logged value contradicts the mean over the rows, and return True if most do,
+    as if they were averages over other rows."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
     is_sample = most and not (at_end and off.argmax() >= 2)
-    # If logged means are exact only at scattered steps, they were computed over other rows and match there by chance.
-    # Deviations within sampling error then do not count as contradictions.
+    # Logged means that are exact only at scattered steps were computed over other rows, so sampling errors do not count.
     if most or not at_end:
         off &= distance > np.maximum(errors, errors.mean())[ends]
     return np.isin(np.arange(len(value)), ends[off]), is_sample
@@ -299,7 +297,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         if not {a, b} <= {*scored_passes(run.database)}:
             continue
         if sample is not None and (sample.a.name, sample.b.name) == (a, b):
-            differs = np.not_equal(sample.a.logprobs, sample.b.logprobs) & sample.compared
+            differs = (sample.a.logprobs != sample.b.logprobs) & sample.compared
             of_step = sample.steps[sample.seq]
             if 2 * len(np.unique(of_step[differs])) >= len(np.unique(of_step)):
                 continue
@@ -330,6 +328,9 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         else:
             continue
         yield from find("ratio_is_one", reason=reason, notice=is_notice)
+
+
+_NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
@@ -364,11 +365,11 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
     given = str(run.settings.get("reward_weights", ""))
-    listed = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", given)
+    pairs = re.findall(rf"([\w./-]+)\W+({_NUMBER})", given)
+    listed = re.findall(_NUMBER, given)
     if given.startswith("[") and len(listed) == len(names):  # TRL lists them in the order of the functions
-        declared = dict(zip(names, map(float, listed), strict=True))
-    else:
-        declared = {name: float(number) for name, number in re.findall(r"([\w./-]+)\W+(-?\d+\.?\d*(?:e-?\d+)?)", given)}
+        pairs = zip(names, listed, strict=True)
+    declared = {name: float(number) for name, number in pairs}
     recorded = np.array([declared.get(name, np.nan) for name in names])
     if (weights := weights_of(reward)) is not None:
         used = np.abs(parts[there]).max(axis=0) > 0
@@ -487,9 +488,7 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
     np.minimum.at(first, sample.seq[sample.mask], place[sample.mask])
-    sampled = (
-        (engine.logprobs < 0) & np.isfinite(engine.logprobs) & np.isfinite(other.logprobs) & (last >= 0)[sample.seq]
-    )
+    sampled = (engine.logprobs < 0) & np.isfinite(sample.d) & (last >= 0)[sample.seq]
     cut = sampled & (place > last[sample.seq]) & ~_repeats_end(sample)
     rows = _rows(sample, cut)
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
@@ -542,9 +541,9 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     from_end = lengths[sample.seq] - 1 - sample.position
     for distance in range(1, 9):
         there = (from_end == distance) & sample.mask
-        ids, counts = np.unique(sample.tokens[there], return_counts=True)
-        if not len(ids):
+        if not there.any():
             continue
+        ids, counts = np.unique(sample.tokens[there], return_counts=True)
         num, everywhere = int(counts.max()), sample.tokens == ids[counts.argmax()]
         affected = _rows(sample, there & everywhere)
         final = np.unique(last[affected], return_counts=True)[1]

@@ -226,6 +226,12 @@ class Hypothesis:
     """Finding that reports `place` itself, if the explanation holds only there."""
 
 
+def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
+    """Return a hypothesis that explains the finding's tokens and that nothing, or only a larger `gain` (nats), beats."""
+    assert finding.tokens is not None
+    return Hypothesis(finding=finding, tokens=finding.tokens, gain=gain)
+
+
 def predicting(
     data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
 ) -> Hypothesis:  # fmt: skip

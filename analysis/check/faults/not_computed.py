@@ -14,7 +14,7 @@ from ....schemas.passes import ROLLOUT
 from ...advice import Advice
 from .. import commands
 from ..features import Side, counts, means, sides
-from ..finding import Broken, Fault, Finding, Hypothesis, Number, predicting
+from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import IMPOSSIBLE_LOGPROB, MAX_LEFT, TRUNCATION, recorded_filter
@@ -29,8 +29,7 @@ if both passes have the value."""
 _MOST_LATE = 8
 """Maximum displacement of a loss mask that is searched for (tokens)."""
 _WINDOW_NATS = 0.05
-"""Maximum distance between a constant and nearby values (nats). Nearby values show how often a value repeats by chance.
-"""
+"""Maximum distance between a constant and nearby values (nats), which show how often a value repeats by chance."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -69,19 +68,21 @@ _REASONS = {
 }
 
 
+_PLACES = {
+    "scattered": "scattered over {num_sequences:,} sequences",
+    "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
+}
+_CONTRACTS = ("no contract gives a reason for them to differ", "their contracts describe the same numerics")
+
+
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
-    places = {
-        "scattered": "scattered over {num_sequences:,} sequences",
-        "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
-    }
-    at = places.get(numbers["place"], "at the {place} of {num_sequences:,} of {of_sequences:,} sequences")
+    at = _PLACES.get(numbers["place"], "at the {place} of {num_sequences:,} of {of_sequences:,} sequences")
     return {"at": at.format_map(numbers)}
 
 
 def _differences(n: Mapping[str, Any]) -> dict[str, str]:
-    differing = [
-        f"different {what}s ({n[f'{what}_a']} and {n[f'{what}_b']})" for what in ("engine", "dtype") if f"{what}_a" in n
-    ]
+    known = [what for what in ("engine", "dtype") if f"{what}_a" in n]
+    differing = [f"different {what}s ({n[f'{what}_a']} and {n[f'{what}_b']})" for what in known]
     never = "two such forward passes are never bitwise equal, so one was copied from the other"
     maybe = "one was copied from the other, or the two are built to be bitwise equal: replay to find out"
     return {"differing": " and ".join(differing), "copied_text": never if "dtype_a" in n else maybe}
@@ -95,11 +96,7 @@ def _displaced(num_late: int) -> str:
 
 _WORDS = {
     "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
-    "equal_bits": lambda n: {
-        "contracts_text": "their contracts describe the same numerics"
-        if n["contracts_known"]
-        else "no contract gives a reason for them to differ"
-    },
+    "equal_bits": lambda n: {"contracts_text": _CONTRACTS[n["contracts_known"]]},
     "equal_against_contracts": _differences, "copied_rows": _differences,
     "shifted_mask": lambda n: {"displaced_text": _displaced(int(n["num_late"]))},
 }  # fmt: skip
@@ -141,20 +138,20 @@ def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL, NaN and infinite logprobs. At the ends of sequences they indicate truncation, elsewhere lost values.
+    """Detect NULL (if the other pass has a value), NaN and infinite logprobs (also at steps that are not inspected).
 
-    A NULL is reported only if the other pass has a value. NaN and infinity are always reported, even at steps that are
-    not inspected, because a sampled token has a finite logprob.
+    At the ends of sequences they indicate truncation, elsewhere lost values.
     """
     sample = data.sample
     a, b = sample.a, sample.b
     lost_a, lost_b = (sample.mask & ~np.isfinite(side.logprobs) for side in (a, b))
     in_both = lost_a & lost_b & ~(a.is_null & b.is_null)
-    missing = (
-        _missing(data, a, b, lost_a & ~lost_b, a.is_null), _missing(data, b, a, lost_b & ~lost_a, b.is_null),
-        _missing(data, a, b, in_both, a.is_null & b.is_null, "missing_in_both"),
+    asked = (
+        (a, b, lost_a & ~lost_b, a.is_null, "missing"), (b, a, lost_b & ~lost_a, b.is_null, "missing"),
+        (a, b, in_both, a.is_null & b.is_null, "missing_in_both"),
     )  # fmt: skip
-    found = [_shifted_mask(data, finding) or finding for finding in missing if finding is not None]
+    missing = [finding for each in asked if (finding := _missing(data, *each)) is not None]
+    found = [_shifted_mask(data, finding) or finding for finding in missing]
     elsewhere = data.sums.num_not_finite - int(((lost_a & ~a.is_null) | (lost_b & ~b.is_null)).sum())
     if elsewhere > 0:
         share = elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1)
@@ -171,7 +168,7 @@ def _of_no_value(
 
 
 def _missing(
-    data: PairData, side: PassSample, other: PassSample, missing: np.ndarray, null: np.ndarray, signal: str = "missing"
+    data: PairData, side: PassSample, other: PassSample, missing: np.ndarray, null: np.ndarray, signal: str
 ) -> Finding | None:
     sample, num = data.sample, int(missing.sum())
     share = num / max(int(sample.mask.sum()), 1)
@@ -197,45 +194,38 @@ def _missing(
     )
     numbers: dict[str, Number] = {
         "side": side.name, "other": other.name, "num_tokens": num, "num_sequences": len(rows),
-        "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
-        "value": kind, "cause": cause,
+        "of_sequences": sample.num_sequences, "place": place if cut else "scattered", "value": kind, "cause": cause,
     }  # fmt: skip
     found = _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
     return replace(found, side="engine" if side.name == ROLLOUT else "trainer") if cause == "not_finite" else found
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a finding that the loss mask is displaced, or None.
-
-    In each row, a displaced mask excludes about as many tokens that have logprobs as it includes tokens that lack them.
-    """
+    """Return a finding that the loss mask is displaced: in each row, it excludes about as many tokens that have logprobs
+    as it includes tokens that lack them."""
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
-    lost, out = (
-        np.bincount(sample.seq[each], minlength=sample.num_sequences)
-        for each in (sample.mask & ~has, has & ~sample.mask)
-    )
+    wrong = (sample.mask & ~has, has & ~sample.mask)
+    lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
     num, num_out = int(lost.sum()), int(out[lost > 0].sum())
     if np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
         return None
-    num_late, rows = 0, (lost > 0)[sample.seq]
-    for late in sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]:
+
+    def fits(late: int) -> bool:
         origin = np.clip(place + late, 0, len(place) - 1)
-        inside = rows & (sample.seq[origin] == sample.seq)
-        if np.mean(sample.mask[origin][inside] == has[inside]) > 0.98:
-            num_late = late
-            break
+        inside = (lost > 0)[sample.seq] & (sample.seq[origin] == sample.seq)
+        return bool(np.mean(sample.mask[origin][inside] == has[inside]) > 0.98)
+
+    tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
+    num_late = next((late for late in tried if fits(late)), 0)
     numbers: dict[str, Number] = {"side": side.name, "num_tokens": num, "num_left_out": num_out, "num_late": num_late}
     return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
-    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Needs recorded entropies.
-
-    For sampled tokens, logprob + entropy averages 0. Entropy rises after an improbable token, so improbable tokens
-    rarely follow each other.
-    """
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Entropy rises after an
+    improbable token, so improbable tokens rarely follow each other."""
     entropy = data.entropy
     if entropy is None:
         return []
@@ -247,8 +237,7 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
         return []
     numbers |= {"mean_logprob": float(likely[runs].mean()), "mean_entropy": float(entropy[runs].mean())}
     next = commands.row(data, int(rows[0]))
-    finding = MASK.finding(data, "unlikely_runs", runs, weight=0.9, next=next, numbers=numbers)
-    return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]
+    return [certain(MASK.finding(data, "unlikely_runs", runs, weight=0.9, next=next, numbers=numbers))]
 
 
 def find_constants(data: PairData) -> list[Hypothesis]:
@@ -376,15 +365,14 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
             next=commands.tokens(data, f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a"),
             numbers={**data.names, **counts(data, where), "value": value},
         )  # fmt: skip
-        found.append(Hypothesis(finding=finding, tokens=data.marked(where), gain=float("inf")))
+        found.append(certain(finding))
     return found
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how many times a value can repeat by chance, or infinity if `value` can be the logprob of many tokens."""
     if value == 0.0:
-        # A token with probability 1 has an entropy of 0. But if a filter leaves only one token, the recorded entropy
-        # can still be that of the unfiltered distribution.
+        # A token with probability 1 has an entropy of 0, unless the entropy is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
@@ -407,17 +395,14 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     for side in sides(data):
         own, others = (means(values, data.seq, len(num)) for values in (side.values, side.others))
-        spreads = [
-            np.sqrt(means((values - mean[data.seq]) ** 2, data.seq, len(num)))
-            for values, mean in ((side.values, own), (side.others, others))
-        ]
-        asked = (num >= 3) & (spreads[1] > 0.05)
-        if asked.sum() < 3 or not np.all(spreads[0][asked] < 1e-3) or np.std(side.values) < 1e-3:
+        away = (side.values - own[data.seq], side.others - others[data.seq])
+        spread, of_others = (np.sqrt(means(each**2, data.seq, len(num))) for each in away)
+        asked = (num >= 3) & (of_others > 0.05)
+        if asked.sum() < 3 or not np.all(spread[asked] < 1e-3) or np.std(side.values) < 1e-3:
             continue
         off_sum, off_mean = np.abs(own - others * num)[asked], np.abs(own - others)[asked]
-        numbers = (
-            side.names | counts(data) | {"what": "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean"}
-        )
+        what = "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean"
+        numbers = {**side.names, **counts(data), "what": what}
         finding = PLACEHOLDERS.finding(data, "constant_rows", next=commands.tokens(data), numbers=numbers)
         return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
     return []
@@ -435,14 +420,11 @@ def find_equal(data: PairData) -> list[Finding]:
         numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
         if differing:
             # Two engines can be built to give equal bits, but two dtypes cannot.
-            return [
-                COPIES.finding(
-                    data, "equal_against_contracts", is_expected="dtype_a" not in differing,
-                    next=commands.replay(data, "", "as-recorded"), numbers=numbers | differing,
-                )
-            ]  # fmt: skip
-        known = bool(data.contract("a") and data.contract("b"))
-        return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(known)})]
+            next, is_expected = commands.replay(data, "", "as-recorded"), "dtype_a" not in differing
+            known = {**numbers, **differing}
+            return [COPIES.finding(data, "equal_against_contracts", is_expected=is_expected, next=next, numbers=known)]
+        numbers["contracts_known"] = int(bool(data.contract("a") and data.contract("b")))
+        return [EQUAL.finding(data, "equal_bits", numbers=numbers)]
     if found := _copied_since(data):
         return found
     num = data.sample.num_sequences
@@ -484,6 +466,4 @@ def _differing(a: Contract, b: Contract) -> dict[str, str]:
     # The engine `exact` is built to give the same bits as another engine with the same dtype.
     if "exact" in sides["engine"] and len(differing) < 2:
         return {}
-    return {
-        f"{name}_{side}": str(value) for name, pair in differing.items() for side, value in zip("ab", pair, strict=True)
-    }
+    return {f"{name}_{side}": str(pair["ab".index(side)]) for name, pair in differing.items() for side in "ab"}

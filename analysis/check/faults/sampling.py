@@ -19,7 +19,7 @@ from ...advice import Advice
 from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
-from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
+from ..finding import Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
 from ..pair_data import (
     MIN_REST,
     UNIT_ROUNDOFF,
@@ -582,7 +582,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
     finding = PENALTY.finding(data, "one_shift", next=commands.far_tokens(data), numbers=numbers)
     # Without a fixed shift, the differences would be spread evenly between 0 and twice this value.
     gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=gain)]
+    return [certain(finding, gain)]
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:

@@ -14,7 +14,7 @@ from ....schemas.passes import ROLLOUT
 from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, sides
-from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting, scored
+from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting, scored
 from ..pair_data import (
     HALF_ULP,
     PairData,
@@ -148,7 +148,7 @@ def find_positive(data: PairData) -> list[Hypothesis]:
                     **side.names, "num_tokens": int(where.sum()), "least": float(values[where].min()), "largest": float(values[where].max()),
                 },
             )  # fmt: skip
-            found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+            found.append(certain(finding))
     return found
 
 
@@ -198,11 +198,8 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
 
 @once
 def _wrong_sides(data: PairData) -> str:
-    """Return the keys (`a`, `b`, `ab` or empty) of the sides whose values cannot be the sampled tokens' logprobs.
-
-    A side is wrong if most of its values are above 0, if its probabilities in one context add up to more than 1, or if
-    logprob + entropy averages 0 only on the other side.
-    """
+    """Return the keys (`a`, `b`, `ab` or empty) of the sides where most values are above 0, probabilities in one context
+    add up to more than 1, or logprob + entropy averages 0 only on the other side."""
     keys = np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]])
     context = np.unique(keys, axis=1, return_inverse=True)[1]
     _, first = np.unique(np.stack([context, data.sample.tokens[data.keep]]), axis=1, return_index=True)
@@ -211,13 +208,8 @@ def _wrong_sides(data: PairData) -> str:
         total = np.bincount(context[first], np.exp(np.minimum(side.values[first], 0.0)))
         wrong += side.key if total.max() > 1.02 or np.median(side.values) > MAX_LOGPROB else ""
     better, worse = sorted(sides(data), key=lambda side: abs(side.sampled_score))
-    if (
-        not wrong
-        and abs(better.sampled_score) > 0
-        and abs(worse.sampled_score) > max(CLEAR, 4 * abs(better.sampled_score))
-    ):
-        return worse.key
-    return wrong
+    low, high = abs(better.sampled_score), abs(worse.sampled_score)
+    return worse.key if not wrong and low > 0 and high > max(CLEAR, 4 * low) else wrong
 
 
 _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
@@ -225,6 +217,7 @@ _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
 
 
 def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
+    before, starts = np.r_[0.0, values[:-1]], np.r_[True, data.seq[1:] != data.seq[:-1]]
     with np.errstate(divide="ignore", invalid="ignore"):
         known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
     off_by = {unit: np.where(np.isfinite(nats), np.abs(nats - other), np.inf) for unit, nats in known.items()}
@@ -242,16 +235,15 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         is_divided = np.median(factors) < 1
         if is_divided and (count >= 4).sum() >= 8 and np.std(np.log(factors[count >= 4])) > 0.05:
             yield "factor_by_length", values / factors[data.seq], {}, 4.0 * len(np.unique(data.seq))
-    starts = np.r_[True, data.seq[1:] != data.seq[:-1]]
     yield "by_length", values * data.sample.lengths[data.seq], {}, 2.0
-    yield "cumulative", values - np.where(starts, 0.0, np.r_[0.0, values[:-1]]), {}, 2.0
+    yield "cumulative", values - np.where(starts, 0.0, before), {}, 2.0
     yield "cumulative_to_end", values - np.where(np.r_[starts[1:], True], 0.0, np.r_[values[1:], 0.0]), {}, 2.0
-    design = np.stack([np.where(starts, 0.0, np.r_[0.0, values[:-1]]), other], axis=1)[~starts]
+    design = np.stack([before, other], axis=1)[~starts]
     if len(design) >= FEW:
         (kept, taken), *_ = np.linalg.lstsq(design, values[~starts], rcond=None)
         if kept > 0.05 and taken > 0.05 and abs(kept + taken - 1) < 0.02:
-            averaged = (values - kept * np.r_[0.0, values[:-1]]) / taken
-            yield "moving_average", np.where(starts, values, averaged), {"factor": float(taken)}, 8.0
+            averaged = np.where(starts, values, (values - kept * before) / taken)
+            yield "moving_average", averaged, {"factor": float(taken)}, 8.0
     p = np.exp(np.minimum(other, 0.0))
     offset = float(np.median((np.exp(np.minimum(values, 50.0)) - p)[p <= np.quantile(p, 0.1)]))
     if offset > 1e-12 and np.min(values) > np.log(offset) - 1e-3:
@@ -260,8 +252,7 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Predict the other side's logprobs [K] by interpolating between tokens with other bigrams. Return NaN if the
-    relation is not monotone."""
+    """Predict the other side's logprobs [K] by interpolating between tokens with other bigrams, NaN if not monotone."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -319,7 +310,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
         elif precision.logits in HALF_ULP and precision.declared == "float32":
             numbers = {**side.names, "dtype": precision.logits}
             finding = LOW_PRECISION.finding(data, "rounded_logits", next=following, numbers=numbers)
-            found.append(Hypothesis(finding=finding, tokens=data.keep.copy(), gain=20.0))
+            found.append(certain(finding, 20.0))
     return found
 
 
@@ -338,7 +329,7 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
         return []
     numbers = data.names | counts(data, at) | {"limit": limit, "cause": "clamped"}
     finding = UNIT.finding(data, "clamped", at, next=commands.far_tokens(data), numbers=numbers)
-    return [Hypothesis(finding=finding, tokens=data.marked(at), gain=float("inf"))]
+    return [certain(finding)]
 
 
 # --- A different quantity, or different tokens
@@ -369,16 +360,14 @@ def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
     # This predicts only each side's distribution, not d, so the gain is small, as for uncorrelated values.
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
+    return [certain(finding, 0.1 * data.num_kept)]
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if `values` look like logprobs of the most probable tokens, and `others` like those of sampled
-    tokens.
+    """Return True if `values` look like logprobs of the most probable tokens, and `others` like those of sampled tokens.
 
     Such `values` are never below `others`, and both agree where the most probable token was sampled. Elsewhere, the two
-    probabilities belong to different tokens and sum to at most 1. Renormalised logprobs, in contrast, are slightly
-    higher at all tokens.
+    probabilities belong to different tokens and sum to at most 1.
     """
     if len(values) < FEW:
         return False
@@ -397,8 +386,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # Values of the right token ids from different contexts correlate only because each id has its own mean. Values
-        # with the same id must therefore correlate too.
+        # Values from different contexts correlate because each id has its own mean, so those of one id must correlate too.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
@@ -425,7 +413,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
             "sampler": None if sampler is None else sampler.own.name,
         },
     )  # fmt: skip
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
+    return [certain(finding, 0.05 * data.num_kept)]
 
 
 def _within_ids(data: PairData) -> float | None:
@@ -442,10 +430,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Report tokens `off` ([K] bool) if their values seem to belong to other tokens.
-
-    Such values are uncorrelated with the other pass, lie above and below it equally often, and have the usual spread.
-    """
+    """Report tokens `off` ([K] bool) if, like those of other tokens, their values are uncorrelated with the other pass,
+    lie above and below it equally often, and have the usual spread."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])
@@ -453,8 +439,7 @@ def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
     alike = 0.5 < np.std(data.b[off]) / max(float(np.std(data.b)), 1e-9) < 2
     if within > MIN_CORRELATION or one_sign > 0.5 or not alike:
         return []
-    numbers = (
-        sides(data)[0].names | counts(data, off) | {"correlation": within, "size": float(np.mean(np.abs(data.d[off])))}
-    )
+    numbers = {**sides(data)[0].names, **counts(data, off), "correlation": within}
+    numbers["size"] = float(np.mean(np.abs(data.d[off])))
     weight = float(np.sum(data.d[off] ** 2) / np.sum(data.d**2))
     return [UNRELATED.finding(data, "scattered", off, weight=weight, next=commands.far_tokens(data), numbers=numbers)]
