@@ -49,13 +49,12 @@ def query(data: PairData, name: str) -> Advice:
 
 
 def stats(data: PairData, by: str) -> Advice:
-    return Advice(f"tim-trace stats {_trace(data)}{_pair(data)}{_steps(data)} --by {by}")
+    return Advice(f"tim-trace stats {_trace(data)}{_pair_and_steps(data)} --by {by}")
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
     """Return the command that replays one step and compares the result with pass b."""
-    step = int(data.sample.steps[0]) if step is None else step
-    options = f"{options} --name {name}".strip()
+    step, options = int(data.sample.steps[0]) if step is None else step, f"{options} --name {name}".strip()
     return _replay(data, step, options, "stats", f" --pair replay/{name}:{data.sample.b.name}")
 
 
@@ -65,7 +64,7 @@ def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
 
 
 def arms(data: PairData, options: str) -> Advice:
-    return _replay(data, int(data.sample.steps[-1]), options, "diagnose", f"{_pair(data)}{_steps(data)}")
+    return _replay(data, int(data.sample.steps[-1]), options, "diagnose", _pair_and_steps(data))
 
 
 def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advice:
@@ -143,10 +142,10 @@ def _trace(data: PairData) -> str:
     return shlex.quote(data.trace)
 
 
-def _steps(data: PairData) -> str:
-    return "" if data.steps == ALL_STEPS else f" --steps {shlex.quote(data.steps)}"
-
-
 def _pair(data: PairData) -> str:
-    a, b = data.sample.a.name, data.sample.b.name
-    return "" if (a, b) == ("train", "rollout") else f" --pair {shlex.quote(f'{a}:{b}')}"
+    pair = f"{data.sample.a.name}:{data.sample.b.name}"
+    return "" if pair == "train:rollout" else f" --pair {shlex.quote(pair)}"
+
+
+def _pair_and_steps(data: PairData) -> str:
+    return _pair(data) + ("" if data.steps == ALL_STEPS else f" --steps {shlex.quote(data.steps)}")

@@ -3,8 +3,7 @@
 A placement maps each token to the token where its value was recorded, and is judged by the mismatch that remains
 after moving the values back.
 
-Shapes: S sequences (rows), R selected rows, T tokens in the longest row, K kept tokens, W windows of WIDTH
-consecutive tokens.
+Shapes: S sequences (rows), R selected rows, T tokens in the longest row, K kept tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ CAP_NATS = 3.0
 MIN_OFF_NATS = 0.05
 """Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference that a correct shift or reversal leaves. A wrong shift leaves more than half, and a
-wrong pairing of rows at least a third."""
+"""Maximum share of the difference that a correct shift or reversal leaves. A wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
@@ -41,8 +39,9 @@ _AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_p
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
-    lag = numbers["lag"]
-    return {"tokens_off": f"{abs(lag)} token{'s' * (abs(lag) > 1)}", "direction": "later" if lag > 0 else "earlier"}
+    lag, where = numbers["lag"], where_text(numbers) if "feature" in numbers else ""
+    way = {"direction": "later", "which": "next"} if lag > 0 else {"direction": "earlier", "which": "previous"}
+    return {"tokens_off": f"{abs(lag)} token{'s' * (abs(lag) > 1)}", "where": where, **way}
 
 
 def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -50,34 +49,39 @@ def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"pairs": ", ".join(pairs[:4]) + (", ..." if numbers["num_sequences"] > 4 else "")}
 
 
+_BLOCKS = (
+    "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly (distinct "
+    "displacements: {num_offsets:,}; most common: {offset:+,} tokens)"
+)
+
+
 def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     apart = numbers["steps_apart"]
     steps = "in several steps" if apart is None else f"{apart:+d} step(s) away" if apart else "in the same step"
-    blocks = (
-        "blocks within a row are in the wrong order, as if its context-parallel chunks had been joined wrongly "
-        f"(distinct displacements: {numbers['num_offsets']:,}; most common: {numbers['offset']:+,} tokens)"
-    )
-    return {"order_text": f"they belong to different rows, {steps}" if numbers["order"] == "rows" else blocks}
+    if numbers["order"] == "rows":
+        return {"order_text": f"they belong to different rows, {steps}"}
+    return {"order_text": _BLOCKS.format_map(numbers)}
 
 
-def _neighbour_words(numbers: Mapping[str, Any]) -> dict[str, str]:
-    return {"where": where_text(numbers), "which": "next" if numbers["lag"] > 0 else "previous"}
+_COUNTED = {
+    "padding": "by its length difference from the longest of {}: padding is on the opposite side, or was cut off wrongly",
+    "place": "by its index in {}: the offsets into packed values are wrong",
+    "": "as if offsets into packed values were wrong, or padding had been cut off on the wrong side",
+}
 
 
 def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     what, _, block = str(numbers["counted"]).partition(" of ")
-    of = "the rows of its step" if block == "step" else f"its block of {block} rows"
-    told = {
-        "padding": f"by its length difference from the longest of {of}: padding is on the opposite side, or was cut off wrongly",
-        "place": f"by its index in {of}: the offsets into packed values are wrong",
-        "": "as if offsets into packed values were wrong, or padding had been cut off on the wrong side",
+    return {
+        "counted_text": _COUNTED[what].format(
+            "the rows of its step" if block == "step" else f"its block of {block} rows"
+        )
     }
-    return {"counted_text": told[what]}
 
 
 SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording",
-    words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
+    words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _shift_words},
     causes={"own": "one side's rows are shifted by different numbers of tokens (wrong padding or offsets)",
             "neighbour": "some tokens have their neighbours' values",
             "reversed": "one side's values are in reverse order",
@@ -150,8 +154,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
     long = compared.sum(axis=1) >= 4
     after, own = row_means(moved), row_means(np.where(compared, unmoved, np.nan))
     fits = long & (after < REALIGNED_SHARE * own) & (lags != 0)
-    # Rows that agree at first and are shifted later have a different fault. A row shifted by most of its length cannot
-    # be realigned.
+    # Rows that agree at first and are shifted later have a different fault.
     head = np.cumsum(compared, axis=1) <= 4
     at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
     if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
@@ -178,8 +181,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive
-    values from the middle of the row match best."""
+    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or where WIDTH values from its middle fit best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -203,12 +205,10 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
     """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
-    sample, order = data.sample, recorded_order(data.sample)
-    known = [
-        (f"padding of {name}", largest(lengths, block) - lengths)
-        for name, block in batches(sample, order).items()
-        for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths)
-    ]
+    sample, order, known = data.sample, recorded_order(data.sample), []
+    for name, block in batches(sample, order).items():
+        for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths):
+            known.append((f"padding of {name}", largest(lengths, block) - lengths))
     known += [(f"place of {size}", order % size) for size in PERIODS[:-1]]
     return next((name for name, each in known if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
@@ -299,14 +299,12 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
     suspects = suspects[costs[suspects] > MIN_OFF_NATS]
     lags, gains = _aligned(data, index[suspects])
     zero = np.nansum(_cost(data, index[suspects]), axis=1)
-    # The shift must begin inside the row: a row that is shifted from the first tokens on has a different fault.
     moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3) & ((lags != 0).argmax(axis=1) >= 2)
     if moved.sum() < min(2, max(1, 0.05 * len(suspects))):
         return None
     rows, lags = suspects[moved], lags[moved]
     onset = (lags != 0).argmax(axis=1)
-    # If the lag changes right after masked tokens, a turn was joined at the wrong token, but both sides scored the same
-    # text.
+    # If the lag changes right after masked tokens, a turn was joined at the wrong token.
     hole = (index < 0) & ((index >= 0).cumsum(axis=1) > 0)
     joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
     row_lags = np.zeros_like(index)
@@ -316,9 +314,7 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
         data, SHIFT if joined or lost else RETOKENISED, "lost" if lost else "moved_after_place", _lagged(index, row_lags)[data.seq, data.position],
         np.isin(data.seq, rows), cost=len(rows) * np.log(len(LAGS) * max(index.shape[1], 2)),
         weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)), next=commands.row(data, int(rows[0])),
-        numbers={
-            **_onset_numbers(data, rows, len(suspects), onset), "lags": ", ".join(str(t) for t in np.unique(lags) if t), **lost,
-        },
+        numbers=_onset_numbers(data, rows, len(suspects), onset) | {"lags": ", ".join(str(t) for t in np.unique(lags) if t), **lost},
     )  # fmt: skip
 
 
@@ -345,8 +341,8 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's cheapest sequence of lags of pass b, [R, T], and the nats it saves compared with no lag, [R].
 
-    A nonzero lag at the start costs about as much as two unrelated tokens, and so does each lag change, so that noise
-    does not cause lag changes. A token without a partner costs CAP_NATS / 2.
+    A nonzero lag at the start costs as much as two nats, and so does each lag change. A token without a partner costs
+    CAP_NATS / 2.
     """
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -396,10 +392,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Match each kept token's value in pass b to some token's value in pass a, and return the latter's index, [K].
-
-    The index is -1 if no token matches. Return None if too few tokens have a match.
-    """
+    """Match each kept token's value in pass b to some token's value in pass a, and return the latter's index, [K], or
+    -1 if no token matches. Return None if too few tokens have a match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))

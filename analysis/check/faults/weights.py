@@ -12,7 +12,7 @@ from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, SIZE, along_movement, clipped, counts, judged, judged_words, means, pearson, token_effect
-from ..finding import SIDES, Fault, Finding, Number
+from ..finding import BY_VERSION, SIDES, Fault, Finding, Number
 from ..pair_data import FEW_TOKENS, PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
@@ -80,23 +80,19 @@ def find_declared(data: PairData) -> list[Finding]:
 
 def _versions(data: PairData) -> list[Finding]:
     inside = data.updates_behind[data.seq] != 0
-    if not inside.any() or _is_equal_without_lag(data, inside):
+    if not inside.any():
         return []
+    fresh = data.within(~inside)
+    if fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2):
+        return []  # the mismatch is about as large where both sides used the same policy version
     lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
-    query = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
     numbers = counts(data, inside) | {
         "of_sequences": data.sample.num_sequences,
         "side": data.names["b" if lag > 0 else "a"],
     }
     numbers |= {"cause": "stale_weights", "updates_behind": abs(lag)}
-    next = commands.sql(data, query)
+    next = commands.sql(data, BY_VERSION)
     return [WEIGHTS.finding(data, "policy_versions", inside, next=next, broken="versions", numbers=numbers)]
-
-
-def _is_equal_without_lag(data: PairData, inside: np.ndarray) -> bool:
-    """Return True if the mismatch is about as large where both sides used the same policy version as in `inside`."""
-    fresh = data.within(~inside)
-    return fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2)
 
 
 def _quantisation(data: PairData) -> list[Finding]:
@@ -128,11 +124,8 @@ def find_adapter(data: PairData) -> list[Finding]:
 
 
 def find_after_update(data: PairData) -> list[Finding]:
-    """Detect that one side was scored after the update on the same batch.
-
-    The update raises logprobs in sequences with a positive advantage, so mismatch correlates with advantage. Stale
-    weights were not updated on this batch, so they give no such correlation.
-    """
+    """Detect that one side was scored after the update on the same batch, which raises logprobs in sequences with a
+    positive advantage. Stale weights give no such correlation."""
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
         return []
@@ -144,12 +137,10 @@ def find_after_update(data: PairData) -> list[Finding]:
     if not (abs(score) > CLEAR and abs(correlation) > 0.4):
         return []
     side = data.names["a" if correlation > 0 else "b"]
-    return [
-        WEIGHTS.finding(
-            data, "follows_advantages", weight=0.9, next=commands.weights_replay(data), broken=SIDES.get(side, "computation"),
-            numbers={"cause": "after_update", "side": side, "correlation": abs(correlation), "num_sequences": int(there.sum())},
-        )
-    ]  # fmt: skip
+    broken, next = SIDES.get(side, "computation"), commands.weights_replay(data)
+    numbers: dict[str, Number] = {"cause": "after_update", "side": side, "correlation": abs(correlation)}
+    numbers["num_sequences"] = int(there.sum())
+    return [WEIGHTS.finding(data, "follows_advantages", weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
