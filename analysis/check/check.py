@@ -1,8 +1,14 @@
+"""Check whether two passes may be compared, and explain their mismatch.
+
+Recorded facts are tested first. Then, in each round, the explanation that best fits the remaining tokens is accepted.
+Finally, the remaining mismatch is located and classified.
+"""
+
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +19,7 @@ from ...schemas.passes import ROLLOUT, TRAIN
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..advice import NOTHING
 from ..comparison.passes import PassComparison, compare_passes
 from ..engine_weights import read_engine_verdict
 from ..trace.columns import (
@@ -29,11 +36,21 @@ from ..trace.source import Pair
 from ..trace.tokens import spread
 from ..views import open_database
 from .data_checks import data_findings
-from .explain import explain
-from .faults.not_computed import reference_copied
-from .finding import Broken, DataFinding, Finding, nobodys
-from .pair_data import FEW_TOKENS, PairData
+from .faults import kinds, misplaced, not_computed, sampling, values
+from .features import FEW, not_repeatable
+from .finding import Broken, DataFinding, Finding, Hypothesis, Number, nobodys
+from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, logit_error
 from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
+from .where import MAX_COVERED, Where, places
+
+MIN_GAIN_NATS = 12.0
+"""Minimum evidence (nats) for an explanation, after subtracting a cost for its parameters. By chance, one run in
+100,000 reaches this value."""
+MAX_LEFT = 0.5
+"""Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
+WELL_PREDICTED = 0.1
+"""An explanation that leaves a smaller share unexplained competes only with explanations that predict values."""
+_MAX_ROUNDS, _MAX_PARTS, _MAX_PLACES = 5, 3, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +179,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
     findings = explain(data)
     equal = next((each for each in of_data if each.code == "reference_is_policy"), None)
     if equal is not None and findings[0].fails and findings[0].signal == "judged" and "train" in data.names.values():
-        findings.insert(0, reference_copied(data, equal.numbers))
+        findings.insert(0, not_computed.reference_copied(data, equal.numbers))
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(
@@ -199,3 +216,325 @@ def _notes(data: PairData) -> tuple[str, ...]:
         "attempts": len(data.attempts) > 1,
     }  # fmt: skip
     return tuple(code for code, holds in applies.items() if holds)
+
+
+# --- Explaining a mismatch
+
+_FIXED = (
+    values.find_other_quantity, sampling.find_temperature, sampling.find_one_sided, sampling.find_penalty,
+)  # fmt: skip
+"""Detectors whose explanations make one side a fixed function of the other side's distribution."""
+_VALUES = (
+    not_computed.find_constants, not_computed.find_merged, values.find_clamped, values.find_unit, *_FIXED[:1],
+    not_computed.find_constant_rows, misplaced.find_placement, *_FIXED[1:], values.find_low_precision, values.find_unrelated,
+)  # fmt: skip
+"""Detectors whose explanations predict each token's d or its sign."""
+
+
+def explain(data: PairData) -> list[Finding]:
+    """Return the findings, most probable first. There is always at least one."""
+    engine = kinds.find_engine_weights(data)
+    parts = [_explain(part, is_known=bool(engine)) for part in _by_precision(data)]
+    rest: list[Finding] = []
+    for part in parts:
+        rest = _added(rest, [each for each in part if each.side is not None or len(parts) == 1], None)
+    if len(parts) > 1:
+        rest = sorted(rest, key=lambda each: not each.fails)
+        if not any(each.fails for each in rest):
+            rest += [each for part in parts for each in part if each.side is None]
+    return [*engine, *(each for each in rest if each.fails or not engine)]
+
+
+def _by_precision(data: PairData) -> list[PairData]:
+    known = {name or "": kinds.declared_precision(data.contracts.get(name or "", {})) for name in [*data.contracts, ""]}
+    names = zip(data.sample.a.contracts, data.sample.b.contracts, strict=True)
+    precision = np.array([str([known.get(name or "", known[""]) for name in pair]) for pair in names])[data.seq]
+    found, counts = np.unique(precision, return_counts=True)
+    if len(found) < 2:
+        return [data]
+    return [data.within(precision == found[each]) for each in np.argsort(-counts, kind="stable")]
+
+
+def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
+    above = values.find_positive(data)
+    if above and (units := _best(values.find_unit(data))):
+        rest = _explained(data.without(units.tokens))
+        return _added([units.finding], [each for each in rest if each.fails], None)
+    facts = [each.finding for each in above]
+    if any(finding.share > 0.5 for finding in facts):
+        return facts
+    facts += not_computed.find_missing(data)
+    data = _without(data, above)
+    for find in (sampling.find_grammar, not_computed.find_shared_constants):
+        owned_by = find(data)
+        facts += [each.finding for each in owned_by]
+        data = _without(data, owned_by)
+    equal = not_computed.find_equal(data)
+    if data.num_kept < FEW:
+        off = nobodys(data) if data.num_kept else data.keep[:0]
+        gross = [kinds.unexplained_tokens(data, off, None)] if off.any() else []
+        few = kinds.TOO_FEW.finding(data, "too_few", numbers={"num_tokens": data.num_kept, "least": FEW})
+        return facts or gross or [each for each in equal if not each.fails] or [few]
+    if not data.d.any():
+        return [*facts, *(each for each in equal if each.fails or not facts)]
+    copied = [each for each in equal if each.signal == "copied_steps"]
+    found = [*equal, *([] if is_known else _explained(_without(data, copied)))]
+    for find in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
+        if not any(finding.fails for finding in (*found, *facts)):
+            found += [each.finding for each in find(data)]
+    found = sorted(found, key=lambda finding: not finding.fails)
+    cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
+    ordered = [*found, *facts] if cut or (found and found[0].fails and found[0].weight > 0.5) else [*facts, *found]
+    return ordered or [kinds.rounding(data)]
+
+
+def _explained(data: PairData) -> list[Finding]:
+    found: list[Finding] = []
+    behind: str | None = None
+    for _ in range(_MAX_ROUNDS):
+        if data.num_kept < FEW or data.rms() == 0.0:
+            break
+        # Differences that the recording declares are tested first.
+        given = [*kinds.find_declared(data), *kinds.find_adapter(data)] if not found else []
+        is_quantised = any(each.signal == "contract" for each in given)
+        declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
+        if any(each.is_expected for each in declared):
+            rest = data.within(data.updates_behind[data.seq] == 0)
+            judged = _explained(rest) if rest.num_kept < data.num_kept else []
+            return [*declared, *(each for each in judged if each.fails)]
+        placed = _places(data)
+        whole = _unrefuted(data, _candidates(data), placed)
+        best = _best([*whole, *placed, *_inside(data, placed, whole)])
+        if best is None:
+            return _added(found, (declared or _left(data)) if is_excessive(data) else [], behind)
+        dated = _dated(data, best, _narrowed(data, best, _with_cause(data, best)))
+        found = _added(found, [replace(each, tokens=best.tokens & data.keep) for each in dated], behind)
+        if best.right is None:
+            data = data.without(best.tokens)
+        else:
+            data, behind = data.corrected(best.tokens, best.right), best.finding.code
+    return found
+
+
+def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
+    """Add to the first finding the place of nearly all tokens of `best` that rounding cannot explain, if there is one."""
+    part = data.without(~best.tokens)
+    if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
+        return list(found)
+    off, allowed = nobodys(part), allowed_noise(part)
+    shown = {str(value) for name, value in found[0].numbers.items() if name in ("feature", "column")}
+    for place in places(part):
+        is_all = off.any() and (off & place.inside).sum() > 0.9 * off.sum()
+        if is_all and place.level_outside < allowed / 2 and place.mean_ratio > 10 and place.feature not in shown:
+            numbers: dict[str, Number] = {f"within_{name}": value for name, value in place.numbers.items()}
+            return [replace(found[0], numbers=found[0].numbers | numbers), *found[1:]]
+    return list(found)
+
+
+def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
+    """Add to the first finding the step at which the fault begins, or the few steps that it is confined to."""
+    tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
+    there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
+    without = np.setdiff1d(every, there)
+    by_chance = float(tokens.sum()) * len(without) / max(len(there), 1)
+    if by_chance < 5 or found[0].since is not None:
+        return list(found)
+    when: dict[str, Number] = {}
+    if there.min() > without.max():
+        when = {"since_step": int(there.min())}
+    elif len(there) <= 5:
+        when = {"in_steps": ", ".join(map(str, there))}
+    return [replace(found[0], numbers=when | found[0].numbers), *found[1:]]
+
+
+def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
+    """Add findings with a new code or cause. Those visible only after the fault `behind` has been corrected have no
+    command, because it would read the uncorrected trace."""
+    known = {(each.code, each.cause) for each in found}
+    more = [each for each in more if (each.code, each.cause) not in known]
+    if behind is not None:
+        more = [replace(each, next=NOTHING, numbers=each.numbers | {"behind": behind}) for each in more]
+    return [*found, *more]
+
+
+def _candidates(data: PairData) -> list[Hypothesis]:
+    # A non-deterministic side is not a fixed function of the other side.
+    tried = [find for find in _VALUES if find not in _FIXED] if not_repeatable(data) else _VALUES
+    return [each for find in tried for each in find(data)]
+
+
+def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Keep only explanations that predict values if one place contains nearly all tokens that rounding cannot explain
+    and the sides agree elsewhere."""
+    off = nobodys(data)
+    exact = any(
+        each.gain > MIN_GAIN_NATS
+        and (inside := each.tokens[data.keep]).mean() < MAX_COVERED
+        and (off & inside).sum() > 0.95 * off.sum() > 0
+        and np.median(logit_error(data)[inside]) > 20 * np.median(logit_error(data)[~inside])
+        for each in placed
+    )
+    return [each for each in whole if not exact or each.left is not None or each.gain == float("inf")]
+
+
+def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return explanations for the tokens inside the best places."""
+    found, most = [], 0.97 * data.num_kept
+    parts = [
+        each for each in placed if each.gain > MIN_GAIN_NATS and each.tokens.sum() < most and _is_part(each.finding)
+    ]
+    for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
+        inside, outside = data.without(~place.tokens), data.without(place.tokens)
+        if inside.num_kept < FEW:
+            continue
+        # No explanation predicts rounding errors, so it may leave as large an error unexplained as there is elsewhere.
+        noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
+        is_narrow = place.finding.numbers.get("kind") == "from" or len(np.unique(inside.position)) < 5
+        by_position = "position" in str(place.finding.numbers.get("feature")) and is_narrow
+        for each in _candidates(inside):
+            alike = [other for other in whole if other.gain > MIN_GAIN_NATS and _shared(each, other) > 0.8]
+            same = min(alike, key=lambda other: (other.rank, -other.gain), default=None)
+            # Values that are wrong from some position on always look as if they came from different tokens or from a
+            # smaller vocabulary.
+            left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))
+            if left <= MAX_LEFT and not (by_position and each.left is None and same is None):
+                found.append(replace(same or replace(each, beside=place.finding), gain=each.gain + place.gain))
+    return found
+
+
+def _shared(one: Hypothesis, other: Hypothesis) -> float:
+    return float((one.tokens & other.tokens).sum() / max((one.tokens | other.tokens).sum(), 1))
+
+
+def _is_part(place: Finding) -> bool:
+    if place.code == kinds.BOUNDARY.code and place.share > 0.15:
+        return True
+    fixed = (kinds.ONE_PLACE.code, kinds.BOUNDARY.code, misplaced.RETOKENISED.code)
+    is_other = place.code not in fixed and place.numbers.get("cause") != "ids"
+    return is_other or place.numbers.get("feature") == "token_before"
+
+
+def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
+    """Return the explanation with the largest gain, if it is large enough, or a simpler one with at least half of it."""
+    predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
+
+    def is_predicted(one: Hypothesis) -> bool:
+        return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in predicted)
+
+    unrelated = values.UNRELATED.code
+    found = [e for e in found if e.finding.code != unrelated or e.left is not None or not is_predicted(e)]
+    best = max(found, key=lambda each: each.gain, default=None)
+    if best is None or best.gain <= MIN_GAIN_NATS:
+        return None
+    # An explanation that predicts the values well competes only with others that predict values.
+    is_exact = best.left is not None and best.left < WELL_PREDICTED
+    rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
+    return min(rivals, key=lambda each: (each.rank, -each.gain))
+
+
+def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
+    for each in found:
+        assert each.tokens is not None
+        data = data.without(each.tokens)
+    return data
+
+
+def _is_told(data: PairData, place: Where) -> bool:
+    """Return True if rounding explains the mismatch outside a place, but not that inside.
+
+    For a writer, contract or setting, a factor of three is enough, because rounding does not depend on these.
+    """
+    allowed, off = allowed_noise(data), nobodys(data)
+    if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
+        return False
+    inside = level(data.within(place.inside))
+    recorded = (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b")
+    if place.feature in recorded:
+        return inside > allowed / 8 and place.mean_ratio > 3
+    is_off = place.mean_ratio > 3 and float(off[place.inside].mean()) > 0.2
+    if is_above(data) or kinds.is_fault(data) or is_off:
+        return True
+    return inside > allowed / 2 and place.ratio > 5 and data.num_kept >= FEW_TOKENS
+
+
+def _places(data: PairData) -> list[Hypothesis]:
+    where = [place for place in places(data) if _is_told(data, place)][:_MAX_PLACES]
+    found = [*kinds.find_placed(data, where), *misplaced.find_neighbours(data, where)]
+    return [*found, *misplaced.find_broken(data)] if is_excessive(data) else found
+
+
+# --- Judging and describing a mismatch
+
+
+def is_excessive(data: PairData) -> bool:
+    """Return True if the mismatch is larger than rounding can explain, overall or at some tokens, or correlates with
+    something that does not affect rounding."""
+    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or kinds.is_fault(data))
+
+
+def is_above(data: PairData) -> bool:
+    squares = data.noise[np.isfinite(data.noise)] ** 2
+    if not len(squares):
+        return False
+    error = float(squares.std() / max(squares.mean(), 1e-30)) / (2 * np.sqrt(len(squares)))
+    return bool(level(data) > MAX_EXCESS * allowed_noise(data) * (1 + 3 * min(error, 0.5)))
+
+
+def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
+    if best.finding.signal in ("judged", "implied"):
+        return kinds.find_kinds(data, best.place)
+    place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
+    is_subset = place.code == kinds.SUBSET.code
+    if not is_subset and cause is not None:
+        return [_confined(data, cause, place, best.tokens)]
+    if not is_subset:
+        is_fixed = place.code in (kinds.ONE_PLACE.code, kinds.BOUNDARY.code) and not place.numbers.get("cause")
+        return [place, *(each for each in (_state(data)[:1] if is_fixed else ()) if each.weight >= 0.4)]
+    inside = data.without(~best.tokens)
+    if cause is None and (is_excessive(inside) or place.numbers["column"] in kinds.BY_TIME):
+        cause = _state(data)[0]
+    if cause is None:
+        return [place]
+    if place.since is not None:
+        cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
+    is_likely = cause.code != kinds.COMPUTATION.code and cause.weight >= 0.6
+    return [cause, place] if best.beside is not None or place.since is not None or is_likely else [place, cause]
+
+
+def _confined(data: PairData, cause: Finding, place: Finding, tokens: np.ndarray) -> Finding:
+    numbers = {f"part_{name}": place.numbers.get(name) for name in ("feature", "kind", "values")}
+    rows = np.unique(data.sample.seq[tokens & data.keep])
+    return replace(
+        cause, numbers={**cause.numbers, **numbers, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
+    )
+
+
+def _left(data: PairData) -> list[Finding]:
+    off = nobodys(data)
+    if 0 < off.mean() <= 0.1:
+        without = data.within(~off)
+        if not (is_above(without) or kinds.is_fault(without)):
+            shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
+            share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
+            if found := kinds.find_router_flips(data, off) or values.find_scattered(data, off):
+                return found
+            likely = (each for each in (_state(data)[:1] if off.sum() >= FEW else ()) if each.weight >= 0.4)
+            return [kinds.unexplained_tokens(data, off, place if share > 0.5 else None), *likely]
+    return _state(data)
+
+
+def _state(data: PairData) -> list[Finding]:
+    if kinds.weights_agree(data):
+        return [kinds.equal_weights(data)]
+    return kinds.find_after_update(data) or kinds.find_earlier_growth(data) or kinds.find_kinds(data)
+
+
+def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:
+    """Mark a declared difference as expected unless the mismatch is larger than that difference explains."""
+    allowed = allowed_noise(data)
+    if finding.signal == "policy_versions":
+        same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
+        most = allowed * (4 * MAX_EXCESS if is_quantised else 1)
+        return replace(finding, is_expected=bool(not same.any() or np.median(np.abs(data.d[same])) <= most))
+    is_small = finding.signal == "contract" and level(data) <= 4 * MAX_EXCESS * allowed
+    return replace(finding, is_expected=is_small)

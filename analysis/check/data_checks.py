@@ -368,7 +368,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     pairs = re.findall(rf"([\w./-]+)\W+({_NUMBER})", given)
     listed = re.findall(_NUMBER, given)
     if given.startswith("[") and len(listed) == len(names):  # TRL lists them in the order of the functions
-        pairs = zip(names, listed, strict=True)
+        pairs = list(zip(names, listed, strict=True))
     declared = {name: float(number) for name, number in pairs}
     recorded = np.array([declared.get(name, np.nan) for name in names])
     if (weights := weights_of(reward)) is not None:

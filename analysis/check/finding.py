@@ -104,8 +104,8 @@ class Fault:
 
     def sentence(self, finding: Finding) -> str:
         numbers: dict[str, Any] = {**finding.numbers, "effect": finding.effect}
-        words = self.words.get(finding.signal, lambda numbers: {})
-        return self.evidence[finding.signal].format_map({**numbers, **words(numbers)})
+        words = self.words[finding.signal](numbers) if finding.signal in self.words else {}
+        return self.evidence[finding.signal].format_map({**numbers, **words})
 
 
 # --- Explanations of a mismatch and their fit

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from operator import attrgetter
 
 from ..rows import Form, of_steps, shown, wrapped
 from ..trace.columns import steps_text
@@ -81,10 +80,14 @@ def _data_text(finding: DataFinding) -> str:
     return f"{finding.title}: {data_text(finding)}; next: {finding.next}"
 
 
+def _note_codes(result: CheckResult) -> tuple[str, ...]:
+    return result.notes
+
+
 CHECKED_FORM: Form = {
     CheckResult: {
         "attempts": None, "is_valid": CheckResult.is_valid, "broken": CheckResult.broken, "notes": note_texts,
-        "note_codes": attrgetter("notes"),
+        "note_codes": _note_codes,
     },
     Finding: {
         "tokens": None, "title": Finding.title, "fails": Finding.fails, "broken": Finding.broken, "evidence": evidence_text,

@@ -8,7 +8,7 @@ from bigrams import BOTH_FP32, Recording, moved, table
 from builders import tim_trace
 from tim_trace.analysis import weights
 from tim_trace.analysis.check.check import check, gather
-from tim_trace.analysis.check.faults.weights import find_engine_weights, weights_agree
+from tim_trace.analysis.check.faults.kinds import find_engine_weights, weights_agree
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.engine_weights import engine_verdict, engine_versions, read_engine_verdict
 from tim_trace.analysis.verify import verify

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from ..finding import Fault, Finding
 from ..where import where_text
-from . import kinds, misplaced, not_computed, sampling, values, weights
+from . import kinds, misplaced, not_computed, sampling, values
 
-_MODULES = (sampling, misplaced, values, not_computed, weights, kinds)
+_MODULES = (sampling, misplaced, values, not_computed, kinds)
 ALL = tuple(
     {each.title: each for module in _MODULES for each in vars(module).values() if isinstance(each, Fault)}.values()
 )
@@ -12,7 +12,7 @@ ALL = tuple(
 FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
 """Fault code -> title. With any of these faults, the mismatch does not measure numerical error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
-WEIGHT_CAUSES = dict(weights.WEIGHTS.causes)
+WEIGHT_CAUSES = dict(kinds.WEIGHTS.causes)
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}
