@@ -248,7 +248,7 @@ def pages():
         "reference/json.md": {"schemas": json_schemas.table(), "codes": codes.table()},
         "reference/check.md": {
             "thresholds": thresholds(
-                "check/explain.py", "check/faults/kinds.py", "check/finding.py", "check/pair_data.py"
+                "check/check.py", "check/faults/kinds.py", "check/finding.py", "check/pair_data.py"
             )
         },
         "reference/trace-format.md": {
