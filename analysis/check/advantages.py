@@ -38,12 +38,10 @@ TINY = 1e-6
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
 _INEXACT = 2.0**-15
-"""Largest 1 - fit of a rule that reproduces the advantages up to rounding. The rounding errors of a mean, a difference,
-a quotient and their record in bfloat16 (2^-9 each) add up to at most 2^-7, and a relative error e costs e^2 / 2."""
+"""Largest 1 - fit of a rule that reproduces the advantages up to rounding: four errors of 2^-9 in bfloat16 add up to at
+most 2^-7, and a relative error e costs e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
-
-
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
@@ -107,8 +105,7 @@ class DataRows:
 
         `steps` holds the step of each element of `affected`. Without it, its elements are the rows of the run or of
         `sample`, or those that `rows` selects, and what the affected ones share is described. Arrays in `numbers` are
-        reduced to their median over the affected rows. If `notice_if_whole` is set, the finding is a fault only if it
-        begins after the first step.
+        reduced to medians. If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -146,10 +143,8 @@ class DataRows:
 
     def setting(self, name: str, value: str) -> str:
         """Return the first setting whose name and value match, formatted as `name = value`, or an empty string."""
-        for key, given in self.settings.items():
-            if re.search(name, key, re.IGNORECASE) and re.search(value, str(given), re.IGNORECASE):
-                return f"{key} = {given}"
-        return ""
+        pairs = ((key, given) for key, given in self.settings.items() if re.search(name, key, re.IGNORECASE))
+        return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
     @cached_property
     def left_out(self) -> np.ndarray:
@@ -304,8 +299,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
         divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
         own = np.maximum(rows.fit(rows.x), scales[1])
-        # If the group's mean is the baseline, the groups' mean advantages differ only by rounding. With any other
-        # baseline, they scatter by at least about 1 / sqrt(n) of the advantages' size.
+        # With any baseline but the group's mean, the groups' mean advantages scatter by 1 / sqrt(n) of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
         if (has_both & ~(has_own & (own > 0.99))).any():
@@ -371,8 +365,7 @@ def _factor(rows: _Rows) -> np.ndarray:
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
     size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
-    # Correct advantages can have a factor other than 1: leave-one-out baselines multiply by n / (n - 1), a batch may be
-    # normalised over tokens instead of rows, and eps is up to 0.1.
+    # Leave-one-out baselines multiply by n / (n - 1), a batch may be normalised over tokens, and eps is up to 0.1.
     usual = (
         (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
         (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
@@ -388,21 +381,16 @@ def _factor(rows: _Rows) -> np.ndarray:
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
     """Name the constant that is subtracted from rewards at most of the steps in `off` ([S] bool)."""
-    num = rows.sums(rows.at >= 0)
-    r, a = (
-        rows.sums(values) / num / np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30)
-        for values in (rows.r, rows.a)
-    )
+    num, pair = rows.sums(rows.at >= 0), (rows.r, rows.a)
+    deviations = (np.sqrt(rows.sums((x - mean_of(rows.at, x)) ** 2) / num + 1e-30) for x in pair)
+    r, a = (rows.sums(x) / num / deviation for x, deviation in zip(pair, deviations, strict=True))
     left = {"the batch's mean": np.abs(a), "nothing": np.abs(a - r)}
     best = min(left, key=lambda name: float(np.median(left[name][off])))
     return best if np.median(left[best][off]) < 0.01 else _BATCH
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows that follow a second rule: another factor, the other normalisation, or an advantage of 0.
-
-    Two rules must together explain nearly all rows, and each must explain some that the other does not.
-    """
+    """Find rows that follow a second rule: another factor, the other normalisation, or an advantage of 0."""
     a, at, size = rows.a, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3
     if asked.sum() < 30:
@@ -445,11 +433,8 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups whose advantages have no consistent baseline.
-
-    Either equal rewards have different advantages, or all rewards are equal and advantages are not 0, or advantages do
-    not sum to 0 because rows were removed.
-    """
+    """Find groups where equal rewards have different advantages, all rewards are equal and advantages are not 0, or
+    advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
@@ -465,8 +450,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     # If advantages are whitened over tokens, the mean advantage of a group need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
     loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
-    # If advantages depend on more than the reward, they also vary in groups with equal rewards, so only groups with
-    # nearly constant advantages count.
+    # Advantages that depend on more than the reward vary in such groups, so only nearly constant ones count.
     if off[~is_equal].any():
         loose &= scale < 1e-3 * np.abs(a)
     has_own = (rules.name == "own") | (rules.name == "none") | (rules.own > 0.99)

@@ -43,24 +43,21 @@ _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
 def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
-    tensor, cause = numbers["tensor"], numbers["cause"]
-    if cause == "adapter":
-        text = f"the engine's {tensor} is the trainer's tensor without its adapter, at version {numbers['trainer_version']}"
-    elif cause == "quantised":
-        a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
-        text = f"the engine's {tensor} is the trainer's tensor rounded to {numbers['dtype']}{a_row}"
-    elif cause == "other_weights":
-        text = f"the engine's {tensor} matches the trainer's at no recorded version, rounded or not"
-    else:
-        version, given, holds = numbers["trainer_version"], numbers["given_version"], numbers["holds_version"]
-        how = "it was never sent"
-        if given is not None and not numbers["is_loaded"]:
-            how = f"the tensor sent at version {given} was not loaded"
-        elif given is not None:
-            how = f"it was last sent at version {given}{' and already stale then' if given != holds else ''}"
-        has = "from no recorded version" if holds is None else f"from version {holds}"
-        text = f"the engine's {tensor} is {has}, while the trainer is at version {version}; {how}"
-    return {"what_text": text}
+    version, given, holds = numbers["trainer_version"], numbers["given_version"], numbers["holds_version"]
+    how = "it was never sent"
+    if given is not None and not numbers["is_loaded"]:
+        how = f"the tensor sent at version {given} was not loaded"
+    elif given is not None:
+        how = f"it was last sent at version {given}{' and already stale then' if given != holds else ''}"
+    has = "from no recorded version" if holds is None else f"from version {holds}"
+    a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
+    known = {
+        "adapter": f"is the trainer's tensor without its adapter, at version {version}",
+        "quantised": f"is the trainer's tensor rounded to {numbers['dtype']}{a_row}",
+        "other_weights": "matches the trainer's at no recorded version, rounded or not",
+    }
+    text = known.get(numbers["cause"], f"is {has}, while the trainer is at version {version}; {how}")
+    return {"what_text": f"the engine's {numbers['tensor']} {text}"}
 
 
 WEIGHTS = Fault(
@@ -353,10 +350,7 @@ def _after_jump(data: PairData) -> PairData:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if, at the first step, the mismatch at the place is not yet larger than elsewhere.
-
-    This points to stale weights, because a different context has an effect from the first step on.
-    """
+    """Return True if, as for stale weights, the mismatch at the place is not yet larger than elsewhere at the first step."""
     first, noise = data.sample.steps[data.seq] == data.sample.steps[data.seq].min(), logit_error(data)
     inside, outside = noise[first & place.inside], noise[first & ~place.inside]
     return bool(not first.all() and len(inside) and len(outside) and np.median(inside) < 2 * np.median(outside))
@@ -455,10 +449,7 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in MoE models: a few tokens differ far more than all others, in both directions.
-
-    `off` ([K] bool) marks the tokens that rounding cannot explain.
-    """
+    """Detect router flips in MoE models: tokens `off` ([K] bool) and others differ far more than most, in both directions."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))

@@ -9,8 +9,8 @@ Shapes: K kept tokens in S sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ from ..where import occurrences, part_of_rows
 MAX_LEFT = 0.3
 """Maximum share of the mismatch that a prediction of each value may leave unexplained."""
 MIN_R2 = 0.6
-"""Minimum share of the mismatch that one factor on the logits must explain. Other faults that sharpen a distribution leave
-far more scatter."""
+"""Minimum share of the mismatch that one factor on the logits must explain."""
 
 
 def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -50,10 +49,25 @@ def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
-    value = numbers["recorded"]
+    recorded = "" if numbers["recorded"] is None else f"; recorded: repetition_penalty {numbers['recorded']:g}"
     how_often = "for each time it occurred earlier" if numbers.get("by_count") else "if it occurred earlier"
-    recorded = "" if value is None else f"; recorded: repetition_penalty {value:g}"
     return {"recorded_text": recorded, "how_often": how_often}
+
+
+def _moved_ids(numbers: Mapping[str, Any]) -> dict[str, str]:
+    ids = f"{numbers['num_ids']:,} token ids" if numbers["num_ids"] > 1 else f"token id {numbers['ids']}"
+    is_lower = numbers["mean_ids"] < 0
+    return {"ids_text": ids, "lowers": "lowers" if is_lower else "raises", "raises": "raises" if is_lower else "lowers"}
+
+
+def _copies(numbers: Mapping[str, Any]) -> dict[str, str]:
+    return {"copies_text": _COPIES.format_map(numbers) if numbers.get("copies") else ""}
+
+
+_COPIES = (
+    ". All tokens lose the same factor, {copies}, as if the softmax summed over the vocabulary {copies} times, for "
+    "example over tensor-parallel ranks that each hold all logits"
+)
 
 
 TEMPERATURE = Fault(
@@ -109,14 +123,7 @@ PADDED_VOCABULARY = Fault(
         "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
         "or a vocabulary shard that {other} lacks{copies_text}"
     },
-    words={
-        "lost_mass": lambda n: {
-            "copies_text": f". All tokens lose the same factor, {n['copies']}, as if the softmax summed over the "
-            f"vocabulary {n['copies']} times, for example over tensor-parallel ranks that each hold all logits"
-            if n.get("copies")
-            else ""
-        }
-    },
+    words={"lost_mass": _copies},
 )
 GRAMMAR = Fault(
     code="grammar", title="one side was sampled under a grammar, so its softmax covers only the allowed tokens",
@@ -152,11 +159,7 @@ PENALTY = Fault(
     },
     words={
         "repeated": _recorded_penalty,
-        "token_ids": lambda n: {
-            "ids_text": f"{n['num_ids']:,} token ids" if n["num_ids"] > 1 else f"token id {n['ids']}",
-            **dict(zip(("lowers", "raises"), ("lowers", "raises")[:: 1 if n["mean_ids"] < 0 else -1], strict=True)),
-        },
-        "judged": judged_words, "sampled_elsewhere": _recorded_penalty,
+        "token_ids": _moved_ids, "judged": judged_words, "sampled_elsewhere": _recorded_penalty,
     },
     causes={
         "repeated": "a repetition, presence or frequency penalty on one side only",
@@ -170,8 +173,7 @@ PENALTY = Fault(
 MAX_TEMPERATURE = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleFit:
+class ScaleFit(NamedTuple):
     scale: float
     """Pass b's logits divided by pass a's, i.e. temperature a / temperature b."""
     lowest: float
@@ -248,11 +250,8 @@ def _scale(data: PairData) -> ScaleFit | None:
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return the ratio logits_b / logits_a, its error and its logarithm, or None if there are too few tokens.
-
-    The ratio is fitted to logprob differences between tokens in the same context, where the normaliser cancels out. The
-    logarithm is NaN if the logits are not proportional.
-    """
+    """Return the ratio logits_b / logits_a, its error and its logarithm (NaN if the logits are not proportional), or
+    None if there are too few tokens. In one context, the normaliser cancels out."""
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
     known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
@@ -269,8 +268,7 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
 
 def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
-    # Across contexts, the fit is exact only to first order in log T, because log-odds scale exactly only if just two
-    # tokens are possible.
+    # Across contexts, the fit is exact only to first order in log T.
     error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
         middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
@@ -341,16 +339,14 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     # Differences due to rounding have both signs, but larger ones must have only one.
     large = size > 2 * (float(np.quantile(size[opposite], 0.95)) if opposite.any() else 0.0)
     clear = large.any() and opposite[large].mean() <= 0.05 and squares[large].sum() >= 0.5 * squares.sum()
-    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite
-    # direction.
+    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the other.
     if abs(float(data.d.mean())) / float(size.mean()) < (0.6 if clear else 0.7):
         return []
     quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
     medians = [float(np.median(size[each])) for each in quarters]
     if all(np.diff(medians) < 0) and medians[0] > 1.2 * medians[3] and pearson(data.a, data.b) > 0.8:
         return [_smoothed(data, lowered)]
-    # Lost mass changes every token in one direction, with a few exceptions due to rounding. A wrong computation also
-    # changes some tokens by far more than rounding in the opposite direction.
+    # Unlike lost mass, a wrong computation also changes some tokens by more than rounding in the opposite direction.
     most = max((0.1 if recorded_filter(data) else 0.02) * opposite.sum(), 0.002 * len(size))
     if np.sum(size[opposite] > 3 * (allowed_noise(data) * data.scale)[opposite]) > most:
         return []
@@ -371,11 +367,9 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     else:
         fault, signal, numbers = PADDED_VOCABULARY, "lost_mass", lowered.names | {"lost_mass": float(1 - mass.mean())}
         numbers |= {"copies": copies} if is_same else {}
-        next = commands.sql(
-            data,
-            "SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {pair} WHERE mask AND d "
-            f"{'>' if raised.key == 'a' else '<'} 0 GROUP BY step ORDER BY step",
-        )
+        query = "SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {pair} WHERE mask AND d "
+        query += f"{'>' if raised.key == 'a' else '<'} 0 GROUP BY step ORDER BY step"
+        next = commands.sql(data, query)
     finding = fault.finding(data, signal, mass < 1 - 1e-6, next=next, numbers=numbers)
     found = of_signs(data, finding, np.full(data.num_kept, raised.sign), 4.0)
     # An explanation that agrees with a recorded filter takes precedence.
@@ -398,13 +392,9 @@ def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
 
 
 def recorded_filter(data: PairData) -> str:
-    said = []
-    for name in ("top_p", "top_k", "min_p"):
-        values = data.sample.settings[name]
-        cuts = values[(values < 1) if name == "top_p" else (values > 0)]
-        if len(cuts):
-            said.append(f"{name} {float(np.median(cuts)):g}")
-    return ", ".join(said)
+    settings = {name: data.sample.settings[name] for name in ("top_p", "top_k", "min_p")}
+    cuts = {name: each[(each < 1) if name == "top_p" else (each > 0)] for name, each in settings.items()}
+    return ", ".join(f"{name} {float(np.median(each)):g}" for name, each in cuts.items() if len(each))
 
 
 def _is_cut(data: PairData, raised: Side) -> bool:
@@ -464,8 +454,7 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 def _repeated(data: PairData) -> list[Hypothesis]:
     """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or once it has occurred.
 
-    The fit compares tokens with the same id, and has the log-odds as a second regressor, so that biases at some ids and
-    factors on all logits are not mistaken for a penalty.
+    The fit compares tokens with the same id and has the log-odds as a second regressor, to exclude biases and factors.
     """
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
@@ -530,14 +519,12 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
 
 def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.ndarray) -> Finding:
     side = sides(data)[1]
-    means = [side.sign * float(data.d[each].mean()) for each in (chosen & off, ~chosen)]
-    return PENALTY.finding(
-        data, "token_ids", off, next=commands.far_tokens(data),
-        numbers=side.names | {
-            "cause": "token_ids", "num_ids": len(ids), "ids": ", ".join(str(each) for each in ids[:8]), "mean_ids": means[0],
-            "mean_rest": means[1],
-        },
-    )  # fmt: skip
+    numbers = side.names | {"cause": "token_ids", "num_ids": len(ids), "ids": ", ".join(map(str, ids[:8]))}
+    numbers |= {
+        "mean_ids": side.sign * float(data.d[chosen & off].mean()),
+        "mean_rest": side.sign * float(data.d[~chosen].mean()),
+    }
+    return PENALTY.finding(data, "token_ids", off, next=commands.far_tokens(data), numbers=numbers)
 
 
 def _biased(data: PairData) -> list[Hypothesis]:
