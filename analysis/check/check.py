@@ -22,15 +22,7 @@ from ...tracer.progress import Progress, no_progress
 from ..advice import NOTHING
 from ..comparison.passes import PassComparison, compare_passes
 from ..engine_weights import read_engine_verdict
-from ..trace.columns import (
-    AttemptInfo,
-    attempts,
-    has_only_other_passes,
-    parse_pair,
-    scored_passes,
-    tell_sampled,
-    why_nothing,
-)
+from ..trace import columns
 from ..trace.database import Database, cached
 from ..trace.source import Pair
 from ..trace.tokens import spread
@@ -85,7 +77,7 @@ class CheckResult(Result):
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
     """Keys in text.NOTES: remarks, and checks that the trace does not support."""
-    attempts: tuple[AttemptInfo, ...] = ()
+    attempts: tuple[columns.AttemptInfo, ...] = ()
     """Training attempts. Empty if there was only one."""
 
     @property
@@ -119,8 +111,8 @@ def check(
     database = open_database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
     with database.telling(progress):
-        names = parse_pair(pair)
-        if names == (TRAIN, ROLLOUT) and has_only_other_passes(database, names):
+        names = columns.parse_pair(pair)
+        if names == (TRAIN, ROLLOUT) and columns.has_only_other_passes(database, names):
             return compare_passes(database)
         data = gather(database, names, trace=os.fspath(trace))
         return judge(data, ":".join(names), data_findings(database, data.sample))
@@ -131,19 +123,19 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
 
     Raises NothingToCompare if the passes share no token.
     """
-    tell_sampled(database, pair)
+    columns.tell_sampled(database, pair)
     sample = _sample(database, pair, sums)
     if not sample.mask.any():
-        raise NothingToCompare(why_nothing(database, pair))
+        raise NothingToCompare(columns.why_nothing(database, pair))
     execute, source = database.connection.execute, database.sources[0]
     contracts = execute("SELECT contract, contract_json FROM passes").fetchall()
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
         sums=_sums(database, pair, sums), contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=scored_passes(database),
+        passes=columns.scored_passes(database),
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
-        attempts=attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,
+        attempts=columns.attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,
     )  # fmt: skip
 
 
@@ -175,11 +167,10 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
     Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains why.
     """
-    sums = data.sums
-    findings = explain(data)
-    equal = next((each for each in of_data if each.code == "reference_is_policy"), None)
-    if equal is not None and findings[0].fails and findings[0].signal == "judged" and "train" in data.names.values():
-        findings.insert(0, not_computed.reference_copied(data, equal.numbers))
+    sums, findings = data.sums, explain(data)
+    for equal in (each for each in of_data if each.code == "reference_is_policy"):
+        if findings[0].fails and findings[0].signal == "judged" and TRAIN in data.names.values():
+            findings.insert(0, not_computed.reference_copied(data, equal.numbers))
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(
@@ -282,10 +273,10 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     for find in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
         if not any(finding.fails for finding in (*found, *facts)):
             found += [each.finding for each in find(data)]
-    found = sorted(found, key=lambda finding: not finding.fails)
+    found = sorted(found, key=lambda finding: not finding.fails) or ([] if facts else [kinds.rounding(data)])
     cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
-    ordered = [*found, *facts] if cut or (found and found[0].fails and found[0].weight > 0.5) else [*facts, *found]
-    return ordered or [kinds.rounding(data)]
+    is_first = cut or (bool(found) and found[0].fails and found[0].weight > 0.5)
+    return [*found, *facts] if is_first else [*facts, *found]
 
 
 def _explained(data: PairData) -> list[Finding]:
@@ -366,15 +357,12 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Keep only explanations that predict values if one place contains nearly all tokens that rounding cannot explain
     and the sides agree elsewhere."""
-    off = nobodys(data)
-    exact = any(
-        each.gain > MIN_GAIN_NATS
-        and (inside := each.tokens[data.keep]).mean() < MAX_COVERED
-        and (off & inside).sum() > 0.95 * off.sum() > 0
-        and np.median(logit_error(data)[inside]) > 20 * np.median(logit_error(data)[~inside])
-        for each in placed
-    )
-    return [each for each in whole if not exact or each.left is not None or each.gain == float("inf")]
+    off, error = nobodys(data), logit_error(data)
+    for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
+        is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0
+        if is_all and np.median(error[inside]) > 20 * np.median(error[~inside]):
+            return [each for each in whole if each.left is not None or each.gain == float("inf")]
+    return list(whole)
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:

@@ -96,7 +96,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     value = float(rewards[known][-1])
     later = known & _after_last(known & (rewards != value), at)
     earlier = rewards[known & ~later]
-    # Only different responses are evidence: a collapsed policy that answers every prompt alike earns the same anyway.
+    # Only different responses are evidence: a collapsed policy earns the same anyway.
     num_later = len(np.unique(answer[later & (response > 0)]))
     usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
     if num_later * np.log(usual) < CHANCE and not (len(earlier) and value == rewards[known].max()):
@@ -127,8 +127,7 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     firsts = np.unique(cell, return_index=True)[1]
     prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated, num_prompts = count_of(group), count_of(prompt) > 1, prompt.max() + 1
-    # A group with several prompts can be correct, because the turns of a conversation have different prompts. It is
-    # wrong if each of its prompts is repeated in the group, or each also occurs in another group.
+    # A group with several prompts (turns of a conversation) is wrong if each is repeated in it or occurs in another group.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated
@@ -139,7 +138,6 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     elif alone.sum() >= 3 and in_group.max() > 1:
         yield from find("rows_alone", alone)
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and num_prompts > 3 * len(np.unique(at)):
-        # If prompts had been drawn repeatedly by chance, they would not all be in the same number of groups.
         yield from find("prompts_split", at >= 0, num_groups=int(groups[0]), notice=True)
 
 
@@ -264,14 +262,11 @@ def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray,
 # Two passes give certain tokens a logprob of exactly 0, so a step counts only if a token is uncertain.
 _EQUAL = """
 SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
-       coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,
-       any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
+       coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag, any_value(a.contract), any_value(b.contract)
 FROM scores AS a JOIN scores AS b USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)
 WHERE a."pass" = $a AND b."pass" = $b AND b.iteration = 0 AND a.step IN ({steps})
 GROUP BY ALL ORDER BY a.step
 """
-
-
 _AT_START = """
 SELECT mean_abs_d FROM pair_steps('train', 'reference')
 WHERE step = (SELECT min(step) FROM scores WHERE "pass" = 'train' AND iteration = 0 AND policy_version = 0)
@@ -281,7 +276,6 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
-    """Find a reference model that differs from the initial policy."""
     if {"train", "reference"} <= {*scored_passes(run.database)}:
         for (size,) in run.database.connection.execute(_AT_START).fetchall():
             differs = np.full(len(run.rows["step"]), (size or 0.0) > _OTHER_WEIGHTS)
@@ -361,8 +355,9 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         return None
 
     def text(weights: np.ndarray) -> str:
-        pairs = zip(weights, (*names, ""), strict=True)
-        return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
+        return " + ".join(
+            f"{weight:g} {name}".strip() for weight, name in zip(weights, (*names, ""), strict=True) if name or weight
+        )
 
     given = str(run.settings.get("reward_weights", ""))
     pairs = re.findall(rf"([\w./-]+)\W+({_NUMBER})", given)
@@ -476,8 +471,8 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
     masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
-        # Leaving out truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
-        # If rows with certain end tokens are always left out with them, these tokens count as truncation.
+        # Leaving out truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL),
+        # and so may be leaving out all rows with certain end tokens.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
@@ -515,8 +510,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]):
         least = int(max(3, np.ceil(0.5 * cut.sum())))
         yield from find("limit_contradicts", early, least=least, length=lengths, limit=limit)
-    # The limit applies to each stretch of sampled tokens between tool outputs. Without a loss mask, all tokens count as
-    # sampled.
+    # The limit applies to each stretch of sampled tokens between tool outputs.
     runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
     partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
     sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]

@@ -29,8 +29,7 @@ PLACE_NATS = 20.0
 MAX_COVERED = 0.95
 """Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
 MIN_UNITS = 4
-"""Minimum number of sequences or tokens on either side of a split. Also the maximum number of tokens between a
-triggering id and the onset of the mismatch."""
+"""Minimum number of units on either side of a split, and maximum distance (tokens) from a trigger to the onset."""
 PERIODS = (2, 4, 8, 16, 32, 64)
 """Batch sizes (rows) and periods (tokens) to try."""
 
@@ -40,8 +39,7 @@ class Where:
     feature: str
     """A key of FEATURES, possibly with a number or a side in its name."""
     kind: Kind
-    """How `values` select tokens: `from` (at least the threshold), `before` (below the threshold), `one_of` (in the
-    set) or `is` (a boolean feature is true)."""
+    """How `values` select tokens: `from` (at least) or `before` (below) a threshold, `one_of` a set, or `is` (a flag)."""
     values: tuple[Any, ...]
     """The threshold or the values. Empty for `is`."""
     inside: np.ndarray
@@ -50,7 +48,7 @@ class Where:
     ratio: float
     """Mean mismatch inside the description divided by the mean mismatch outside."""
     mean_ratio: float
-    """Like `ratio`, but computed from arithmetic means, which bit-identical tokens hardly affect."""
+    """Like `ratio`, but of arithmetic means, which bit-identical tokens hardly affect."""
     level_outside: float
     """Median logit error outside the description (nats)."""
 
@@ -403,10 +401,8 @@ _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "rew
 
 
 def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
-    """Name the first column ([S]) with a value, or a range, that the `affected` rows ([S] bool) share.
-
-    The affected rows and those with the value must agree within 5%, as must the other rows. Empty if chance may explain it.
-    """
+    """Name the first column ([S]) with a value, or a range, that nearly all `affected` rows ([S] bool), and hardly any
+    others, share. Empty if chance may explain it."""
     num, total = int(affected.sum()), len(affected)
     tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
     if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:
