@@ -247,7 +247,7 @@ def _by_precision(data: PairData) -> list[PairData]:
 
 
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
-    above = values.find_positive(data)
+    above = list(values.find_positive(data))
     if above and (units := _best(values.find_unit(data))):
         rest = _explained(data.without(units.tokens))
         return _added([units.finding], [each for each in rest if each.fails], None)
@@ -257,7 +257,7 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     facts += not_computed.find_missing(data)
     data = _without(data, above)
     for find in (sampling.find_grammar, not_computed.find_shared_constants):
-        owned_by = find(data)
+        owned_by = list(find(data))
         facts += [each.finding for each in owned_by]
         data = _without(data, owned_by)
     equal = not_computed.find_equal(data)
@@ -270,9 +270,9 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
         return [*facts, *(each for each in equal if each.fails or not facts)]
     copied = [each for each in equal if each.signal == "copied_steps"]
     found = [*equal, *([] if is_known else _explained(_without(data, copied)))]
-    for find in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
+    for detect in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
         if not any(finding.fails for finding in (*found, *facts)):
-            found += [each.finding for each in find(data)]
+            found += [each.finding for each in detect(data)]
     found = sorted(found, key=lambda finding: not finding.fails) or ([] if facts else [kinds.rounding(data)])
     cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
     is_first = cut or (bool(found) and found[0].fails and found[0].weight > 0.5)
@@ -365,9 +365,9 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
     return list(whole)
 
 
-def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
+def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
     """Return explanations for the tokens inside the best places."""
-    found, most = [], 0.97 * data.num_kept
+    most = 0.97 * data.num_kept
     parts = [
         each for each in placed if each.gain > MIN_GAIN_NATS and each.tokens.sum() < most and _is_part(each.finding)
     ]
@@ -386,8 +386,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             # smaller vocabulary.
             left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))
             if left <= MAX_LEFT and not (by_position and each.left is None and same is None):
-                found.append(replace(same or replace(each, beside=place.finding), gain=each.gain + place.gain))
-    return found
+                yield replace(same or replace(each, beside=place.finding), gain=each.gain + place.gain)
 
 
 def _shared(one: Hypothesis, other: Hypothesis) -> float:

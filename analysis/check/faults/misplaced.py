@@ -8,7 +8,7 @@ Shapes: S sequences (rows), R selected rows, T tokens in the longest row, K kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -213,9 +213,9 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
     return next((name for name, each in known if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
-def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+def find_neighbours(data: PairData, where: Sequence[Where]) -> Iterator[Hypothesis]:
     """Explain the values at a place by those of the next or the previous token."""
-    found, tried = [], [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
+    tried = [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
     beside = {lag: _lagged(_index(data), lag)[data.seq, data.position] for lag in (-1, 1)} if tried else {}
     for place, lag, side in ((place, lag, side) for place in tried for lag in beside for side in sides(data)):
         at = np.where(place.inside, beside[lag], -1)
@@ -228,8 +228,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         numbers |= {"moved": float(off.mean()), "size": float(size.mean())}
         finding = SHIFT.finding(data, "neighbours", there, next=commands.far_tokens(data), numbers=numbers)
         residual = np.where(there, np.sign(data.d) * moved, data.d)
-        found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
-    return found
+        yield predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there)
 
 
 def _reversed(data: PairData) -> Hypothesis | None:

@@ -3,7 +3,7 @@ sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -240,9 +240,8 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
     return [certain(MASK.finding(data, "unlikely_runs", runs, weight=0.9, next=next, numbers=numbers))]
 
 
-def find_constants(data: PairData) -> list[Hypothesis]:
+def find_constants(data: PairData) -> Iterator[Hypothesis]:
     """Detect placeholders for missing logprobs in one pass."""
-    found = []
     for side in sides(data):
         values, num = np.unique(side.values, return_counts=True)
         often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
@@ -257,13 +256,12 @@ def find_constants(data: PairData) -> list[Hypothesis]:
                 if value == 0.0 and far.sum() < 0.02 * where.sum():  # a token with probability 1 has a logprob of 0
                     where = far
                 finding = _constant(data, side, value, where)
-                found.append(predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where))
-    return found
+                yield predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where)
 
 
-def find_merged(data: PairData) -> list[Hypothesis]:
+def find_merged(data: PairData) -> Iterator[Hypothesis]:
     """Detect tokens with a logprob of 0 because their logprob was added to a neighbour's."""
-    found, same = [], np.diff(data.seq) == 0
+    same = np.diff(data.seq) == 0
     for side in sides(data):
         own, other = side.values, side.others
         zero = own == 0
@@ -281,8 +279,8 @@ def find_merged(data: PairData) -> list[Hypothesis]:
             next = commands.tokens(data, f"logprob_{side.key} = 0")
             finding = MERGED.finding(data, "merged", tokens, next=next, numbers=numbers)
             hypothesis = predicting(data, finding, residual, 2.0, tokens)
-            found += [hypothesis] if hypothesis.left is not None and hypothesis.left < MAX_LEFT else []
-    return found
+            if hypothesis.left is not None and hypothesis.left < MAX_LEFT:
+                yield hypothesis
 
 
 def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray) -> bool:
@@ -298,8 +296,7 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
         num = min(len(np.unique(kind[where])) for kind in (ids, data.sample.prefix_keys[data.keep]))
         if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
-        # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
-        # -0.3133.
+        # 16-bit logits repeat values: the likelier of two tokens whose logits differ by 1 has a logprob of -0.3133.
         if num <= _REPEATED_FACTOR * _repeats(side.values[~where], value, 0.5):
             return False
     elsewhere = np.abs(side.others[~where] - value)
@@ -348,9 +345,9 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
     )  # fmt: skip
 
 
-def find_shared_constants(data: PairData) -> list[Hypothesis]:
+def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
     """Detect placeholders for missing logprobs in both passes."""
-    found, keys, ids = [], data.sample.token_keys[data.keep], data.sample.tokens[data.keep]
+    keys, ids = data.sample.token_keys[data.keep], data.sample.tokens[data.keep]
     same = data.a == data.b
     values, num = np.unique(data.a[same], return_counts=True)
     often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
@@ -365,8 +362,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
             next=commands.tokens(data, f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a"),
             numbers={**data.names, **counts(data, where), "value": value},
         )  # fmt: skip
-        found.append(certain(finding))
-    return found
+        yield certain(finding)
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
@@ -390,7 +386,7 @@ def _repeats(logprobs: np.ndarray, value: float, width: float) -> float:
     return float(np.quantile(num, 0.9)) if len(num) else 1.0
 
 
-def find_constant_rows(data: PairData) -> list[Hypothesis]:
+def find_constant_rows(data: PairData) -> Iterator[Hypothesis]:
     """Detect a pass that has the same value at all tokens of a sequence."""
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     for side in sides(data):
@@ -404,8 +400,8 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
         what = "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean"
         numbers = {**side.names, **counts(data), "what": what}
         finding = PLACEHOLDERS.finding(data, "constant_rows", next=commands.tokens(data), numbers=numbers)
-        return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
-    return []
+        yield predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())
+        return
 
 
 def find_equal(data: PairData) -> list[Finding]:

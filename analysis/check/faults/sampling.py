@@ -8,7 +8,7 @@ Shapes: K kept tokens in S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -416,11 +416,10 @@ def _is_cut(data: PairData, raised: Side) -> bool:
     return bool(is_constant or np.mean(np.exp(-data.b)) < 0.6 * (data.sample.tokens.max() + 1))
 
 
-def find_grammar(data: PairData) -> list[Hypothesis]:
+def find_grammar(data: PairData) -> Iterator[Hypothesis]:
     """Explain d by a grammar that one contract declares. It raises every logprob, so lower ones are evidence against it."""
     named = sorted(name for name, each in data.contracts.items() if declared(each, "structured_outputs") is True)
     under = {side.key: np.isin(np.array(side.own.contracts, str), named) for side in sides(data)}
-    found = []
     for key, other in ("ab", "ba"):
         tokens = data.keep & (under[key] & ~under[other])[data.sample.seq]
         inside = data.without(~tokens)
@@ -437,8 +436,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
             inside, "allowed_tokens", raised, next=commands.whole_vocabulary_replay(inside, side.other.name, step),
             numbers=side.names | counts(inside, raised) | {"num_lower": num_lower, "largest": float(rise.max())},
         )  # fmt: skip
-        found.append(Hypothesis(finding=finding, tokens=tokens, gain=float("inf")))
-    return found
+        yield Hypothesis(finding=finding, tokens=tokens, gain=float("inf"))
 
 
 # --- Shifted logits

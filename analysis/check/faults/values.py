@@ -136,20 +136,17 @@ MIN_CORRELATION = 0.3
 temperature, the correlation stays above 0.8. For unrelated values, it is about 0."""
 
 
-def find_positive(data: PairData) -> list[Hypothesis]:
-    found = []
+def find_positive(data: PairData) -> Iterator[Hypothesis]:
     for side in sides(data):
-        values = side.own.logprobs
-        where = data.keep & (np.nan_to_num(values, nan=-1.0) > MAX_LOGPROB)
+        where = side.values > MAX_LOGPROB
         if where.any():
-            finding = NOT_LOGPROBS.finding(
-                data, "above_zero", where[data.keep], next=commands.tokens(data, f"mask AND logprob_{side.key} > {MAX_LOGPROB}"),
-                numbers={
-                    **side.names, "num_tokens": int(where.sum()), "least": float(values[where].min()), "largest": float(values[where].max()),
-                },
-            )  # fmt: skip
-            found.append(certain(finding))
-    return found
+            values, next = side.values[where], commands.tokens(data, f"mask AND logprob_{side.key} > {MAX_LOGPROB}")
+            numbers = side.names | {
+                "num_tokens": len(values),
+                "least": float(values.min()),
+                "largest": float(values.max()),
+            }
+            yield certain(NOT_LOGPROBS.finding(data, "above_zero", where, next=next, numbers=numbers))
 
 
 # --- One side is a function of the other
@@ -286,8 +283,7 @@ def _typical(d: np.ndarray) -> float:
     return float(np.mean(np.partition(np.abs(d), least - 1)[:least])) if len(d) else 0.0
 
 
-def find_low_precision(data: PairData) -> list[Hypothesis]:
-    found = []
+def find_low_precision(data: PairData) -> Iterator[Hypothesis]:
     for side, precision in zip(sides(data), precisions(data), strict=True):
         dtype, following = precision.rounded, commands.replay(data, "--logits-dtype bf16", "head")
         if precision.is_stored:
@@ -306,12 +302,10 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
                 next=commands.tokens(data) if is_stored else following, broken="recording" if is_stored else None,
                 numbers={**side.names, "dtype": dtype, "rounding": share, "cause": "stored" if is_stored else ""},
             )  # fmt: skip
-            found.append(predicting(data, finding, np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0), 0.0))
+            yield predicting(data, finding, np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0), 0.0)
         elif precision.logits in HALF_ULP and precision.declared == "float32":
             numbers = {**side.names, "dtype": precision.logits}
-            finding = LOW_PRECISION.finding(data, "rounded_logits", next=following, numbers=numbers)
-            found.append(certain(finding, 20.0))
-    return found
+            yield certain(LOW_PRECISION.finding(data, "rounded_logits", next=following, numbers=numbers), 20.0)
 
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
@@ -328,16 +322,15 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
     if min(np.mean(data.d[at] > 0), np.mean(data.d[at] < 0)) < 0.1:
         return []
     numbers = data.names | counts(data, at) | {"limit": limit, "cause": "clamped"}
-    finding = UNIT.finding(data, "clamped", at, next=commands.far_tokens(data), numbers=numbers)
-    return [certain(finding)]
+    return [certain(UNIT.finding(data, "clamped", at, next=commands.far_tokens(data), numbers=numbers))]
 
 
 # --- A different quantity, or different tokens
 
 
-def find_other_quantity(data: PairData) -> list[Hypothesis]:
+def find_other_quantity(data: PairData) -> Iterator[Hypothesis]:
     """Detect a side that holds a property of the distribution, such as its entropy, instead of the token's logprob."""
-    return [each for side in sides(data) for each in _of_distribution(data, side)]
+    return (each for side in sides(data) for each in _of_distribution(data, side))
 
 
 def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
