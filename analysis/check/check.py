@@ -286,7 +286,8 @@ def _explained(data: PairData) -> list[Finding]:
         if data.num_kept < FEW or data.rms() == 0.0:
             break
         # Differences that the recording declares are tested first.
-        given = [*kinds.find_declared(data), *kinds.find_adapter(data)] if not found else []
+        declares = (kinds.find_versions, kinds.find_quantisation, kinds.find_adapter) if not found else ()
+        given = [each for find in declares for each in find(data)]
         is_quantised = any(each.signal == "contract" for each in given)
         declared = [_expected(data, each, is_quantised=is_quantised) for each in given]
         if any(each.is_expected for each in declared):

@@ -131,11 +131,9 @@ def locate(data: PairData, against: str) -> Advice:
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
-RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
-
-
 def supply(data: PairData) -> str:
-    return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
+    record = "tim-trace record --weights delta -o RUN -- COMMAND"
+    return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else record
 
 
 def _trace(data: PairData) -> str:

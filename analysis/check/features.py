@@ -31,7 +31,7 @@ _LAGS = (1, 2, 4)
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    found = _size(data) | _sampling(data) | _tokens(data) | _positions(data) | _rows(data)
+    found = _size(data) | _sampling(data) | _tokens(data) | _rows(data)
     return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
 
@@ -59,18 +59,11 @@ def _sampling(data: PairData) -> dict[str, float]:
 
 
 def _tokens(data: PairData) -> dict[str, float]:
-    bigrams = data.sample.bigrams[data.keep]
-    repeat = data.num_kept - len(np.unique(bigrams)) >= MIN_REPEATS
+    log, turn, bigrams = levels(data), later_turn(data.sample)[data.keep], data.sample.bigrams[data.keep]
+    is_known, repeat = min(turn.sum(), (~turn).sum()) >= 4, data.num_kept - len(np.unique(bigrams)) >= MIN_REPEATS
     return {
         "token_score": _certainty(token_effect(data)[1]),
         "bigram": variance_between(clipped(data.d / data.scale), bigrams)[0] if repeat else 0.0,
-    }
-
-
-def _positions(data: PairData) -> dict[str, float]:
-    log, turn = levels(data), later_turn(data.sample)[data.keep]
-    is_known = min(turn.sum(), (~turn).sum()) >= 4
-    return {
         "later_fall_score": _certainty(fades(data, data.position > 0)),
         "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
         "later_turn": float(log[turn].mean() - log[~turn].mean()) / max(float(log.std()), 1e-9) if is_known else 0.0,

@@ -95,11 +95,11 @@ class Fault:
         if share is None:
             share = float(np.mean(affected)) if affected is not None and len(affected) else 1.0
             share *= data.num_kept / max(int(data.sample.compared.sum()), 1)
+        cause = self.causes.get(str(numbers.get("cause")), self.title)
         return Finding(
             code=self.code, signal=signal, effect=data.rms(affected) if effect is None else effect, share=share,
-            weight=weight, is_expected=is_expected, next=next, numbers=dict(numbers),
-            tokens=data.keep if affected is None else data.marked(affected),
-            cause=self.causes.get(str(numbers.get("cause")), self.title), side=broken or self.broken,
+            weight=weight, is_expected=is_expected, next=next, numbers=dict(numbers), cause=cause,
+            tokens=data.keep if affected is None else data.marked(affected), side=broken or self.broken,
         )  # fmt: skip
 
     def sentence(self, finding: Finding) -> str:

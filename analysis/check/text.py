@@ -34,10 +34,9 @@ BROKEN: Mapping[str | None, str] = {
 
 
 def note_texts(result: CheckResult) -> list[str]:
+    old = [(each.superseded, each.attempt) for each in result.attempts if each.superseded]
     again = [
-        f"{'step' if steps[0][0] == steps[-1][1] else 'steps'} {steps_text(steps)} of attempt {attempt.attempt}"
-        for attempt in result.attempts
-        if (steps := attempt.superseded)
+        f"step{'s' * (steps[0][0] != steps[-1][1])} {steps_text(steps)} of attempt {number}" for steps, number in old
     ]
     numbers = {
         "num_tokens": result.num_sampled_tokens, "num_attempts": len(result.attempts),

@@ -331,12 +331,8 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 def recorded_order(sample: Sample) -> np.ndarray:
     """Return each sequence's index within its step [S], ordering sequences by the number in their id."""
-    order = np.zeros(sample.num_sequences, np.int64)
-    keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
-    for step in np.unique(sample.steps):
-        rows = np.flatnonzero(sample.steps == step)
-        order[rows[np.argsort(keys[rows], kind="stable")]] = np.arange(len(rows))
-    return order
+    names = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
+    return _rank_in(np.argsort(names, kind="stable"), sample.steps)
 
 
 @once
@@ -378,9 +374,12 @@ def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
     if not any(sample.group_ids):
         return np.full(sample.num_sequences, np.nan)
     names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
-    in_order = np.argsort(order, kind="stable")
-    rank = np.empty(len(names))
-    rank[in_order] = rank_of(np.unique(names, return_inverse=True)[1][in_order])
+    return _rank_in(np.argsort(order, kind="stable"), np.unique(names, return_inverse=True)[1]).astype(float)
+
+
+def _rank_in(order: np.ndarray, label: np.ndarray) -> np.ndarray:
+    rank = np.empty(len(label), np.int64)
+    rank[order] = rank_of(label[order])
     return rank
 
 

@@ -94,11 +94,7 @@ WEIGHTS = Fault(
 )  # fmt: skip
 
 
-def find_declared(data: PairData) -> list[Finding]:
-    return _versions(data) + _quantisation(data)
-
-
-def _versions(data: PairData) -> list[Finding]:
+def find_versions(data: PairData) -> list[Finding]:
     inside = data.updates_behind[data.seq] != 0
     if not inside.any():
         return []
@@ -115,7 +111,7 @@ def _versions(data: PairData) -> list[Finding]:
     return [WEIGHTS.finding(data, "policy_versions", inside, next=next, broken="versions", numbers=numbers)]
 
 
-def _quantisation(data: PairData) -> list[Finding]:
+def find_quantisation(data: PairData) -> list[Finding]:
     own = {side: _quantised(data.contract(side)) for side in data.names}
     for side, other in ("ab", "ba"):
         for name, value in own[side].items():
@@ -469,12 +465,10 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
         return []
     numbers: dict[str, Number] = {"tail_share": float(tail.mean()), "tail_ratio": TAIL_RATIO, "bulk": bulk}
     numbers["experts_known"] = int(bool(mixture))
+    next, weight = commands.replay(data, "--routing recorded", "routed"), _share_of_squares(data, tail)
     return [
-        ROUTER_FLIPS.finding(
-            data, "router_tail", tail, is_expected=expected, weight=_share_of_squares(data, tail),
-            next=commands.replay(data, "--routing recorded", "routed"), numbers=numbers,
-        )
-    ]  # fmt: skip
+        ROUTER_FLIPS.finding(data, "router_tail", tail, is_expected=expected, weight=weight, next=next, numbers=numbers)
+    ]
 
 
 def _share_of_squares(data: PairData, tokens: np.ndarray) -> float:
@@ -550,10 +544,13 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     if name == "from_end" and (place.kind != "before" or values[0] > 4):
         return None
     cause = "" if is_boundary else "ids" if _is_id_range(place) else _ID_CAUSES.get(name, "")
-    finding = (BOUNDARY if is_boundary else ONE_PLACE).finding(
-        data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
-        numbers=_sizes(data, place.inside) | place.numbers | {"cause": cause},
-    )  # fmt: skip
+    fault, weight, next = (
+        BOUNDARY if is_boundary else ONE_PLACE,
+        explained(data, place.inside),
+        commands.far_tokens(data),
+    )
+    numbers = _sizes(data, place.inside) | place.numbers | {"cause": cause}
+    finding = fault.finding(data, "place", place.inside, weight=weight, next=next, numbers=numbers)
     each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
     return located(data, finding, place.inside, 2.0 + each * len(values))
 
@@ -566,14 +563,12 @@ def _part_of_run(data: PairData, place: Where) -> Hypothesis | None:
         return None
     steps = data.sample.steps
     since = _since(steps, np.unique(data.seq[place.inside])) if by_time else None
-    finding = SUBSET.finding(
-        data, "column", place.inside, weight=explained(data, place.inside),
-        next=commands.query(data, "course") if name == "step" else commands.by_column(data, name),
-        numbers=counts(data, place.inside) | {
-            "column": name, "kind": place.kind, "values": place.values_text, "ratio": place.ratio, "since": since,
-            "rms_elsewhere": data.rms(~place.inside), "last_before": None if since is None else int(steps[steps < since].max()),
-        },
-    )  # fmt: skip
+    numbers = counts(data, place.inside) | {"column": name, "kind": place.kind, "values": place.values_text}
+    numbers |= {"ratio": place.ratio, "since": since, "rms_elsewhere": data.rms(~place.inside)}
+    numbers["last_before"] = None if since is None else int(steps[steps < since].max())
+    next = commands.query(data, "course") if name == "step" else commands.by_column(data, name)
+    weight = explained(data, place.inside)
+    finding = SUBSET.finding(data, "column", place.inside, weight=weight, next=next, numbers=numbers)
     return located(data, finding, place.inside, 10.0 * len(place.values) - 2.0 * (name == "step"))
 
 
@@ -640,22 +635,16 @@ UNEXPLAINED = Fault(
 def rounding(data: PairData) -> Finding:
     allowed, found = allowed_noise(data), level(data)
     is_high = found > allowed
-    return ROUNDING.finding(
-        data, "rounding", next=_triangulation(data) if is_high else NOTHING,
-        numbers={
-            "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
-            **data.names, **coarsest(data),
-        },
-    )  # fmt: skip
+    numbers: dict[str, Number] = {"cause": "high" if is_high else None, "level": found, "allowed": allowed}
+    numbers |= {"most": MAX_EXCESS * allowed, **data.names, **coarsest(data)}
+    return ROUNDING.finding(data, "rounding", next=_triangulation(data) if is_high else NOTHING, numbers=numbers)
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
     worst = int(np.flatnonzero(off)[np.argmax(np.abs(data.d[off]))])
-    row = int(data.seq[worst])
-    return UNEXPLAINED.finding(
-        data, "off", off, weight=_share_of_squares(data, off), next=commands.far_tokens(data),
-        numbers=_sizes(data, off) | coarsest(data) | (place.numbers if place else {}) | {
-            "position": int(data.position[worst]), "seq_id": data.sample.seq_ids[row], "step": int(data.sample.steps[row]),
-            "num_ids": len(np.unique(data.sample.tokens[data.keep][off])),
-        },
-    )  # fmt: skip
+    row, num_ids = int(data.seq[worst]), len(np.unique(data.sample.tokens[data.keep][off]))
+    numbers = _sizes(data, off) | coarsest(data) | (place.numbers if place else {})
+    numbers |= {"position": int(data.position[worst]), "seq_id": data.sample.seq_ids[row]}
+    numbers |= {"step": int(data.sample.steps[row]), "num_ids": num_ids}
+    weight, next = _share_of_squares(data, off), commands.far_tokens(data)
+    return UNEXPLAINED.finding(data, "off", off, weight=weight, next=next, numbers=numbers)

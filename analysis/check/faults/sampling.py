@@ -20,17 +20,7 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
 from ..finding import Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
-from ..pair_data import (
-    MIN_REST,
-    UNIT_ROUNDOFF,
-    PairData,
-    allowed_noise,
-    context_pairs,
-    declared,
-    log_odds,
-    once,
-    value_rounding,
-)
+from ..pair_data import MIN_REST, UNIT_ROUNDOFF, PairData, allowed_noise, context_pairs, log_odds, once, value_rounding
 from ..sample import MOST_LOST
 from ..where import occurrences, part_of_rows
 
@@ -285,7 +275,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
             "cause": "scale" if {*known.values()} == {1.0} else "",
         },
     )  # fmt: skip
-    if mode := declared(data.contract("b"), "logprobs_mode"):
+    if mode := data.contract("b").get("logprobs_mode"):
         finding.numbers["logprobs_mode"] = str(mode)
     hypothesis = predicting(data, finding, fit.residual, 8.0)
     # An explanation that agrees with a recorded temperature takes precedence.
@@ -294,10 +284,10 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
 
 
 def _temperatures(data: PairData) -> dict[str, float]:
-    settings = data.sample.settings["temperature"]
+    settings, sampling = data.sample.settings["temperature"], data.contract("b").get("sampling")
     named = {
-        "recorded_a": declared(data.contract("a"), "temperature"),
-        "recorded_b": declared(data.contract("b"), "sampling", "temperature"),
+        "recorded_a": data.contract("a").get("temperature"),
+        "recorded_b": sampling.get("temperature") if isinstance(sampling, dict) else None,
         "recorded_sampling": float(np.nanmedian(settings)) if np.isfinite(settings).any() else None,
     }
     return {name: value for name, value in named.items() if isinstance(value, (int, float))}
@@ -308,12 +298,10 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
         return commands.replay(data, f"--temperature {temperature:.3g}", "temperature")
     if has_contexts:
         return commands.query(data, "context-odds")
-    odds = "ln(exp({0}) / (1 - exp({0})))"
-    return commands.sql(
-        data,
-        f"SELECT step, regr_slope({odds.format('logprob_a')}, {odds.format('logprob_b')}) AS temperature_b "
-        "FROM {pair} WHERE mask AND logprob_a < -0.001 AND logprob_b < -0.001 GROUP BY step ORDER BY step",
-    )
+    odds_a, odds_b = (f"ln(exp({name}) / (1 - exp({name})))" for name in ("logprob_a", "logprob_b"))
+    query = f"SELECT step, regr_slope({odds_a}, {odds_b}) AS temperature_b FROM {{pair}} "
+    query += "WHERE mask AND logprob_a < -0.001 AND logprob_b < -0.001 GROUP BY step ORDER BY step"
+    return commands.sql(data, query)
 
 
 # --- Tokens left out
@@ -418,7 +406,7 @@ def _is_cut(data: PairData, raised: Side) -> bool:
 
 def find_grammar(data: PairData) -> Iterator[Hypothesis]:
     """Explain d by a grammar that one contract declares. It raises every logprob, so lower ones are evidence against it."""
-    named = sorted(name for name, each in data.contracts.items() if declared(each, "structured_outputs") is True)
+    named = sorted(name for name, each in data.contracts.items() if each.get("structured_outputs") is True)
     under = {side.key: np.isin(np.array(side.own.contracts, str), named) for side in sides(data)}
     for key, other in ("ab", "ba"):
         tokens = data.keep & (under[key] & ~under[other])[data.sample.seq]
@@ -473,14 +461,10 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     if r2 < 0.1 or np.sqrt(r2 * (len(y) - len(ids))) < 10:
         return []
     side = sides(data)[slope > 0]
-    means = [side.sign * float(data.d[each].mean()) for each in (times > 0, times == 0)]
-    finding = PENALTY.finding(
-        data, "repeated", times > 0, next=commands.far_tokens(data),
-        numbers=side.names | {
-            "cause": "repeated", "counted": counted, "by_count": int(times.max() > 1), "slope": abs(slope), "r2": float(r2),
-            "mean_repeated": means[0], "mean_new": means[1], "recorded": recorded,
-        },
-    )  # fmt: skip
+    again, new = (side.sign * float(data.d[each].mean()) for each in (times > 0, times == 0))
+    numbers = side.names | {"cause": "repeated", "counted": counted, "by_count": int(times.max() > 1)}
+    numbers |= {"slope": abs(slope), "r2": float(r2), "mean_repeated": again, "mean_new": new, "recorded": recorded}
+    finding = PENALTY.finding(data, "repeated", times > 0, next=commands.far_tokens(data), numbers=numbers)
     moved = slope * times
     predicted = -np.logaddexp(0.0, -(odds_b + moved + np.median(shift - moved[known])))
     residual = np.where(known, data.a - predicted, data.d)

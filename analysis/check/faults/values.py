@@ -15,17 +15,7 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting, scored
-from ..pair_data import (
-    HALF_ULP,
-    PairData,
-    allowed_noise,
-    context_pairs,
-    declared,
-    half_ulp,
-    once,
-    precisions,
-    value_rounding,
-)
+from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, half_ulp, once, precisions, value_rounding
 from .sampling import MAX_LEFT
 
 MAX_LOGPROB = 1e-4
@@ -298,7 +288,7 @@ def find_low_precision(data: PairData) -> Iterator[Hypothesis]:
             is_named = precision.declared in HALF_ULP and not is_stored
             finding = LOW_PRECISION.finding(
                 data, "rounded_values" if is_stored else "rounded_logprobs",
-                is_expected=is_named or declared(data.contract(side.key), "logprobs_dtype") == dtype,
+                is_expected=is_named or data.contract(side.key).get("logprobs_dtype") == dtype,
                 next=commands.tokens(data) if is_stored else following, broken="recording" if is_stored else None,
                 numbers={**side.names, "dtype": dtype, "rounding": share, "cause": "stored" if is_stored else ""},
             )  # fmt: skip
@@ -398,14 +388,12 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         broken = "engine" if lower.own.name == ROLLOUT else broken
     elif sampler is not None:
         side, cause, broken = sides(data)[sampler.key == "a"], "from_other", "recording"
-    finding = UNRELATED.finding(
-        data, "no_correlation", next=commands.query(data, "shape"), broken=broken,
-        numbers=side.names | counts(data) | {
-            "cause": cause, "sampled": cause, "correlation": correlation, "mean_lower": low, "mean_higher": high,
-            "sampled_mean": None if sampler is None else sampler.sampled_mean,
-            "sampler": None if sampler is None else sampler.own.name,
-        },
-    )  # fmt: skip
+    numbers = side.names | counts(data) | {"cause": cause, "sampled": cause, "correlation": correlation}
+    numbers |= {"mean_lower": low, "mean_higher": high, "sampled_mean": None, "sampler": None}
+    if sampler is not None:
+        numbers |= {"sampled_mean": sampler.sampled_mean, "sampler": sampler.own.name}
+    next = commands.query(data, "shape")
+    finding = UNRELATED.finding(data, "no_correlation", next=next, broken=broken, numbers=numbers)
     return [certain(finding, 0.05 * data.num_kept)]
 
 
