@@ -42,7 +42,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            of_tokens = token_findings(sample, partial(run.find, sample=sample))
+            of_tokens = _tokens(sample, partial(run.find, sample=sample))
             found |= {finding.code: finding for finding in of_tokens}
     kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
@@ -150,10 +150,8 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     at = run.at[inspected]
     steps = np.unique(step)
     rows = dict(zip(steps, split_steps(step, response), strict=True))
-    kinds = [len(np.unique(rows[each])) for each in steps]
-    again = np.array([np.isin(rows[each], rows.get(each - 1, [])).mean() >= 0.9 for each in steps]) & (
-        np.array(kinds) >= 8
-    )
+    shares = [np.isin(rows[each], rows.get(each - 1, [])).mean() for each in steps]
+    again = (np.array(shares) >= 0.9) & (np.array([len(np.unique(rows[each])) for each in steps]) >= 8)
     yield from run.find("batch_repeats", again, steps, least=2, notice=True, num_steps=int(again.sum()))
     order = np.lexsort((at, response))
     same = np.flatnonzero(response[order][1:] == response[order][:-1])
@@ -355,16 +353,14 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         return None
 
     def text(weights: np.ndarray) -> str:
-        return " + ".join(
-            f"{weight:g} {name}".strip() for weight, name in zip(weights, (*names, ""), strict=True) if name or weight
-        )
+        pairs = zip(weights, (*names, ""), strict=True)
+        return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
     given = str(run.settings.get("reward_weights", ""))
-    pairs = re.findall(rf"([\w./-]+)\W+({_NUMBER})", given)
-    listed = re.findall(_NUMBER, given)
+    listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
     if given.startswith("[") and len(listed) == len(names):  # TRL lists them in the order of the functions
-        pairs = list(zip(names, listed, strict=True))
-    declared = {name: float(number) for name, number in pairs}
+        declared = dict(zip(names, listed, strict=True))
+    declared = {name: float(number) for name, number in declared.items()}
     recorded = np.array([declared.get(name, np.nan) for name in names])
     if (weights := weights_of(reward)) is not None:
         used = np.abs(parts[there]).max(axis=0) > 0
@@ -391,12 +387,11 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def token_findings(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Check the sample's tokens. Some checks need the engine's pass."""
-    if "rollout" in (sample.a.name, sample.b.name):
-        engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
-        for check in (_unsampled, _repeated, _masked):
-            yield from check(sample, engine, other, find)
+def _tokens(sample: Sample, find: Find) -> Iterator[DataFinding]:
+    for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
+        if engine.name == "rollout":
+            for check in (_unsampled, _repeated, _masked):
+                yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
     yield from _entropies(sample, find)
 

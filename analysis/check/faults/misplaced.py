@@ -72,11 +72,8 @@ _COUNTED = {
 
 def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     what, _, block = str(numbers["counted"]).partition(" of ")
-    return {
-        "counted_text": _COUNTED[what].format(
-            "the rows of its step" if block == "step" else f"its block of {block} rows"
-        )
-    }
+    of = "the rows of its step" if block == "step" else f"its block of {block} rows"
+    return {"counted_text": _COUNTED[what].format(of)}
 
 
 SHIFT = Fault(
@@ -281,13 +278,11 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
     if len(found) < max(2 * by_chance, by_chance + 3.0 * np.sqrt(by_chance)):
         return None
     names, place = data.sample.seq_ids, np.where(partner >= 0, partner, np.arange(len(own)))
+    numbers: dict[str, Number] = {"side": data.sample.b.name, "num_sequences": len(found), "of_sequences": num_tried}
     return _placed(
         data, ROW_PAIRING, "other_rows", _index(data)[place[data.seq], data.position], np.isin(data.seq, found),
         cost=len(found) * np.log(max(len(names), 2)), weight=len(found) / num_tried, next=commands.row(data, int(found[0])),
-        numbers={
-            "side": data.sample.b.name, "num_sequences": len(found), "of_sequences": num_tried,
-            **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
-        },
+        numbers={**numbers, **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]}},
     )  # fmt: skip
 
 

@@ -310,7 +310,7 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
 
 
 def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Finding:
-    own, others, tokens = side.values, side.others, data.sample.tokens[data.keep]
+    own, others, tokens, off = side.values, side.others, data.sample.tokens[data.keep], side.others[where] - value
     ids, mean = np.unique(tokens[where]), float(np.mean(others[where]))
     usual = mean if where.all() else float(np.mean(others[~where]))
     every, seq = data.marked(where), data.sample.seq
@@ -335,14 +335,10 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
     chosen = f"<= {IMPOSSIBLE_LOGPROB}" if varies else f"= {value!r}::FLOAT"
     is_cut = cause in ("forbidden", "masked")
     fault = TRUNCATION if is_cut else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
-    return fault.finding(
-        data, cause if is_cut else "constant", where, effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
-        next=commands.tokens(data, f"logprob_{side.key} {chosen}"),
-        numbers={
-            **side.names, **counts(data, where), "value": value, "num_ids": len(ids), "other_mean": mean,
-            "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason, "cause": cause,
-        },
-    )  # fmt: skip
+    numbers = side.names | counts(data, where) | {"value": value, "num_ids": len(ids), "other_mean": mean}
+    numbers |= {"other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason, "cause": cause}
+    effect, next = float(np.sqrt(np.mean(off**2))), commands.tokens(data, f"logprob_{side.key} {chosen}")
+    return fault.finding(data, cause if is_cut else "constant", where, effect=effect, next=next, numbers=numbers)
 
 
 def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
@@ -357,12 +353,9 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
         num_contexts, num_ids = (len(np.unique(each[where])) for each in (keys, ids))
         if num_ids < FEW_CONSTANTS or num_contexts <= _REPEATED_FACTOR**2 * _by_chance(data, value, where):
             continue
-        finding = PLACEHOLDERS.finding(
-            data, "constant_in_both", where, effect=0.0,
-            next=commands.tokens(data, f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a"),
-            numbers={**data.names, **counts(data, where), "value": value},
-        )  # fmt: skip
-        yield certain(finding)
+        next = commands.tokens(data, f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a")
+        numbers = {**data.names, **counts(data, where), "value": value}
+        yield certain(PLACEHOLDERS.finding(data, "constant_in_both", where, effect=0.0, next=next, numbers=numbers))
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:

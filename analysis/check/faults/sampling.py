@@ -266,17 +266,14 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
     temperature, known = 1 / middle, _temperatures(data)
     recorded = known.get("recorded_sampling", temperature)
     nearest = recorded if abs(np.log(recorded / temperature)) < 0.3 else temperature
-    finding = TEMPERATURE.finding(
-        data, "scaled_logits", weight=fit.r2, next=_confirming(data, nearest, has_contexts=exact is not None),
-        numbers={
-            "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
-            "r2": fit.r2, "standard_errors": fit.score, **data.names, **known,
-            # If every recorded temperature is 1, the cause is reported as a scale, which need not be a temperature.
-            "cause": "scale" if {*known.values()} == {1.0} else "",
-        },
-    )  # fmt: skip
+    numbers: dict[str, Number] = {"temperature": temperature, "least": 1 / (high * wider)}
+    numbers |= {"largest": wider / max(low, 1 / MAX_TEMPERATURE), "r2": fit.r2, "standard_errors": fit.score}
+    # If every recorded temperature is 1, the cause is reported as a scale, which need not be a temperature.
+    numbers |= {**data.names, **known, "cause": "scale" if {*known.values()} == {1.0} else ""}
     if mode := data.contract("b").get("logprobs_mode"):
-        finding.numbers["logprobs_mode"] = str(mode)
+        numbers["logprobs_mode"] = str(mode)
+    next = _confirming(data, nearest, has_contexts=exact is not None)
+    finding = TEMPERATURE.finding(data, "scaled_logits", weight=fit.r2, next=next, numbers=numbers)
     hypothesis = predicting(data, finding, fit.residual, 8.0)
     # An explanation that agrees with a recorded temperature takes precedence.
     is_recorded = low / wider < 1 / nearest < high * wider and abs(np.log(nearest)) > 0.02 and nearest != temperature
