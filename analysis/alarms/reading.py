@@ -145,8 +145,8 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
                            "a mismatch this large can bias the run", of_mismatch=True)),
     (rate_jumps, _own_alarm("learning_rate_spike", "learning_rate", "the learning rate",
                             f"> {RATE:g} times its earlier level", "a spike in the learning rate")),
-    (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm divided by its median over 20 earlier steps",
-                            f"> {NORM:g} for {TIMES} steps", "updates are abnormally large")),
+    (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm",
+                            f"> {NORM:g} times its median over 20 earlier steps, for {TIMES} steps", "updates are abnormally large")),
 )  # fmt: skip
 """tim-trace's own rules on series. The function before a rule returns, for each step, whether the rule fires."""
 CONTRADICT = _own_alarm(

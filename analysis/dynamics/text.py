@@ -9,6 +9,8 @@ from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
 from .dynamics import Dynamics
 
+_MOST_NAMED = 3
+
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
     "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
@@ -66,8 +68,8 @@ def onset_text(onset: FirstChange) -> str:
     """Describe an onset. `change.after` is the level after a jump, or the final value of a ramp."""
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
-    how = "ramps" if change.kind == RAMP else "jumps"
-    return f"{onset.name} ({how} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
+    how = ("rises", "drops") if change.kind != RAMP else ("starts to rise", "starts to drop")
+    return f"{onset.name} ({how[change.after < change.before]} at step {change.step}{span}; {change.before:.3g} to {change.after:.3g})"
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
@@ -97,12 +99,22 @@ def _onsets(found: Dynamics) -> Rows:
         ("series", "kind", "step", "95%", "how", "before", "after", "sd", "may be first", "order undecided with"),
         [
             (
-                o.name, o.kind, o.change.step, f"{o.change.low} to {o.change.high}", o.change.kind, o.change.before,
-                o.change.after, o.change.size_in_sd, "yes" if o.may_be_first else "", ", ".join(o.undecided),
+                o.name, o.kind, o.change.step, _span(o), o.change.kind, o.change.before,
+                o.change.after, o.change.size_in_sd, "yes" if o.may_be_first else "", _few(o.undecided),
             )
             for o in found.onsets
         ],
     )  # fmt: skip
+
+
+def _span(onset: FirstChange) -> str:
+    low, high = onset.change.low, onset.change.high
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def dynamics_rows(found: Dynamics) -> Rows:
@@ -122,6 +134,10 @@ def _broken(steps: tuple[int, ...]) -> str:
 
 def _rates(found: Dynamics) -> Iterator[str]:
     for part in found.growth:
-        rate = f"k3 grows by {part.growth:.3%} per step over the {part.part} (slope of ln k3 {part.slope:.3g}, "
-        doubling = "" if part.doubling is None else f", a factor of 2 every {part.doubling:.4g} steps"
-        yield rate + f"95% CI {part.low:.3g} to {part.high:.3g}{doubling})."
+        slope = f"(slope of ln k3 {part.slope:.3g}, 95% CI {part.low:.3g} to {part.high:.3g})"
+        if part.low <= 0 <= part.high:
+            yield f"k3 has no significant trend over the {part.part} {slope}."
+            continue
+        verb, times = ("grows", "doubles") if part.slope > 0 else ("shrinks", "halves")
+        every = "" if part.doubling is None else f" and {times} every {abs(part.doubling):.3g} steps"
+        yield f"k3 {verb} by {abs(part.growth):.2%} per step{every} over the {part.part} {slope}."

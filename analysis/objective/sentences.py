@@ -25,9 +25,9 @@ VERDICT: Mapping[str, str] = {
     "negligible_push_down": "The mismatch biases the objective negligibly downward: {down}. {how_much}",
     "small_push_down": "The mismatch biases the objective slightly downward: {down}. {how_much}",
     "large_push_down": "The mismatch biases the objective strongly downward: {down}. {how_much}",
-    "negligible_opposed": "The mismatch changes the objective negligibly, in no clear direction: {opposed}. {how_much}",
-    "small_opposed": "The mismatch changes the objective slightly, in no clear direction: {opposed}. {how_much}",
-    "large_opposed": "The mismatch changes the objective strongly, in no clear direction: {opposed}. {how_much}",
+    "negligible_opposed": "The mismatch changes the objective negligibly, and the clip decides in which direction: {opposed}. {how_much}",
+    "small_opposed": "The mismatch changes the objective slightly, and the clip decides in which direction: {opposed}. {how_much}",
+    "large_opposed": "The mismatch changes the objective strongly, and the clip decides in which direction: {opposed}. {how_much}",
     "unclipped": "Without clipping, the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
@@ -41,7 +41,7 @@ VERDICT: Mapping[str, str] = {
 _WAYS = {
     "up": "the loss overstates it",
     "down": "the loss understates it",
-    "opposed": "the clip raises the bias regardless of the mismatch, and without the clip the bias has the opposite sign",
+    "opposed": "clipping alone raises the objective, and without the clip the bias has the opposite sign",
 }
 
 CANNOT: Mapping[str, str] = {

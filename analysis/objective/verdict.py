@@ -111,8 +111,8 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
     return (
         way,
         *_unclipped(unclipped),
-        *(() if way.code.endswith("_opposed") else _signs(figures)),
-        *_where(steps),
+        *(() if way.code.endswith(("_opposed", "_noise")) else _signs(figures)),
+        *(() if way.code.endswith("_noise") else _where(steps)),
         *_flips(figures, loss),
         *_correction(figures),
     )
