@@ -63,10 +63,11 @@ def change_points(series: Series) -> list[ChangePoint]:
     ends = [0, *(located.place for located in found), len(values)]
     of_bins = [series.values[known][np.searchsorted(steps, first[a]) : np.searchsorted(steps, last[b - 1], "right")]
                for a, b in pairwise(ends)]  # fmt: skip
-    return [
+    changes = [
         _change(series, located, first, last, scatter, len(values), of_bins[index], of_bins[index + 1])
         for index, located in enumerate(found)
     ]
+    return [change for change in changes if f"{change.before:.3g}" != f"{change.after:.3g}"]  # else no reader sees it
 
 
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:

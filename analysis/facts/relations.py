@@ -160,6 +160,31 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
     return int(steps[best[0]]), *best[1:]
 
 
+def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]:
+    """Find the step, at most `last`, since which rewards take values that never occurred before.
+
+    Return the step, the share of such values in the steps before it (those that first occur in these steps), and their
+    share from the step on. If rewards are continuous, both shares are near 1.
+    """
+    rows = rollouts.ordered(np.isfinite(rollouts.reward))
+    steps, at = np.unique(rows.step, return_inverse=True)
+    scale = float(np.abs(rows.reward).max(initial=1e-9))
+    _, first_row, value = np.unique(np.round(rows.reward / scale, 6), return_index=True, return_inverse=True)
+    starts, first = np.searchsorted(at, np.arange(len(steps) + 1)), at[first_row][value]
+
+    def share(begins: int) -> float:
+        """Return the share of rows in a window of steps whose values first occur in this window."""
+        return float((first[starts[begins] : starts[begins + _FEWEST_TELLING]] >= begins).mean())
+
+    shares = np.array([share(begins) for begins in range(max(len(steps) - _FEWEST_TELLING + 1, 0))])
+    found = (0, 0.0, 0.0)
+    for begins in range(2 * _FEWEST_TELLING, int(np.searchsorted(steps[: len(shares)], last, "right"))):
+        usual = float(shares[begins - 2 * _FEWEST_TELLING : begins - _FEWEST_TELLING + 1].max())
+        if shares[begins] - usual > found[2] - found[1]:
+            found = int(steps[begins]), usual, float(shares[begins])
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
     """A step at which the reward or reference logprob of repeated responses changes."""
