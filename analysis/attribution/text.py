@@ -55,7 +55,6 @@ EVIDENCE: Mapping[str, str] = {
     "learning_rate_spike": "starting at step {step}, the learning rate is {factor:.3g} times its median",
     "update_size": "an update changes the weights by {update_to_weight:.2g} times their norm",
     "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
-    "updates_do_not_follow": "since the drop, updates no longer raise the logprobs of responses with a positive advantage (rank correlation of advantage and change {correlation:.2f} over {num_pairs:,} repeated responses, {before_correlation:.2f} before)",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, differing by {mean_difference:.2g} on average",
     "rewards_differ_by_group": "identical responses to identical prompts get different rewards in {between_groups_share:.0%} of the pairs from two groups of a step, but in only {within_groups_share:.0%} of those within one group, so rewards depend on something that the prompt lacks",
     "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}, so the reward measures something else",

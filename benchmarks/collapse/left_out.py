@@ -47,7 +47,7 @@ OWNERS: dict[str, str] = {
     "not_sampled_so engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch",
     "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
     "engine_parts.behind",
-    "optimizer": "updates_do_not_follow learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
+    "optimizer": "learning_rate_spike update_size update_leaps learning_rate gradient_is_equal",
     "reward": "data_fault.reward rewards_take_new_values rewards_noisy rewards_changed reward_and_relation_move reward_moves_alone reward_hides_fall.with rewards_part",
     "pairing": "data_fault.pairing rewards_ignore_prompts in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows rewards_permuted_part "
     "rewards_of_last_step_part advantages_permuted_part",

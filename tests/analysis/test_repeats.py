@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from tim_trace import Recorder
-from tim_trace.analysis.attribution.looks.training import direction
 from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.conditions import read_conditions
 from tim_trace.analysis.facts.mismatch import EarlierWeights, read_earlier_weights
@@ -247,16 +246,3 @@ def test_continuous_rewards_take_no_new_values():
     step, before, share = new_reward_values(rows(60, 8, reward=np.random.default_rng(0).normal(size=(60, 8))), 60)
     assert (step, share - before) == (0, 0.0)
     assert new_reward_values(rows(4, 8, reward=1.0), 60) == (0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("sign", [1.0, 0.0, -1.0])
-def test_updates_that_stop_to_follow_advantages_are_told(sign):
-    draw = np.random.default_rng(0)
-    advantage = draw.normal(size=(60, 8))
-    follows = np.where(np.arange(1, 61) < 30, 1.0, sign)[:, None]
-    likelihood = np.cumsum(np.r_[np.zeros((1, 8)), follows[:-1] * advantage[:-1]], 0) + draw.normal(size=(60, 8)) / 9
-    run = rows(60, 8, whole=np.arange(8.0), advantage=advantage, likelihood=likelihood)
-    found = list(direction(SimpleNamespace(fall=FALL, rollouts=run)))
-    assert [one.code for one in found] == ["updates_do_not_follow"] * (sign < 1)
-    if found:
-        assert found[0].level > 0.7

@@ -11,8 +11,7 @@ from ...facts import thresholds as ft
 from ...facts.conditions import LOGGED, is_coefficient, is_learning_rate, read_conditions
 from ...facts.read_series import read_series
 from ...facts.recorded import RecordedChange
-from ...facts.relations import correlation
-from ...facts.rollouts import FEWEST_COMPARED, read_rollouts, successive
+from ...facts.rollouts import read_rollouts
 from ...trace.database import Database, cached
 from ...trace.source import Pair
 from ..attribution import SUSPECTS
@@ -284,32 +283,4 @@ def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
     return is_coefficient_name and suspect_of(setting) == term and isinstance(value, float)
 
 
-_SOON = 4
-"""A repeated response tells about the updates in between if it comes again within this many steps."""
-
-
-def direction(facts: Facts) -> Iterator[Fact]:
-    """Yield whether updates stop to raise the logprobs of responses with a positive advantage.
-
-    The rank correlation (Spearman 1904) of the advantage with the logprob's change until the response comes again is
-    compared before and since the drop.
-    """
-    assert facts.fall is not None
-    rows = facts.rollouts
-    first, again = successive(rows.whole, rows.step)
-    later = rows.step[again] - rows.step[first]
-    change, advantage = rows.likelihood[again] - rows.likelihood[first], rows.advantage[first]
-    known = (later > 0) & (later <= _SOON) & np.isfinite(change) & np.isfinite(advantage)
-    sides = known & (rows.step[again] < facts.fall.low), known & (rows.step[first] >= facts.fall.low)
-    if min(int(side.sum()) for side in sides) < FEWEST_COMPARED:
-        return
-    from scipy.stats import rankdata  # slow to import
-
-    before, since = (correlation(rankdata(advantage[side]), rankdata(change[side])) for side in sides)
-    lacking = before - since - 2 / math.sqrt(min(int(side.sum()) for side in sides))
-    if lacking > 0:
-        values = {"before_correlation": before, "correlation": since, "num_pairs": int(sides[1].sum())}
-        yield fact("updates_do_not_follow", min(lacking / max(before, 0.2), 1.0), **values)
-
-
-ALL = (settings, rate, updates, direction, entropy, reference, loss_terms, coefficients)
+ALL = (settings, rate, updates, entropy, reference, loss_terms, coefficients)
