@@ -290,17 +290,21 @@ def _next(facts: Facts, suspect: str) -> Advice:
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")
     if suspect == "staleness":
-        near = f"step BETWEEN {facts.fall.step - 10} AND {facts.fall.step + 10}" if facts.fall else "step >= 0"
+        near = f"step BETWEEN {max(facts.fall.step - 10, 0)} AND {facts.fall.step + 10}" if facts.fall else "step >= 0"
         return Advice(
             f'tim-trace sql {trace} "{LAG.format(near=near)}"',
             "or rerun synchronously, with one policy version per step",
         )
     if suspect == "length":
         return Advice(
-            f"tim-trace query by-length {trace}",
-            "then rerun with a penalty for overlong responses or a larger max_tokens",
+            f'tim-trace sql {trace} "SELECT num_response_tokens, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER '
+            f'(step >= {step}) AS reward_since FROM sequences GROUP BY ALL ORDER BY ALL"',
+            "then remove from the reward what depends on length",
         )
     return Advice(remark=_NEXT[suspect]) if suspect in _NEXT else Advice()
+
+
+_MISSED_UPDATES = ("stale_weights", "partial_sync", "never_synchronised")
 
 
 def kind(facts: Facts) -> str:
@@ -316,9 +320,9 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # If the weights differ before the first update, the trainer or the engine quantises them.
-    if run.begins == FROM_START:
-        return "quantised" if code != "change_inside_sequence" else code
+    cause = str(first.numbers.get("cause") or code)
+    if run.begins == FROM_START:  # no update has been missed yet
+        return "" if cause in _MISSED_UPDATES else cause
     if run.begins == FROM_UPDATES:
         return "partial_sync" if run.grows else "stale_weights"
-    return str(first.numbers.get("cause") or code)
+    return cause

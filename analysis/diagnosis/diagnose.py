@@ -40,7 +40,7 @@ from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, SUM_EXP_ABS_D
 from ..trace.source import Pair
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
+from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
 
 _CONFIDENCE = 0.95
@@ -249,9 +249,10 @@ def _next(
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
     if any(replay.code == "settles" for replay in replays):
         return where
-    found = [finding.next for finding in checked.findings if finding.next]
+    found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
     if not data.has_weights:
-        return (*found, Advice(commands.supply(data), "this trace has no weights for a replay"))
+        supply = () if checked.is_valid else (Advice(commands.supply(data), "this trace has no weights for a replay"),)
+        return (*found, *supply)
     if not checked.is_valid:
         return (*found, *where)
     found += [*where, commands.triangulate(data, dtype_of(data.contract("a")))]

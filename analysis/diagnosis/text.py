@@ -56,16 +56,19 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         return f"{calm}{jump}; {valid}."
     named = _named(attribution)
     causes = [change for change in attribution.changes if change.series in named]
-    causes += [change for change in attribution.changes if not change.follows and change.series != fall.onset_of]
+    causes += [
+        change
+        for change in attribution.changes
+        if not change.follows and change.series != fall.onset_of and change.step <= fall.step
+    ]
     lead = causes[0] if causes else None
     down = f"{fall.course} step {fall.step}{interval_text(*fall.interval)}"
     sentence = f"{down}."
     if lead is not None:
         apart = fall.step - lead.step
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
-        beside = before if apart > 0 else "the step where" if apart == 0 else "as"
-        sentence = f"{change_sentence(lead)}, {beside} {down}."
-        if fall.kind == FLAT:
+        sentence = f"{change_sentence(lead)}, {before if apart > 0 else 'as'} {down}."
+        if fall.kind == FLAT or apart < 0:
             sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
@@ -103,7 +106,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     attribution = found.attribution
     validity = "unknown: the trace has no tokens to check"
     if found.checked is not None:
-        validity = f"{'yes' if found.is_valid else 'NO'}: {found.checked.findings[0].title}"
+        first = found.checked.findings[0]
+        validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{', as recorded' if first.is_expected else ''}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     rows = [
         ("valid", validity),
@@ -114,11 +118,13 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         rows.insert(1, ("broken", broken_text(found.broken)))
     if wrong := _data_faults(found.checked):
         rows.insert(1, ("data", "; ".join(wrong)))
+    if notices := [each.title for each in (found.checked.data if found.checked else ()) if each.is_notice]:
+        rows.append(("note", "; ".join(notices)))
     if attribution.fall is not None:
         for_it = next(([evidence_sentence(one) for one in each.for_it[:2]] for each in asked if each.for_it), [])
-        how = "from one run"
+        how = "from this run alone"
         if attribution.control:
-            how = "against a baseline" if attribution.is_intervention else "against another run"
+            how = "compared with the baseline" if attribution.is_intervention else "compared with another run"
         rows.insert(1, ("why", f"{'; '.join(for_it) or 'nothing recorded explains it'} ({how})"))
     settled = found.settled_by
     if settled is not None:
@@ -128,7 +134,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         rows.append(("where", f"{location_sentence(where)} (a: {where.a}, b: {where.b}, step {where.step})"))
     lines = [_labelled(name, text, width) for name, text in rows]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
-    advice = [*found.next, *of_suspects[:1]]
+    advice = [*of_suspects[:1], *found.next]
     lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
     return "\n".join(lines)
 

@@ -71,9 +71,11 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
         if name in by_name
     ]
     judged = {*read_evaluations(database, database.sources[0].run), *((fall.outcome, fall.onset_of) if fall else ())}
+    known = {(one.steps.tobytes(), one.values.tobytes()) for one in by_name.values()}
     for one in conditions.read_conditions(database).values():
-        if one.name in judged or one.name in by_name:
+        if one.name in judged or one.name in by_name or (one.steps.tobytes(), one.values.tobytes()) in known:
             continue
+        known.add((one.steps.tobytes(), one.values.tobytes()))  # a quantity that is logged under several names
         found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
     found += _texts(database)
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
@@ -174,18 +176,15 @@ def change_sentence(change: RecordedChange) -> str:
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         return f"{change.series} is set from {_shown(before)} to {_shown(after)} at step {change.step}"
-    verb = "jumps" if change.shape == "shift" else "starts to change"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
     when = f"at step {change.step}" + interval_text(change.low, change.high)
-    if min(before, after) > 0:
+    if change.shape == "shift" and before > 0 and after >= _FACTOR * before:
         factor = after / before
-        if factor >= _FACTOR:
-            times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
-            return f"{change.series} {verb if change.shape == 'shift' else 'starts to grow'} {times}-fold {when}"
-        if factor <= 1 / _FACTOR:
-            drop = "drops" if change.shape == "shift" else "starts to drop"
-            return f"{change.series} {drop} to {factor:.2g} times its earlier level {when}"
+        return f"{change.series} jumps {f'{factor:,.0f}' if factor >= 100 else f'{factor:.3g}'}-fold {when}"
+    verb = "rises" if after > before else "drops"
+    if change.shape != "shift":
+        return f"{change.series} starts to {verb.removesuffix('s')} {when}, from {_shown(before)} to {_shown(after)}"
     return f"{change.series} {verb} from {_shown(before)} to {_shown(after)} {when}"
 
 

@@ -423,7 +423,7 @@ def test_a_control_that_differs_in_two_things_is_no_intervention(tmp_path):
     found = attribute(run, control=control)
     assert found.kind == "observation"
     assert differing(found) == {"reference", "mismatch"}
-    assert verdict_sentence(found).count("observation of two runs") == 1
+    assert verdict_sentence(found).count("compared with another run") == 1
 
 
 @pytest.mark.slow
