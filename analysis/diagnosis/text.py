@@ -105,28 +105,21 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     if found.checked is not None:
         validity = f"{'yes' if found.is_valid else 'NO'}: {found.checked.findings[0].title}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
-    rows = [
-        ("valid", validity),
-        ("normal", normal_text(found)),
-        ("alerts", alerts_text(found, 3)),
-    ]
-    if found.broken is not None:
-        rows.insert(1, ("broken", broken_text(found.broken)))
-    if wrong := _data_faults(found.checked):
-        rows.insert(1, ("data", "; ".join(wrong)))
+    why = where = ""
     if attribution.fall is not None:
         for_it = next(([evidence_sentence(one) for one in each.for_it[:2]] for each in asked if each.for_it), [])
         how = "from one run"
         if attribution.control:
             how = "against a baseline" if attribution.is_intervention else "against another run"
-        rows.insert(1, ("why", f"{'; '.join(for_it) or 'nothing recorded explains it'} ({how})"))
-    settled = found.settled_by
-    if settled is not None:
-        rows.append(("replays", effect_text(settled)))
-    if found.located is not None:
-        where = found.located
-        rows.append(("where", f"{location_sentence(where)} (a: {where.a}, b: {where.b}, step {where.step})"))
-    lines = [_labelled(name, text, width) for name, text in rows]
+        why = f"{'; '.join(for_it) or 'nothing recorded explains it'} ({how})"
+    if (located := found.located) is not None:
+        where = f"{location_sentence(located)} (a: {located.a}, b: {located.b}, step {located.step})"
+    answers = {
+        "valid": validity, "why": why, "data": "; ".join(_data_faults(found.checked)),
+        "broken": broken_text(found.broken) if found.broken else "", "normal": normal_text(found),
+        "alerts": alerts_text(found, 3), "replays": effect_text(found.settled_by) if found.settled_by else "", "where": where,
+    }  # fmt: skip
+    lines = [_labelled(name, text, width) for name, text in answers.items() if text]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
     advice = [*found.next, *of_suspects[:1]]
     lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
@@ -138,17 +131,18 @@ def _labelled(name: str, text: str, width: int | None) -> str:
 
 
 def _tables(found: Diagnosis, width: int | None) -> list[str]:
-    parts = [
-        *([_titled("IS IT VALID?", checked_text(found.checked, width))] if found.checked else []),
-        _titled("WHICH PRECISION?", wrapped(numerics_text(found.numerics), "", width)),
-        _titled("IS IT NORMAL?", to_text(_figures(found), width)),
-        _titled("WHICH ALERTS FIRED?", _alarms(found, width)),
-    ]
-    if found.replays:
-        parts.append(_titled("WHAT DO THE REPLAYS SHOW?", to_text(_replays(found), width)))
-    if found.next:
-        parts.append(_titled("WHAT TO RUN NEXT?", "\n".join(found.next)))
-    return parts
+    tables = {
+        "IS IT VALID?": checked_text(found.checked, width) if found.checked else "",
+        "WHICH PRECISION?": wrapped(numerics_text(found.numerics), "", width),
+        "IS IT NORMAL?": to_text(_figures(found), width),
+        "WHICH ALERTS FIRED?": _alarms(found, width),
+        "WHAT DO THE REPLAYS SHOW?": to_text(_replays(found), width) if found.replays else "",
+        "WHAT TO RUN NEXT?": "\n".join(found.next),
+    }
+    return [f"{title}\n\n{text}" for title, text in tables.items() if text]
+
+
+_LOGITS = {None: "too few tokens share a context to infer a logits dtype", "float32": "logits not rounded to 16 bits"}
 
 
 def numerics_text(numerics: Numerics) -> str:
@@ -157,16 +151,11 @@ def numerics_text(numerics: Numerics) -> str:
     for name, dtype, logits, values, in_file in zip(*sides, strict=True):
         recorded = f"recorded as {dtype}" if dtype else "has no recorded dtype"
         if in_file:
-            parts.append(
-                f"{name} {recorded}; the imported file rounds logprobs to {values}, so its logits dtype is unknown."
-            )
-            continue
-        seen = {
-            None: "too few tokens share a context to infer a logits dtype",
-            "float32": "logits not rounded to 16 bits",
-        }.get(logits, f"logits rounded to {logits}")
-        rounded = f", logprobs rounded to {values}" if values not in (None, "float32") else ""
-        parts.append(f"{name} {recorded}; {seen}{rounded}.")
+            seen = f"the imported file rounds logprobs to {values}, so its logits dtype is unknown"
+        else:
+            seen = _LOGITS.get(logits, f"logits rounded to {logits}")
+            seen += f", logprobs rounded to {values}" if values not in (None, "float32") else ""
+        parts.append(f"{name} {recorded}; {seen}.")
     return " ".join(parts)
 
 
@@ -236,10 +225,6 @@ def effect_text(effect: ReplayEffect) -> str:
         "nothing": f"{effect.arm} has no effect on the mismatch",
         "adds": f"{effect.arm} increases the mismatch",
     }[effect.code]
-
-
-def _titled(title: str, text: str) -> str:
-    return f"{title}\n\n{text}"
 
 
 def _figures(found: Diagnosis) -> Rows:

@@ -71,13 +71,12 @@ def change_points(series: Series) -> list[ChangePoint]:
 
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
     margin, ends = shortest(len(values)), [0, *places, len(values)]
-    changes = []
+    changes: list[Located] = []
     for index in range(1, len(ends) - 1):
         start, end = ends[index - 1], ends[index + 1]
         one = locate(values[start:end], variance, margin)
-        moved = {name: getattr(one, name) + start for name in ("place", "low", "high")}
-        changes.append(Located(**moved, kind=one.kind, before=one.before, after=one.after, gain=one.gain))
-        ends[index] = moved["place"]
+        changes.append(replace(one, place=one.place + start, low=one.low + start, high=one.high + start))
+        ends[index] = changes[-1].place
     return changes
 
 
@@ -131,12 +130,8 @@ class FirstChange:
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    first = {
-        name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
-        for name, of_series in changes.items()
-        if name not in PLANNED
-    }
-    moved = {name: change for name, change in first.items() if change is not None}
+    large = {name: [each for each in found if abs(each.size_in_sd) >= LEAST_SD] for name, found in changes.items()}
+    moved = {name: found[0] for name, found in large.items() if found and name not in PLANNED}
     ends = min((change.high for change in moved.values()), default=0)
     order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
     return tuple(

@@ -105,16 +105,18 @@ def read_conditions(database: Database) -> dict[str, Series]:
     logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
     columns = {**_of_sequences(database), **averages, **_of_reference(database)}
-    found = {}
-    for name, (kind, scale, source) in _QUANTITIES.items():
-        steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
-        if np.isfinite(values).any():
-            found[name] = Series(name, steps, values, scale, kind, source)
+    columns = {name: column for name, column in columns.items() if np.isfinite(column[1]).any()}
+    found = {
+        name: Series(name, *columns[name], scale, kind, source)
+        for name, (kind, scale, source) in _QUANTITIES.items()
+        if name in columns
+    }
     found |= {series.name: series for series in _of_metrics(database, logged)}
-    for name in SAMPLING_SETTINGS:  # settings that vary replace hyperparameters of the same name
-        steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
+    # Settings that vary replace hyperparameters of the same name.
+    for name in (name for name in SAMPLING_SETTINGS if name in columns):
+        steps, values = columns[name]
         known = np.isfinite(values)
-        if known.any() and (name not in found or np.ptp(values[known])):
+        if name not in found or np.ptp(values[known]):
             kind = SETTING if is_held(values[known]) else SAMPLING
             found[name] = Series(name, steps[known], values[known], LINEAR, kind, "recorded with the sequences")
     return found

@@ -59,6 +59,10 @@ class RecordedChange:
     """When the change occurs relative to the drop: `before`, `with` or `after` it. Empty if there is no drop."""
     follows: str = ""
 
+    @property
+    def abnormal(self) -> float:
+        return math.inf if self.size_in_sd is None else abs(self.size_in_sd)
+
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
@@ -104,11 +108,7 @@ def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tup
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
-    return tuple(sorted(near, key=lambda change: (bool(change.follows), -_abnormal(change))))
-
-
-def _abnormal(change: RecordedChange) -> float:
-    return math.inf if change.size_in_sd is None else abs(change.size_in_sd)
+    return tuple(sorted(near, key=lambda change: (bool(change.follows), -change.abnormal)))
 
 
 def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
@@ -148,7 +148,7 @@ def _texts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
+    given = [change for change in changes if change.kind in GIVEN and change.abnormal >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
         order = "" if fall is None else order_beside(change, fall)
