@@ -133,7 +133,7 @@ def diagnose(
     with database.telling(progress):
         data = gather(database, names, trace=database.given[0], sums=_sums(database, names))
     checked = judge(data, pair, data_findings(database, data.sample))
-    sides = precisions(data)
+    a, b = sides = precisions(data)
     metrics = own_metrics(data)
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
@@ -146,7 +146,6 @@ def diagnose(
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
     size = size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser)
-    a, b = sides
     return Diagnosis(
         checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
@@ -160,10 +159,8 @@ def diagnose(
 
 def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
     attribution = explain(database, pair, control=control, progress=progress)
-    known = {
-        name: figure(name, read_series(database, pair=pair), read_averages(database, database.sources[0].run))
-        for name in _LOGGED
-    }
+    series, averages = read_series(database, pair=pair), read_averages(database, database.sources[0].run)
+    known = {name: figure(name, series, averages) for name in _LOGGED}
     metrics = {name: float(values[1].mean()) for name, values in known.items() if values is not None}
     half_square = metrics.get("k2", metrics.get("k3"))  # k3 is d^2 / 2 to second order
     if half_square is not None:

@@ -45,23 +45,19 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
             calm = f"{broken}; no collapse detected before that" if attribution.outcome else broken
         calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
-        if checked is None:
-            valid = "no pair of passes to compare"
-        elif checked.is_valid:
-            valid = "the comparison is valid"
-        else:
+        valid = "no pair of passes to compare"
+        if checked is not None and not checked.is_valid:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
-        if checked is not None and checked.is_valid and (wrong := _data_faults(checked)):
-            valid += f", but {wrong[0]}"
+        elif checked is not None:
+            valid = ", but ".join(["the comparison is valid", *_data_faults(checked)[:1]])
         return f"{calm}{jump}; {valid}."
     named = _named(attribution)
     causes = [change for change in attribution.changes if change.series in named]
     causes += [change for change in attribution.changes if not change.follows and change.series != fall.onset_of]
-    lead = causes[0] if causes else None
     down = f"{fall.course} step {fall.step}{interval_text(*fall.interval)}"
     sentence = f"{down}."
-    if lead is not None:
-        apart = fall.step - lead.step
+    if causes:
+        lead, apart = causes[0], fall.step - causes[0].step
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
         beside = before if apart > 0 else "the step where" if apart == 0 else "as"
         sentence = f"{change_sentence(lead)}, {beside} {down}."

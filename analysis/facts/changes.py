@@ -64,9 +64,16 @@ def change_points(series: Series) -> list[ChangePoint]:
     of_bins = [series.values[known][np.searchsorted(steps, first[a]) : np.searchsorted(steps, last[b - 1], "right")]
                for a, b in pairwise(ends)]  # fmt: skip
     return [
-        _change(series, located, first, last, scatter, len(values), of_bins[index], of_bins[index + 1])
-        for index, located in enumerate(found)
-    ]
+        ChangePoint(
+            step=int(first[located.place]),
+            low=int(last[located.low - 1]) + 1,  # the change may have come at any step after the previous value
+            high=int(last[min(located.high, len(values) - 1)]),
+            before=_within(_unscaled(located.before, series.scale), before),
+            after=_within(_unscaled(located.after, series.scale), after),
+            size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, len(values)), kind=located.kind,
+        )
+        for located, (before, after) in zip(found, pairwise(of_bins), strict=True)
+    ]  # fmt: skip
 
 
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
@@ -78,20 +85,6 @@ def _located(values: np.ndarray, places: list[int], variance: float) -> list[Loc
         changes.append(replace(one, place=one.place + start, low=one.low + start, high=one.high + start))
         ends[index] = changes[-1].place
     return changes
-
-
-def _change(
-    series: Series, located: Located, first: np.ndarray, last: np.ndarray, scatter: float, n: int,
-    before: np.ndarray, after: np.ndarray,
-) -> ChangePoint:  # fmt: skip
-    return ChangePoint(
-        step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # the change may have come at any step after the previous value
-        high=int(last[min(located.high, n - 1)]),
-        before=_within(_unscaled(located.before, series.scale), before),
-        after=_within(_unscaled(located.after, series.scale), after),
-        size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, n), kind=located.kind,
-    )  # fmt: skip
 
 
 def _within(fitted: float, values: np.ndarray) -> float:

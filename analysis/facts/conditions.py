@@ -28,7 +28,7 @@ _HELD = 4
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
-       count(*) / count(DISTINCT group_id) AS group_size, {settings}
+       count(*) / count(DISTINCT group_id) AS group_size, {others}
 FROM sequences GROUP BY step ORDER BY step
 """
 _PLACES = """
@@ -49,10 +49,7 @@ SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
 GROUP BY step ORDER BY step
 """
-_MASKED = """
-SELECT step, coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[])), 0) / sum(num_response_tokens) AS share_masked
-FROM sequences GROUP BY step ORDER BY step
-"""
+_MASKED = "coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[])), 0) / sum(num_response_tokens) AS share_masked"
 _ADVANTAGES = """
 SELECT step, CASE WHEN abs(avg(advantage)) < 1e-6 * greatest(max(abs(advantage)), max(abs(reward))) THEN 0 ELSE avg(advantage) END
            AS advantage_mean,
@@ -127,9 +124,9 @@ Column = tuple[np.ndarray, np.ndarray]
 
 def _of_sequences(database: Database) -> dict[str, Column]:
     found: dict[str, Column] = {}
-    masked = (_MASKED,) if sequence_columns(database).mask else ()
-    settings = ", ".join(f"avg({name}) AS {name}" for name in SAMPLING_SETTINGS)
-    for query in (_SAMPLED.format(settings=settings), _NEW, _ADVANTAGES, *masked):
+    others = [f"avg({name}) AS {name}" for name in SAMPLING_SETTINGS]
+    others += [_MASKED] if sequence_columns(database).mask else []
+    for query in (_SAMPLED.format(others=", ".join(others)), _NEW, _ADVANTAGES):
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}

@@ -61,6 +61,7 @@ def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch
 
 
 _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
+_SIGNED = ("num_tokens", "sum_k3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,11 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     sums = pair_sums(finite(tokens), _SUMS)
     sums["sum_a"] = np.bincount(tokens.sequence_T, tokens.logprobs["a"], minlength=len(tokens.lengths_N))
     for name, sign in (("positive", 1), ("negative", -1)):
+        signed: Mapping[str, Array] = {}
         if tokens.advantage_T is not None:
-            signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), ("num_tokens", "sum_k3"))
+            signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), _SIGNED)
         elif tokens.advantage_N is not None:
-            signed = {
-                column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in ("num_tokens", "sum_k3")
-            }
-        else:
-            continue
+            signed = {column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in _SIGNED}
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
     d_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
     return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), num_read)

@@ -118,17 +118,14 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
     )  # fmt: skip
 
 
-def _set(series: Series) -> list[RecordedChange]:
+def _set(series: Series) -> Iterator[RecordedChange]:
     values, steps = series.values, series.steps
     parts = conditions.held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
         parts.append((len(values) - 1, len(values) - 1))  # the setting is still changing at the end of the run
-    made = []
     for (_, last), (first, _) in pairwise(parts):
         change = _made(series.name, series.kind, int(steps[last + 1]), float(values[last]), float(values[first]))
-        is_ramp = first > last + 1
-        made.append(replace(change, high=int(steps[first]), shape="ramp") if is_ramp else change)
-    return made
+        yield replace(change, high=int(steps[first]), shape="ramp" if first > last + 1 else SET)
 
 
 def _made(name: str, kind: str, step: int, before: float | str, after: float | str) -> RecordedChange:

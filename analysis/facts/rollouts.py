@@ -17,14 +17,13 @@ from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
+SELECT s.step, prompt, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
        coalesce(scored.mean, sampled.mean) AS likelihood, sampled.mean AS sampled, reference.mean AS reference,
        s.opening, ending, goes_on, is_ended, scored.opening AS opening_trained, sampled.opening AS opening_sampled
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
-        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(response_ids) AS response,
-               hash(prompt_ids, response_ids) AS whole,
+        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
                list_contains(response_ids[:-2], $end) AS goes_on, coalesce(response_ids[-1] = $end, false) AS is_ended,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
@@ -77,9 +76,8 @@ class Rollouts:
 
     step: np.ndarray
     prompt: np.ndarray
-    response: np.ndarray
     whole: np.ndarray
-    """`prompt`, `response` and `whole` (prompt and response together) are hashes of token ids."""
+    """`prompt` and `whole` (prompt and response together) are hashes of token ids."""
     group: np.ndarray
     """Group index. If most groups have a single member, each step is one group."""
     reward: np.ndarray
@@ -107,10 +105,6 @@ class Rollouts:
         return np.asarray(self.length + self.num_masked)
 
     @property
-    def counted(self) -> np.ndarray:
-        return _keyed(self.whole, self.num_masked)
-
-    @property
     def reward_size(self) -> np.ndarray:
         return np.asarray(np.abs(centred(self.reward, self.group)))
 
@@ -124,15 +118,14 @@ class Rollouts:
 
     def by_step(self, values: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps, and the mean of the finite `values` [N] at each step. Rows with weight 0 are left out."""
-        known = np.isfinite(values) if weights is None else np.isfinite(values) & (weights > 0)
+        weights = np.ones(len(values)) if weights is None else weights
+        known = np.isfinite(values) & (weights > 0)
         steps, place = np.unique(self.step[known], return_inverse=True)
-        weight = None if weights is None else weights[known]
-        total = np.bincount(place, values[known] if weight is None else values[known] * weight)
-        return steps, total / np.maximum(np.bincount(place, weight), 1e-300)
+        total, weight = (np.bincount(place, each) for each in (values[known] * weights[known], weights[known]))
+        return steps, total / np.maximum(weight, 1e-300)
 
     def prompts_of(self, step: int) -> np.ndarray:
-        first, last = np.searchsorted(self.step, [step, step + 1])
-        return np.sort(self.prompt[first:last])
+        return np.sort(self.at_step(step).prompt)
 
     def since(self, step: int) -> Rollouts:
         return self.ordered(self.step >= step)
@@ -184,7 +177,7 @@ def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
 
     For mean reference logprobs, the hash includes the number of masked tokens, because the mean leaves them out.
     """
-    return rollouts.counted if column == "reference" else rollouts.whole
+    return _keyed(rollouts.whole, rollouts.num_masked) if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
