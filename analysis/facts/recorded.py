@@ -21,12 +21,14 @@ SET = "set"
 CONTRACT = "contract"
 
 _CONTRACTS = """
-SELECT "pass", step, min(contract) FROM scores WHERE NOT starts_with("pass", 'replay/')
-GROUP BY ALL HAVING count(DISTINCT contract) = 1 ORDER BY "pass", step
+SELECT "pass", step, lag(min(contract)) OVER (PARTITION BY "pass" ORDER BY step) AS before, min(contract) AS after
+FROM scores WHERE NOT starts_with("pass", 'replay/')
+GROUP BY "pass", step HAVING count(DISTINCT contract) = 1 QUALIFY after <> before ORDER BY "pass", step
 """
 _TEXTS = f"""
-SELECT substr(name, {len(HYPERPARAMETER) + 1}), step, text FROM metrics
-WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY name, step
+SELECT substr(name, {len(HYPERPARAMETER) + 1}), step, lag(text) OVER (PARTITION BY name ORDER BY step) AS before, text
+FROM metrics WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)})
+QUALIFY text <> before ORDER BY name, step
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
@@ -136,12 +138,8 @@ def _made(name: str, kind: str, step: int, before: float | str, after: float | s
 
 def _texts(database: Database) -> Iterator[RecordedChange]:
     for kind, query, num_shown in ((SETTING, _TEXTS, None), (CONTRACT, _CONTRACTS, 8)):
-        known: dict[str, str] = {}
-        for name, step, text in database.connection.execute(query).fetchall():
-            before = known.setdefault(name, text)
-            if text != before:
-                yield _made(name, kind, step, before[:num_shown], text[:num_shown])
-            known[name] = text
+        for name, step, before, after in database.connection.execute(query).fetchall():
+            yield _made(name, kind, step, before[:num_shown], after[:num_shown])
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
