@@ -18,7 +18,7 @@ from ..facts import thresholds as ft
 from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
-from ..facts.series import COLLAPSE, Fall, Outcome
+from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
 from ..statement import Measured, Statement
 from ..statistics.intervals import student_quantile
 from ..statistics.noise import highest_long_run_variance
@@ -145,11 +145,11 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
     """Return the mean difference between two runs' outcomes over the last shared steps, with its 95% interval."""
     if run is None or baseline is None or run.name != baseline.name:
         return None
-    steps, of_run, of_baseline = np.intersect1d(run.steps, baseline.steps, return_indices=True)
+    steps, of_run, of_baseline = shared_values(run, baseline)
     n = max(_FEWEST_LAST, len(steps) // 5)
     if len(steps) < n:
         return None
-    apart = (run.values[of_run] - baseline.values[of_baseline])[-n:]
+    apart = (of_run - of_baseline)[-n:]
     mean = float(apart.mean())
     reach = student_quantile(0.975, n - 1) * math.sqrt(highest_long_run_variance(apart - mean, 1) / n)
     values: dict[str, Measured] = {
@@ -234,10 +234,9 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 def broken_steps(facts: Facts) -> Iterator[int]:
     for change in read_recorded(facts.database, facts.pair):
-        is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
-        if change.kind in GIVEN and is_clear and change.shape != "ramp":
-            yield change.step
-        if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
+        is_given = change.kind in GIVEN and change.abnormal >= t.OF_NO_SCATTER and change.shape != "ramp"
+        is_mismatch = change.series == "mean_abs_d" and isinstance(change.after, float)
+        if is_given or (is_mismatch and float(change.after) >= t.MATERIAL_MISMATCH):
             yield change.step
     if (ending := ending_step(facts.rollouts)) is not None:
         yield ending

@@ -31,7 +31,6 @@ def rows(num_steps=60, n=8, **columns):
         "step": place // n + 1,
         "group": place // n,
         "prompt": place,
-        "response": place,
         "whole": place,
         "opening": place,
     }
