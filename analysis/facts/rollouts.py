@@ -19,7 +19,8 @@ from . import thresholds as t
 _ROWS = """
 SELECT s.step, prompt, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
        coalesce(scored.mean, sampled.mean) AS likelihood, sampled.mean AS sampled, reference.mean AS reference,
-       s.opening, ending, goes_on, is_ended, scored.opening AS opening_trained, sampled.opening AS opening_sampled
+       s.opening, ending, goes_on, is_ended, scored.opening AS opening_trained, sampled.opening AS opening_sampled,
+       reference.opening AS opening_reference
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
@@ -98,6 +99,7 @@ class Rollouts:
     """Hash of the prompt and the first OPENING response tokens. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
     opening_sampled: np.ndarray
+    opening_reference: np.ndarray
 
     @property
     def num_tokens(self) -> np.ndarray:
@@ -177,6 +179,8 @@ def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
 
     For mean reference logprobs, the hash includes the number of masked tokens, because the mean leaves them out.
     """
+    if column == "opening_reference":
+        return rollouts.opening
     return _keyed(rollouts.whole, rollouts.num_masked) if column == "reference" else rollouts.whole
 
 

@@ -245,3 +245,10 @@ def test_continuous_rewards_take_no_new_values():
     step, before, share = new_reward_values(rows(60, 8, reward=np.random.default_rng(0).normal(size=(60, 8))), 60)
     assert (step, share - before) == (0, 0.0)
     assert new_reward_values(rows(4, 8, reward=1.0), 60) == (0, 0.0, 0.0)
+
+
+def test_a_reference_that_scores_repeated_openings_differently_was_changed():
+    mean = np.where(np.arange(1, 61)[:, None] < 31, -1.0, -2.0) * np.ones((60, 20))
+    run = rows(60, 20, opening=np.arange(20), opening_reference=mean, reference=np.nan)
+    found = changed_responses(run, "opening_reference", first=10, last=50, least=0.05)
+    assert (found.step, found.share) == (31, 1.0)

@@ -147,7 +147,7 @@ def new_values(facts: Facts) -> Iterator[Fact]:
     assert facts.fall is not None
     step, before, share = new_reward_values(facts.rollouts, facts.fall.latest)
     if share > before:
-        level = math.sqrt(share - before) * nearness(facts, step)
+        level = (share - before) * nearness(facts, step)
         yield fact("rewards_take_new_values", level, step=step, before_share=before, share=share)
 
 
