@@ -194,11 +194,13 @@ def verl_run(*settings, head_rows=64, main="verl.trainer.main_ppo", is_bare=Fals
 
 
 def logged(stdout):
-    """What verl printed of each step: step -> name -> value."""
+    """What verl printed of each step: step -> name -> value, without values that another process's output runs into."""
     found = {}
     for step, line in re.findall(r"step:(\d+) - (.*)", stdout):
         pairs = (part.rpartition(":") for part in line.split(" - "))
-        found.setdefault(int(step), {}).update({name: number(value) for name, _, value in pairs})
+        found.setdefault(int(step), {}).update(
+            {name: number(value) for name, _, value in pairs if number(value) is not None}
+        )
     return found
 
 

@@ -18,7 +18,7 @@ from ..facts import thresholds as ft
 from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
-from ..facts.series import COLLAPSE, Fall, Outcome
+from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
 from ..statement import Measured, Statement
 from ..statistics.intervals import student_quantile
 from ..statistics.noise import highest_long_run_variance
@@ -145,11 +145,11 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
     """Return the mean difference between two runs' outcomes over the last shared steps, with its 95% interval."""
     if run is None or baseline is None or run.name != baseline.name:
         return None
-    steps, of_run, of_baseline = np.intersect1d(run.steps, baseline.steps, return_indices=True)
+    steps, of_run, of_baseline = shared_values(run, baseline)
     n = max(_FEWEST_LAST, len(steps) // 5)
     if len(steps) < n:
         return None
-    apart = (run.values[of_run] - baseline.values[of_baseline])[-n:]
+    apart = (of_run - of_baseline)[-n:]
     mean = float(apart.mean())
     reach = student_quantile(0.975, n - 1) * math.sqrt(highest_long_run_variance(apart - mean, 1) / n)
     values: dict[str, Measured] = {
@@ -234,10 +234,9 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 def broken_steps(facts: Facts) -> Iterator[int]:
     for change in read_recorded(facts.database, facts.pair):
-        is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
-        if change.kind in GIVEN and is_clear and change.shape != "ramp":
-            yield change.step
-        if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
+        is_given = change.kind in GIVEN and change.abnormal >= t.OF_NO_SCATTER and change.shape != "ramp"
+        is_mismatch = change.series == "mean_abs_d" and isinstance(change.after, float)
+        if is_given or (is_mismatch and float(change.after) >= t.MATERIAL_MISMATCH):
             yield change.step
     if (ending := ending_step(facts.rollouts)) is not None:
         yield ending
@@ -290,17 +289,21 @@ def _next(facts: Facts, suspect: str) -> Advice:
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")
     if suspect == "staleness":
-        near = f"step BETWEEN {facts.fall.step - 10} AND {facts.fall.step + 10}" if facts.fall else "step >= 0"
+        near = f"step BETWEEN {max(facts.fall.step - 10, 0)} AND {facts.fall.step + 10}" if facts.fall else "step >= 0"
         return Advice(
             f'tim-trace sql {trace} "{LAG.format(near=near)}"',
             "or rerun synchronously, with one policy version per step",
         )
     if suspect == "length":
         return Advice(
-            f"tim-trace query by-length {trace}",
-            "then rerun with a penalty for overlong responses or a larger max_tokens",
+            f'tim-trace sql {trace} "SELECT num_response_tokens, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER '
+            f'(step >= {step}) AS reward_since FROM sequences GROUP BY ALL ORDER BY ALL"',
+            "then remove from the reward what depends on length",
         )
     return Advice(remark=_NEXT[suspect]) if suspect in _NEXT else Advice()
+
+
+_MISSED_UPDATES = ("stale_weights", "partial_sync", "never_synchronised")
 
 
 def kind(facts: Facts) -> str:
@@ -316,9 +319,9 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # If the weights differ before the first update, the trainer or the engine quantises them.
-    if run.begins == FROM_START:
-        return "quantised" if code != "change_inside_sequence" else code
+    cause = str(first.numbers.get("cause") or code)
+    if run.begins == FROM_START:  # no update has been missed yet
+        return "" if cause in _MISSED_UPDATES else cause
     if run.begins == FROM_UPDATES:
         return "partial_sync" if run.grows else "stale_weights"
-    return str(first.numbers.get("cause") or code)
+    return cause

@@ -105,6 +105,11 @@ MIN_PROBABILITY_OF_SUSPECT = 0.05
 MAX_PROBABILITY_CLEARED = 0.05
 
 
+def _sure_code(suspects: tuple[Suspect, ...]) -> str | None:
+    is_sure = suspects and suspects[0].code != "unknown" and suspects[0].probability > MIN_PROBABILITY_OF_CAUSE
+    return suspects[0].code if is_sure else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
     series: str
@@ -148,9 +153,7 @@ class Attribution(Result):
     @property
     def supposed_cause(self) -> SupposedCause | None:
         """Return `supposed` if its first suspect is not `unknown` and likelier than all others together, else None."""
-        first = self.supposed.suspects[0] if self.supposed else None
-        is_one = first is not None and first.code != "unknown" and first.probability > MIN_PROBABILITY_OF_CAUSE
-        return self.supposed if is_one else None
+        return self.supposed if self.supposed and _sure_code(self.supposed.suspects) else None
 
     @property
     def is_intervention(self) -> bool:
@@ -166,10 +169,7 @@ class Attribution(Result):
     @property
     def cause(self) -> str | None:
         """Code of the suspect, except `unknown`, that is likelier than all others together, or None if there is none."""
-        first = self.suspects[0] if self.suspects else None
-        if first is None or first.probability <= MIN_PROBABILITY_OF_CAUSE or first.code == "unknown":
-            return None
-        return first.code
+        return _sure_code(self.suspects)
 
     @property
     def first_suspect(self) -> Suspect | None:

@@ -20,12 +20,12 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step"),
     "staleness": ("How many updates is the engine behind?", LAG),
     "optimizer": ("Did the learning rate, the gradient norm or the loss change before the drop?",
-        "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step"),
+        "SELECT step, name, value FROM metrics WHERE regexp_matches(name, '(^|[/_])(lr|learning_rate|grad_norm|loss)$') AND {near} ORDER BY name, step"),
     "reward": ("Which identical responses get different rewards before and after the drop?",
         "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
         "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
     "pairing": ("Does each row's advantage still follow its own reward?",
-        "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
+        "SELECT step, corr(coalesce(advantage, list_avg(advantages)), reward) AS correlation FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "
         "GROUP BY step ORDER BY step"),
@@ -35,12 +35,12 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "reference": ("Did the distance to the reference model or the KL coefficient change?",
         "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step"),
     "advantages": ("Did the advantages change in sign, scale or mean?",
-        "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences "
-        "WHERE {near} GROUP BY step ORDER BY step"),
+        "SELECT step, avg(a) AS mean, stddev(a) AS scale, corr(a, reward) AS correlation FROM (SELECT *, coalesce(advantage, "
+        "list_avg(advantages)) AS a FROM sequences) WHERE {near} GROUP BY step ORDER BY step"),
     "entropy": ("Does the entropy change before the reward?",
         "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step"),
     "length": ("Do longer responses get higher rewards?",
-        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences "
+        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS correlation FROM sequences "
         "WHERE {near} GROUP BY step ORDER BY step"),
     "unknown": ("What else changed?",
         "SELECT series, kind, step, before, after, before_text, after_text FROM changes WHERE step <= {last} AND follows IS NULL "
@@ -99,7 +99,7 @@ def _rows(result: Attribution) -> str:
     traces = " ".join(shlex.quote(each) for each in (result.trace, result.control) if each)
     where = f"step = {first}" if result.control else f"step IN ({first - 1}, {first})"
     return (
-        f'Look at rows first:\n  tim-trace sql {traces} "SELECT run, step, prompt_ids, response_ids, reward, advantage FROM sequences '
+        f'Look at rows first:\n  tim-trace sql {traces} "SELECT run, step, prompt_ids, response_ids, reward, coalesce(advantage, list_avg(advantages)) AS advantage FROM sequences '
         f'WHERE {where} ORDER BY prompt_ids, run, step LIMIT 16"'
     )
 
@@ -107,7 +107,7 @@ def _rows(result: Attribution) -> str:
 def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
     onset = _onset(result)
     step, last = onset or (0, result.num_steps)
-    near = f"step BETWEEN {step - 15} AND {last + 10}" if onset else "step IS NOT NULL"
+    near = f"step BETWEEN {max(step - 15, 0)} AND {last + 10}" if onset else "step IS NOT NULL"
     open_ = [one.code for one in suspects if one.probability >= _OPEN] or ["unknown"]
     lines = [f'Open questions; run each with: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
     for code in dict.fromkeys((*open_, "unknown")):

@@ -20,16 +20,16 @@ from .fact import Fact, fact
 from .looks import beside, engine, samples, training
 from .run_facts import Facts
 
+_OF_MISMATCH = (
+    "mismatch", "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
+    "check_fails.values", "engine_parts.later",
+)  # fmt: skip
 _LAGS = ("declared_lag", "declared_lag_grows")
 _OLD = ("earlier_weights", "engine_stands_still")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("declared_fresh",), ("mismatch_steady", "check_fails.stale")),
     (_LAGS, ("earlier_weights", "engine_moves_on")),
-    (_OLD, (
-        "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
-        "check_fails.values", "engine_moves_on", "declared_fresh", "engine_parts.later",
-        "mismatch", "returns_to_reference", "not_sampled_so",
-    )),
+    (_OLD, (*_OF_MISMATCH, "engine_moves_on", "declared_fresh", "returns_to_reference", "not_sampled_so")),
     (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),
      (
         "reward_hides_fall.with", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
@@ -37,13 +37,9 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     )),
     (("rewards_changed", "in_other_rows"), ("length_pays.moves", "length_costs.moves")),
     (("in_other_rows",), ("data_fault.reward",)),
-    (("logprobs_in_other_rows",), (
-        "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights",
-        "check_fails.values", "engine_parts.later", "mismatch",
-    )),
+    (("logprobs_in_other_rows",), _OF_MISMATCH),
     (("engine_stands_still",), ("prompts_part", "prompts_changed")),
-    (tuple(f"setting.{code}" for code in SUSPECTS),
-     ("sampling_parts", "update_parts", "update_or_loss")),
+    (tuple(f"setting.{code}" for code in SUSPECTS), ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
 """Pairs of (explaining features, features they explain away), applied in order."""
 

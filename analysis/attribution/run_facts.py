@@ -195,9 +195,13 @@ class Facts:
     def changed_reference(self) -> relations.ChangedResponses | None:
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        found = self._given_otherwise("reference", ft.REFERENCE_MOVES)
-        is_other = found is not None and found.share > ft.MOST and not found.share_before > t.WAS_THERE * found.share
-        return found if is_other else self._given_otherwise_for_good("reference", ft.REFERENCE_MOVES)
+        for column in ("opening_reference", "reference"):  # openings repeat more often, whole responses cover the rest
+            found = self._given_otherwise(column, ft.REFERENCE_MOVES)
+            if found is None or found.share <= ft.MOST or found.share_before > t.WAS_THERE * found.share:
+                found = self._given_otherwise_for_good(column, ft.REFERENCE_MOVES)
+            if found is not None:
+                return found
+        return None
 
     def _given_otherwise(self, column: str, least: float) -> relations.ChangedResponses | None:
         if self.fall is None:

@@ -26,15 +26,10 @@ _SUSPECTS = (
 )  # fmt: skip
 """Suspect -> words in setting names. The first match decides. Norm clipping belongs to the optimizer."""
 
-_PATTERNS = (
-    ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
-    (
-        "truncation",
-        re.compile(
-            r"^(?!.*prompt)(max_.*(tokens|length|len)|(.*(token|length|response|completion|generation)s?_)?limit)$"
-        ),
-    ),
-)
+_PATTERNS = {
+    "optimizer": r"^(adam_?)?betas?_?[12]$",
+    "truncation": r"^(?!.*prompt)(max_.*(tokens|length|len)|(.*(token|length|response|completion|generation)s?_)?limit)$",
+}
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
@@ -46,8 +41,8 @@ _MEASURED = (
 def suspect_of(setting: str) -> str:
     """Return the suspect that a setting belongs to, or `unknown`. The part after the last `/` or `.` is tried first."""
     words = re.split(r"[/.]", setting.lower())
-    for suspect, pattern in _PATTERNS:
-        if pattern.match(words[-1]):
+    for suspect, pattern in _PATTERNS.items():
+        if re.match(pattern, words[-1]):
             return suspect
     for name in (words[-1], ".".join(words)):
         parts = set(re.split(r"[^a-z0-9]+", name))

@@ -22,27 +22,28 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "gradient_is_equal": "the update at step {step} has the same gradient norm as the baseline's, so the loss has no extra term",
     "gradient_grows": "the update at step {step} has {factor:.3g} times the baseline's gradient norm",
-    "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
-    "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
-    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began, so it is a consequence of the drop",
+    "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step}{interval}, before the drop",
+    "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step}{interval}, with the drop",
+    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step}{interval}, after the drop began, so it is a consequence of the drop",
     "not_sampled_so": "since the drop, sampled tokens have a mean -logprob of {surprisal:.2g} nats but an entropy of only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before), so they are not sampled from the logprobs that the engine returns",
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
-    "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
+    "exact_until": "the engine was exact until step {step}{interval}; from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "data_fault": "check finds, starting at step {step}: {finding_title}",
-    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), and a policy cannot change its prompts",
+    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, and a policy cannot change its prompts",
     "stop_ignored": "starting at step {step}, {share:.0%} of responses go on after the token that usually ends them ({before_share:.0%} before), so the engine no longer stops there",
     "rows_left_out": "starting at step {step}, the loss mask leaves out all tokens of {share:.0%} of responses ({before_share:.0%} before)",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
     "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
-    "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently, so the model was replaced",
+    "reference_changed": "starting at step {step}, the reference logprobs of {share:.0%} of {num_responses:,} repeated responses or openings differ, so the reference was replaced or misaligned",
+    "reference_unrelated": "starting at step {step}, reference and trainer logprobs have a correlation of {correlation:.2f} ({before_correlation:.2f} before), although the trainer's hardly change, so the reference was replaced or misaligned",
     "loss_term_changes": "the logged loss fits its terms only if the coefficient of the {term} term changes at step {step}",
     "loss_term_inverted": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, which has the wrong sign",
     "loss_term_oversized": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, but the declared coefficient is {declared:.3g}",
-    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
+    "returns_to_reference": "the mean log-ratio to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size, so some have the wrong sign",
-    "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
+    "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
     "engine_stands_still": "{still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs, and {trainer_share:.0%} have identical trainer logprobs, so the engine gets no new weights",
     "declared_lag": "sequences were sampled with weights {lag:g} updates older than the scoring weights (mean |d| {mean_abs_d:.2g} nats)",
@@ -64,10 +65,11 @@ EVIDENCE: Mapping[str, str] = {
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, expected 1 with any baseline and scale)",
     "logprobs_in_other_rows": "check finds logprobs in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
-    "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, consistent with an entropy bonus",
-    "entropy_collapses": _ENTROPY + "it drops together with the outcome, before the policy has learned to be certain",
+    "entropy_climbs": _ENTROPY + "it keeps growing after the drop began, as under an entropy bonus",
+    "entropy_collapses": _ENTROPY + "it drops together with the outcome, although good results do not require it to",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, the same response gets a different reward than before, and the change depends on its length (correlation {correlation:.2f}, {num_responses:,} responses)",
+    "rewards_take_new_values": "starting at step {step}, {share:.1%} of rewards take values that never occurred before ({before_share:.1%} in the steps before)",
     "length_explains_rewards": "starting at step {step}, length explains {share:.0%} of the reward variance within a step ({before_share:.0%} before)",
     "length_explains_first_rewards": "from the first step on, length explains {share:.0%} of the reward variance within a step",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
@@ -127,8 +129,9 @@ NOTES: Mapping[str, str] = {
 
 def evidence_sentence(evidence: Statement) -> str:
     finding = str(evidence.values.get("finding", ""))
-    sentence = EVIDENCE.get(evidence.code) or DIFFERENCES[evidence.code]
-    return sentence.format(**evidence.values, finding_title=TITLES.get(finding, finding))
+    sentence, values = EVIDENCE.get(evidence.code) or DIFFERENCES[evidence.code], evidence.values
+    interval = interval_text(int(values["low"]), int(values["high"])) if "low" in values else ""
+    return sentence.format(**values, finding_title=TITLES.get(finding, finding), interval=interval)
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
@@ -182,12 +185,12 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
 def _cause(result: Attribution) -> str:
     first = result.suspects[0]
     how = (
-        "intervention: the baseline shares the seeds" if result.is_intervention else "observation of one run"
-        if result.control is None else "observation of two runs"
+        "compared with a baseline of the same seeds" if result.is_intervention else "from this run alone"
+        if result.control is None else "compared with another run"
     )  # fmt: skip
-    not_mismatch = " The mismatch is ruled out." if result.clears_mismatch else ""
+    not_mismatch = " The mismatch is not the cause." if result.clears_mismatch else ""
     if result.cause is None:
-        return f"{unsure_clause(result)}. Basis: {how}.{not_mismatch}"
+        return f"{unsure_clause(result)}, {how}.{not_mismatch}"
     return f"Most likely cause: {first.titled(how)}.{not_mismatch}"
 
 
@@ -196,8 +199,9 @@ def unsure_clause(result: Attribution) -> str:
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
         return f"Cause unknown. None of those tested explains it ({first.probability:.0%}){why}"
-    second = result.suspects[1] if named is first else first
-    return f"Cause unknown. Most likely of those tested: {named.titled()}; {second.titled()}"
+    if named is not first:
+        return f"Cause unknown. Probably none of those tested ({first.probability:.0%}); the likeliest of them is {named.titled()}"
+    return f"Cause unknown. Most likely of those tested: {named.titled()}; {result.suspects[1].titled()}"
 
 
 def attribution_text(result: Attribution, width: int | None = None) -> str:

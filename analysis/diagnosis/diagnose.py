@@ -3,9 +3,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,7 +41,7 @@ from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, SUM_EXP_ABS_D
 from ..trace.source import Pair
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison
+from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison, data_faults
 from .figures import FIGURES
 
 _CONFIDENCE = 0.95
@@ -58,7 +59,7 @@ _ENGINE_ALONE = {"engine", "mode"}
 
 def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[ReplayEffect, ...]:
     found, contracts = [], _contracts(database)
-    own_engines = _own_engines(contracts, pair[1])
+    engines = {contract.get("engine") for contract in contracts[pair[1]]} - {None}
     tell_sampled(database, set(passes) - {*pair})
     for name in passes:
         if not name.startswith(REPLAY_PREFIX) or name in pair:
@@ -74,32 +75,28 @@ def replay_effects(database: Database, pair: Pair, passes: list[str]) -> tuple[R
                 arm=name.removeprefix(REPLAY_PREFIX), pair=pair, num_tokens=int(num), gap_rms=(gap / num) ** 0.5,
                 left_rms=(left / num) ** 0.5, removed=1 - (left / num) / (gap / num), low=low, high=high,
                 no_interval=str(interval) if isinstance(interval, NoInterval) else None,
-                is_own_engine=name in own_engines, changes=_changes(name, contracts),
+                is_own_engine=any(_is_of_engines(contract, engines) for contract in contracts[name]),
+                changes=_changes(contracts[name]),
             ))  # fmt: skip
     return tuple(sorted(found, key=lambda each: -each.removed))
 
 
-def _contracts(database: Database) -> list[tuple[str, Contract]]:
-    rows = database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
-    return [(name, json.loads(text)) for name, text in rows if text]
+def _contracts(database: Database) -> dict[str, list[Contract]]:
+    found: dict[str, list[Contract]] = defaultdict(list)
+    for name, text in database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall():
+        if text:
+            found[name].append(json.loads(text))
+    return found
 
 
-def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
-    arms = {
-        arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
-    }
+def _changes(contracts: list[Contract]) -> str | None:
+    arms = {arm_text(contract["arm"]) for contract in contracts if isinstance(contract.get("arm"), dict)}
     return arms.pop() if len(arms) == 1 else None
 
 
-def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
-    return {
-        name
-        for name, contract in contracts
-        if contract.get("engine") in engines
-        and "engine" in (arm := contract.get("arm") or {})
-        and set(arm) <= _ENGINE_ALONE
-    }
+def _is_of_engines(contract: Contract, engines: set[Any]) -> bool:
+    arm = set(contract.get("arm") or {})
+    return contract.get("engine") in engines and "engine" in arm and arm <= _ENGINE_ALONE
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
@@ -136,7 +133,7 @@ def diagnose(
     with database.telling(progress):
         data = gather(database, names, trace=database.given[0], sums=_sums(database, names))
     checked = judge(data, pair, data_findings(database, data.sample))
-    sides = precisions(data)
+    a, b = sides = precisions(data)
     metrics = own_metrics(data)
     coarser = coarser_dtype(sides)
     figures = _figures(metrics, coarser)
@@ -149,7 +146,6 @@ def diagnose(
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
     size = size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser)
-    a, b = sides
     return Diagnosis(
         checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
@@ -163,10 +159,8 @@ def diagnose(
 
 def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
     attribution = explain(database, pair, control=control, progress=progress)
-    known = {
-        name: figure(name, read_series(database, pair=pair), read_averages(database, database.sources[0].run))
-        for name in _LOGGED
-    }
+    series, averages = read_series(database, pair=pair), read_averages(database, database.sources[0].run)
+    known = {name: figure(name, series, averages) for name in _LOGGED}
     metrics = {name: float(values[1].mean()) for name, values in known.items() if values is not None}
     half_square = metrics.get("k2", metrics.get("k3"))  # k3 is d^2 / 2 to second order
     if half_square is not None:
@@ -249,9 +243,10 @@ def _next(
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
     if any(replay.code == "settles" for replay in replays):
         return where
-    found = [finding.next for finding in checked.findings if finding.next]
+    found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
     if not data.has_weights:
-        return (*found, Advice(commands.supply(data), "this trace has no weights for a replay"))
+        supply = () if checked.is_valid else (Advice(commands.supply(data), "this trace has no weights for a replay"),)
+        return (*found, *supply)
     if not checked.is_valid:
         return (*found, *where)
     found += [*where, commands.triangulate(data, dtype_of(data.contract("a")))]

@@ -145,9 +145,8 @@ class Diagnosis(Result):
             return BrokenSide(side=str(seen), since=since, by=("check",))
         step = of_data if caused == "data" and of_data is not None else suspect.since
         if seen is None:
-            return BrokenSide(
-                side=caused, since=step, by=("check", "attribute") if caused == "data" and faults else ("attribute",)
-            )
+            by = ("check", "attribute") if caused == "data" and faults else ("attribute",)
+            return BrokenSide(side=caused, since=step, by=by)
         both = min((each for each in (since, step) if each is not None), default=None)
         is_of_mismatch = suspect.code in ("mismatch", "staleness")
         if seen == caused or (is_of_mismatch and "computation" in (seen, caused)):

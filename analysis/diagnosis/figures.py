@@ -23,22 +23,15 @@ class PublishedFigure:
 
 
 def _published(
-    dtypes: str | tuple[str, str],
-    engines: str,
-    model: str,
-    setting: str,
-    source: str,
-    values: Mapping[str, float | tuple[float, float]],
-    *,
-    is_mixture: bool = False,
-    is_fault: bool = False,
-) -> Iterator[PublishedFigure]:
+    dtypes: str | tuple[str, str], engines: str, model: str, setting: str, source: str,
+    values: Mapping[str, float | tuple[float, float]], **marks: bool,
+) -> Iterator[PublishedFigure]:  # fmt: skip
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)
         yield PublishedFigure(
             metric=metric, low=low, high=high, dtypes=sides, engines=engines, model=model, setting=setting, source=source,
-            is_mixture=is_mixture, is_fault=is_fault,
+            **marks,
         )  # fmt: skip
 
 

@@ -45,27 +45,26 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
             calm = f"{broken}; no collapse detected before that" if attribution.outcome else broken
         calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
-        if checked is None:
-            valid = "no pair of passes to compare"
-        elif checked.is_valid:
-            valid = "the comparison is valid"
-        else:
+        valid = "no pair of passes to compare"
+        if checked is not None and not checked.is_valid:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
-        if checked is not None and checked.is_valid and (wrong := _data_faults(checked)):
-            valid += f", but {wrong[0]}"
+        elif checked is not None:
+            valid = ", but ".join(["the comparison is valid", *_data_faults(checked)[:1]])
         return f"{calm}{jump}; {valid}."
     named = _named(attribution)
     causes = [change for change in attribution.changes if change.series in named]
-    causes += [change for change in attribution.changes if not change.follows and change.series != fall.onset_of]
-    lead = causes[0] if causes else None
+    causes += [
+        change
+        for change in attribution.changes
+        if not change.follows and change.series != fall.onset_of and change.step <= fall.step
+    ]
     down = f"{fall.course} step {fall.step}{interval_text(*fall.interval)}"
     sentence = f"{down}."
-    if lead is not None:
-        apart = fall.step - lead.step
+    if causes:
+        lead, apart = causes[0], fall.step - causes[0].step
         before = f"{apart} {'step' if apart == 1 else 'steps'} before"
-        beside = before if apart > 0 else "the step where" if apart == 0 else "as"
-        sentence = f"{change_sentence(lead)}, {beside} {down}."
-        if fall.kind == FLAT:
+        sentence = f"{change_sentence(lead)}, {before if apart > 0 else 'as'} {down}."
+        if fall.kind == FLAT or apart < 0:
             sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
@@ -103,32 +102,28 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     attribution = found.attribution
     validity = "unknown: the trace has no tokens to check"
     if found.checked is not None:
-        validity = f"{'yes' if found.is_valid else 'NO'}: {found.checked.findings[0].title}"
+        first = found.checked.findings[0]
+        validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{', as recorded' if first.is_expected else ''}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
-    rows = [
-        ("valid", validity),
-        ("normal", normal_text(found)),
-        ("alerts", alerts_text(found, 3)),
-    ]
-    if found.broken is not None:
-        rows.insert(1, ("broken", broken_text(found.broken)))
-    if wrong := _data_faults(found.checked):
-        rows.insert(1, ("data", "; ".join(wrong)))
+    why = where = note = ""
     if attribution.fall is not None:
         for_it = next(([evidence_sentence(one) for one in each.for_it[:2]] for each in asked if each.for_it), [])
-        how = "from one run"
+        how = "from this run alone"
         if attribution.control:
-            how = "against a baseline" if attribution.is_intervention else "against another run"
-        rows.insert(1, ("why", f"{'; '.join(for_it) or 'nothing recorded explains it'} ({how})"))
-    settled = found.settled_by
-    if settled is not None:
-        rows.append(("replays", effect_text(settled)))
-    if found.located is not None:
-        where = found.located
-        rows.append(("where", f"{location_sentence(where)} (a: {where.a}, b: {where.b}, step {where.step})"))
-    lines = [_labelled(name, text, width) for name, text in rows]
+            how = "compared with the baseline" if attribution.is_intervention else "compared with another run"
+        why = f"{'; '.join(for_it) or 'nothing recorded explains it'} ({how})"
+    if (located := found.located) is not None:
+        where = f"{location_sentence(located)} (a: {located.a}, b: {located.b}, step {located.step})"
+    if found.checked is not None:
+        note = "; ".join(each.title for each in found.checked.data if each.is_notice)
+    answers = {
+        "valid": validity, "why": why, "data": "; ".join(_data_faults(found.checked)),
+        "broken": broken_text(found.broken) if found.broken else "", "normal": normal_text(found),
+        "alerts": alerts_text(found, 3), "note": note, "replays": effect_text(found.settled_by) if found.settled_by else "", "where": where,
+    }  # fmt: skip
+    lines = [_labelled(name, text, width) for name, text in answers.items() if text]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
-    advice = [*found.next, *of_suspects[:1]]
+    advice = [*of_suspects[:1], *found.next]
     lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
     return "\n".join(lines)
 
@@ -138,17 +133,18 @@ def _labelled(name: str, text: str, width: int | None) -> str:
 
 
 def _tables(found: Diagnosis, width: int | None) -> list[str]:
-    parts = [
-        *([_titled("IS IT VALID?", checked_text(found.checked, width))] if found.checked else []),
-        _titled("WHICH PRECISION?", wrapped(numerics_text(found.numerics), "", width)),
-        _titled("IS IT NORMAL?", to_text(_figures(found), width)),
-        _titled("WHICH ALERTS FIRED?", _alarms(found, width)),
-    ]
-    if found.replays:
-        parts.append(_titled("WHAT DO THE REPLAYS SHOW?", to_text(_replays(found), width)))
-    if found.next:
-        parts.append(_titled("WHAT TO RUN NEXT?", "\n".join(found.next)))
-    return parts
+    tables = {
+        "IS IT VALID?": checked_text(found.checked, width) if found.checked else "",
+        "WHICH PRECISION?": wrapped(numerics_text(found.numerics), "", width),
+        "IS IT NORMAL?": to_text(_figures(found), width),
+        "WHICH ALERTS FIRED?": _alarms(found, width),
+        "WHAT DO THE REPLAYS SHOW?": to_text(_replays(found), width) if found.replays else "",
+        "WHAT TO RUN NEXT?": "\n".join(found.next),
+    }
+    return [f"{title}\n\n{text}" for title, text in tables.items() if text]
+
+
+_LOGITS = {None: "too few tokens share a context to infer a logits dtype", "float32": "logits not rounded to 16 bits"}
 
 
 def numerics_text(numerics: Numerics) -> str:
@@ -157,16 +153,11 @@ def numerics_text(numerics: Numerics) -> str:
     for name, dtype, logits, values, in_file in zip(*sides, strict=True):
         recorded = f"recorded as {dtype}" if dtype else "has no recorded dtype"
         if in_file:
-            parts.append(
-                f"{name} {recorded}; the imported file rounds logprobs to {values}, so its logits dtype is unknown."
-            )
-            continue
-        seen = {
-            None: "too few tokens share a context to infer a logits dtype",
-            "float32": "logits not rounded to 16 bits",
-        }.get(logits, f"logits rounded to {logits}")
-        rounded = f", logprobs rounded to {values}" if values not in (None, "float32") else ""
-        parts.append(f"{name} {recorded}; {seen}{rounded}.")
+            seen = f"the imported file rounds logprobs to {values}, so its logits dtype is unknown"
+        else:
+            seen = _LOGITS.get(logits, f"logits rounded to {logits}")
+            seen += f", logprobs rounded to {values}" if values not in (None, "float32") else ""
+        parts.append(f"{name} {recorded}; {seen}.")
     return " ".join(parts)
 
 
@@ -236,10 +227,6 @@ def effect_text(effect: ReplayEffect) -> str:
         "nothing": f"{effect.arm} has no effect on the mismatch",
         "adds": f"{effect.arm} increases the mismatch",
     }[effect.code]
-
-
-def _titled(title: str, text: str) -> str:
-    return f"{title}\n\n{text}"
 
 
 def _figures(found: Diagnosis) -> Rows:

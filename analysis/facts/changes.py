@@ -63,36 +63,29 @@ def change_points(series: Series) -> list[ChangePoint]:
     ends = [0, *(located.place for located in found), len(values)]
     of_bins = [series.values[known][np.searchsorted(steps, first[a]) : np.searchsorted(steps, last[b - 1], "right")]
                for a, b in pairwise(ends)]  # fmt: skip
-    return [
-        _change(series, located, first, last, scatter, len(values), of_bins[index], of_bins[index + 1])
-        for index, located in enumerate(found)
-    ]
+    changes = [
+        ChangePoint(
+            step=int(first[located.place]),
+            low=int(last[located.low - 1]) + 1,  # the change may have come at any step after the previous value
+            high=int(last[min(located.high, len(values) - 1)]),
+            before=_within(_unscaled(located.before, series.scale), before),
+            after=_within(_unscaled(located.after, series.scale), after),
+            size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, len(values)), kind=located.kind,
+        )
+        for located, (before, after) in zip(found, pairwise(of_bins), strict=True)
+    ]  # fmt: skip
+    return [change for change in changes if f"{change.before:.3g}" != f"{change.after:.3g}"]  # else no reader sees it
 
 
 def _located(values: np.ndarray, places: list[int], variance: float) -> list[Located]:
     margin, ends = shortest(len(values)), [0, *places, len(values)]
-    changes = []
+    changes: list[Located] = []
     for index in range(1, len(ends) - 1):
         start, end = ends[index - 1], ends[index + 1]
         one = locate(values[start:end], variance, margin)
-        moved = {name: getattr(one, name) + start for name in ("place", "low", "high")}
-        changes.append(Located(**moved, kind=one.kind, before=one.before, after=one.after, gain=one.gain))
-        ends[index] = moved["place"]
+        changes.append(replace(one, place=one.place + start, low=one.low + start, high=one.high + start))
+        ends[index] = changes[-1].place
     return changes
-
-
-def _change(
-    series: Series, located: Located, first: np.ndarray, last: np.ndarray, scatter: float, n: int,
-    before: np.ndarray, after: np.ndarray,
-) -> ChangePoint:  # fmt: skip
-    return ChangePoint(
-        step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # the change may have come at any step after the previous value
-        high=int(last[min(located.high, n - 1)]),
-        before=_within(_unscaled(located.before, series.scale), before),
-        after=_within(_unscaled(located.after, series.scale), after),
-        size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, n), kind=located.kind,
-    )  # fmt: skip
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
@@ -131,12 +124,8 @@ class FirstChange:
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    first = {
-        name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
-        for name, of_series in changes.items()
-        if name not in PLANNED
-    }
-    moved = {name: change for name, change in first.items() if change is not None}
+    large = {name: [each for each in found if abs(each.size_in_sd) >= LEAST_SD] for name, found in changes.items()}
+    moved = {name: found[0] for name, found in large.items() if found and name not in PLANNED}
     ends = min((change.high for change in moved.values()), default=0)
     order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
     return tuple(

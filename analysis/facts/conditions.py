@@ -28,7 +28,7 @@ _HELD = 4
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
-       count(*) / count(DISTINCT group_id) AS group_size, {settings}
+       count(*) / count(DISTINCT group_id) AS group_size, {others}
 FROM sequences GROUP BY step ORDER BY step
 """
 _PLACES = """
@@ -49,10 +49,7 @@ SELECT step, avg((first = step)::DOUBLE) AS share_new_prompts
 FROM (SELECT step, min(step) OVER (PARTITION BY hash(prompt_ids)) AS first FROM sequences)
 GROUP BY step ORDER BY step
 """
-_MASKED = """
-SELECT step, coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[])), 0) / sum(num_response_tokens) AS share_masked
-FROM sequences GROUP BY step ORDER BY step
-"""
+_MASKED = "coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[])), 0) / sum(num_response_tokens) AS share_masked"
 _ADVANTAGES = """
 SELECT step, CASE WHEN abs(avg(advantage)) < 1e-6 * greatest(max(abs(advantage)), max(abs(reward))) THEN 0 ELSE avg(advantage) END
            AS advantage_mean,
@@ -105,16 +102,18 @@ def read_conditions(database: Database) -> dict[str, Series]:
     logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
     columns = {**_of_sequences(database), **averages, **_of_reference(database)}
-    found = {}
-    for name, (kind, scale, source) in _QUANTITIES.items():
-        steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
-        if np.isfinite(values).any():
-            found[name] = Series(name, steps, values, scale, kind, source)
+    columns = {name: column for name, column in columns.items() if np.isfinite(column[1]).any()}
+    found = {
+        name: Series(name, *columns[name], scale, kind, source)
+        for name, (kind, scale, source) in _QUANTITIES.items()
+        if name in columns
+    }
     found |= {series.name: series for series in _of_metrics(database, logged)}
-    for name in SAMPLING_SETTINGS:  # settings that vary replace hyperparameters of the same name
-        steps, values = columns.get(name, (np.empty(0, np.int64), np.empty(0)))
+    # Settings that vary replace hyperparameters of the same name.
+    for name in (name for name in SAMPLING_SETTINGS if name in columns):
+        steps, values = columns[name]
         known = np.isfinite(values)
-        if known.any() and (name not in found or np.ptp(values[known])):
+        if name not in found or np.ptp(values[known]):
             kind = SETTING if is_held(values[known]) else SAMPLING
             found[name] = Series(name, steps[known], values[known], LINEAR, kind, "recorded with the sequences")
     return found
@@ -125,9 +124,9 @@ Column = tuple[np.ndarray, np.ndarray]
 
 def _of_sequences(database: Database) -> dict[str, Column]:
     found: dict[str, Column] = {}
-    masked = (_MASKED,) if sequence_columns(database).mask else ()
-    settings = ", ".join(f"avg({name}) AS {name}" for name in SAMPLING_SETTINGS)
-    for query in (_SAMPLED.format(settings=settings), _NEW, _ADVANTAGES, *masked):
+    others = [f"avg({name}) AS {name}" for name in SAMPLING_SETTINGS]
+    others += [_MASKED] if sequence_columns(database).mask else []
+    for query in (_SAMPLED.format(others=", ".join(others)), _NEW, _ADVANTAGES):
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}

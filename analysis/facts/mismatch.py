@@ -22,7 +22,7 @@ from .rollouts import CERTAIN_LOGPROB, Rollouts
 from .series import Fall, Series, by_step, columns_of, named
 
 _KEPT = """
-SELECT step, sum(num_tokens) AS n, sum(sum_d) AS d, sum(sum_abs_d) AS abs_d, sum(sum_k3) AS total_k3,
+SELECT step, sum(num_tokens) AS n, sum(sum_d) / n AS mean_d, sum(sum_abs_d) / n AS mean_abs_d, sum(sum_k3) / n AS k3,
        max(max_abs_d) AS max_abs_d,
        sum(sum_weight * exp(peak_d - top_d)) ** 2 / (n * sum(sum_weight2 * exp(2 * (peak_d - top_d)))) AS ess,
        sum(sum_k3) FILTER (advantage > 0) / nullif(sum(num_tokens) FILTER (advantage > 0), 0) AS k3_positive,
@@ -49,24 +49,19 @@ def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
     else:
         rows = _of_tokens(database, pair, run, has)
-    n = rows.pop("n")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for name, total in (("k3", "total_k3"), ("mean_d", "d"), ("mean_abs_d", "abs_d")):
-            rows[name] = rows[total] / n
     names = f"{pair[0]} - {pair[1]}"
     sources = dict.fromkeys(("k3", "mean_abs_d", "p99_abs_d", "max_abs_d", "mean_d", "ess"), f"d = {names}, nats")
-    sources |= {
-        "k3_positive": f"d = {names}, nats, tokens with a positive advantage",
-        "k3_negative": f"d = {names}, nats, tokens with a negative advantage",
-    }
+    for sign in ("positive", "negative"):
+        sources[f"k3_{sign}"] = f"d = {names}, nats, tokens with a {sign} advantage"
     estimate = None
-    if "estimate" in rows and len(n):
+    if "estimate" in rows and len(rows["step"]):
         source = f"estimated as the mean -logprob in {pair[0]}, nats"
         estimate = named("entropy", rows["step"], rows["estimate"], source)
     return StepMismatch(columns_of(rows, sources), estimate)
 
 
 _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
+_SIGNED = ("num_tokens", "sum_k3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +98,11 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     sums = pair_sums(finite(tokens), _SUMS)
     sums["sum_a"] = np.bincount(tokens.sequence_T, tokens.logprobs["a"], minlength=len(tokens.lengths_N))
     for name, sign in (("positive", 1), ("negative", -1)):
+        signed: Mapping[str, Array] = {}
         if tokens.advantage_T is not None:
-            signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), ("num_tokens", "sum_k3"))
+            signed = pair_sums(finite(tokens.where(sign * tokens.advantage_T > 0)), _SIGNED)
         elif tokens.advantage_N is not None:
-            signed = {
-                column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in ("num_tokens", "sum_k3")
-            }
-        else:
-            continue
+            signed = {column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in _SIGNED}
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
     d_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
     return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), num_read)
@@ -135,8 +127,8 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
     p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
-        "step": steps, "n": n, "d": total(sums["sum_d"]), "abs_d": total(sums["sum_abs_d"]),
-        "total_k3": total(sums["sum_k3"]), "max_abs_d": largest(sums["max_abs_d"]),
+        "step": steps, "mean_d": total(sums["sum_d"]) / n, "mean_abs_d": total(sums["sum_abs_d"]) / n,
+        "k3": total(sums["sum_k3"]) / n, "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
         "p99_abs_d": np.array(p99),
         "estimate": -total(sums["sum_a"]) / n,
@@ -196,16 +188,18 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    size = float(np.median(values[_before(steps, fall)]))
+    n, before = len(values), values
+    if fall is not None:
+        width = max(n // 10, 3)
+        end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
+        before = values[end - width : end]
+    size = float(np.median(before))
     if fall is not None:
         first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
         size = max(size, _largest(steps, values, first, last))
-    n = len(values)
+    settled = float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)]))
     return RunMismatch(
-        size=size,
-        first=float(values[0]),
-        settled=float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)])),
-        late=float(np.median(values[-max(n // 4, 1) :])),
+        size=size, first=float(values[0]), settled=settled, late=float(np.median(values[-max(n // 4, 1) :]))
     )
 
 
@@ -216,16 +210,6 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
         return float(np.median(within)) if len(within) else 0.0
     medians = np.median(np.lib.stride_tricks.sliding_window_view(around, _WIDTH), axis=-1)
     return min(float(medians.max()), float(within.max()))
-
-
-def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    if fall is None:
-        return np.ones(len(steps), bool)
-    width = max(len(steps) // 10, 3)
-    end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-    is_before = np.zeros(len(steps), bool)
-    is_before[max(end - width, 0) : end] = True
-    return is_before
 
 
 _SOON = 20

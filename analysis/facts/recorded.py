@@ -21,12 +21,14 @@ SET = "set"
 CONTRACT = "contract"
 
 _CONTRACTS = """
-SELECT "pass", step, min(contract) FROM scores WHERE NOT starts_with("pass", 'replay/')
-GROUP BY ALL HAVING count(DISTINCT contract) = 1 ORDER BY "pass", step
+SELECT "pass", step, lag(min(contract)) OVER (PARTITION BY "pass" ORDER BY step) AS before, min(contract) AS after
+FROM scores WHERE NOT starts_with("pass", 'replay/')
+GROUP BY "pass", step HAVING count(DISTINCT contract) = 1 QUALIFY after <> before ORDER BY "pass", step
 """
 _TEXTS = f"""
-SELECT substr(name, {len(HYPERPARAMETER) + 1}), step, text FROM metrics
-WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)}) ORDER BY name, step
+SELECT substr(name, {len(HYPERPARAMETER) + 1}), step, lag(text) OVER (PARTITION BY name ORDER BY step) AS before, text
+FROM metrics WHERE text IS NOT NULL AND starts_with(name, {quoted(HYPERPARAMETER)})
+QUALIFY text <> before ORDER BY name, step
 """
 
 GIVEN = (conditions.PROMPTS, conditions.SAMPLING, conditions.ADVANTAGES, SETTING, CONTRACT)
@@ -59,6 +61,10 @@ class RecordedChange:
     """When the change occurs relative to the drop: `before`, `with` or `after` it. Empty if there is no drop."""
     follows: str = ""
 
+    @property
+    def abnormal(self) -> float:
+        return math.inf if self.size_in_sd is None else abs(self.size_in_sd)
+
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
@@ -71,9 +77,11 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
         if name in by_name
     ]
     judged = {*read_evaluations(database, database.sources[0].run), *((fall.outcome, fall.onset_of) if fall else ())}
+    known = {(one.steps.tobytes(), one.values.tobytes()) for one in by_name.values()}
     for one in conditions.read_conditions(database).values():
-        if one.name in judged or one.name in by_name:
+        if one.name in judged or one.name in by_name or (one.steps.tobytes(), one.values.tobytes()) in known:
             continue
+        known.add((one.steps.tobytes(), one.values.tobytes()))  # a quantity that is logged under several names
         found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
     found += _texts(database)
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))
@@ -104,11 +112,7 @@ def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tup
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
-    return tuple(sorted(near, key=lambda change: (bool(change.follows), -_abnormal(change))))
-
-
-def _abnormal(change: RecordedChange) -> float:
-    return math.inf if change.size_in_sd is None else abs(change.size_in_sd)
+    return tuple(sorted(near, key=lambda change: (bool(change.follows), -change.abnormal)))
 
 
 def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
@@ -118,17 +122,14 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
     )  # fmt: skip
 
 
-def _set(series: Series) -> list[RecordedChange]:
+def _set(series: Series) -> Iterator[RecordedChange]:
     values, steps = series.values, series.steps
     parts = conditions.held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
         parts.append((len(values) - 1, len(values) - 1))  # the setting is still changing at the end of the run
-    made = []
     for (_, last), (first, _) in pairwise(parts):
         change = _made(series.name, series.kind, int(steps[last + 1]), float(values[last]), float(values[first]))
-        is_ramp = first > last + 1
-        made.append(replace(change, high=int(steps[first]), shape="ramp") if is_ramp else change)
-    return made
+        yield replace(change, high=int(steps[first]), shape="ramp" if first > last + 1 else SET)
 
 
 def _made(name: str, kind: str, step: int, before: float | str, after: float | str) -> RecordedChange:
@@ -139,16 +140,12 @@ def _made(name: str, kind: str, step: int, before: float | str, after: float | s
 
 def _texts(database: Database) -> Iterator[RecordedChange]:
     for kind, query, num_shown in ((SETTING, _TEXTS, None), (CONTRACT, _CONTRACTS, 8)):
-        known: dict[str, str] = {}
-        for name, step, text in database.connection.execute(query).fetchall():
-            before = known.setdefault(name, text)
-            if text != before:
-                yield _made(name, kind, step, before[:num_shown], text[:num_shown])
-            known[name] = text
+        for name, step, before, after in database.connection.execute(query).fetchall():
+            yield _made(name, kind, step, before[:num_shown], after[:num_shown])
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
+    given = [change for change in changes if change.kind in GIVEN and change.abnormal >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
         order = "" if fall is None else order_beside(change, fall)
@@ -174,18 +171,15 @@ def change_sentence(change: RecordedChange) -> str:
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         return f"{change.series} is set from {_shown(before)} to {_shown(after)} at step {change.step}"
-    verb = "jumps" if change.shape == "shift" else "starts to change"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
     when = f"at step {change.step}" + interval_text(change.low, change.high)
-    if min(before, after) > 0:
+    if change.shape == "shift" and before > 0 and after >= _FACTOR * before:
         factor = after / before
-        if factor >= _FACTOR:
-            times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
-            return f"{change.series} {verb if change.shape == 'shift' else 'starts to grow'} {times}-fold {when}"
-        if factor <= 1 / _FACTOR:
-            drop = "drops" if change.shape == "shift" else "starts to drop"
-            return f"{change.series} {drop} to {factor:.2g} times its earlier level {when}"
+        return f"{change.series} jumps {f'{factor:,.0f}' if factor >= 100 else f'{factor:.3g}'}-fold {when}"
+    verb = "rises" if after > before else "drops"
+    if change.shape != "shift":
+        return f"{change.series} starts to {verb.removesuffix('s')} {when}, from {_shown(before)} to {_shown(after)}"
     return f"{change.series} {verb} from {_shown(before)} to {_shown(after)} {when}"
 
 

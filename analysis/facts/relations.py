@@ -30,12 +30,18 @@ class Relation(NamedTuple):
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
     """Correlate two columns within groups. Return NaN unless both columns vary in at least 30 groups."""
     x, y, known = _in_groups(rollouts, first, second)
-    xy, xx, yy = (np.bincount(rollouts.group[known], product) for product in (x * y, x**2, y**2))
-    spread = (xx > 1e-12) & (yy > 1e-12)
+    (xy, xx, yy), spread, by_group = _correlations(x, y, rollouts.group[known])
     if spread.sum() < FEWEST_COMPARED:
         return Relation(math.nan, math.nan)
-    by_group = xy[spread] / np.sqrt(xx[spread] * yy[spread])
     return Relation(float(xy.sum() / np.sqrt(xx.sum() * yy.sum())), float(by_group.mean()))
+
+
+def _correlations(x: np.ndarray, y: np.ndarray, place: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Return the sums of xy, xx and yy at each place, where both vary, and their correlations at these places."""
+    sums = [np.bincount(place, product) for product in (x * y, x**2, y**2)]
+    spread = (sums[1] > 1e-12) & (sums[2] > 1e-12)
+    xy, xx, yy = (each[spread] for each in sums)
+    return sums, spread, xy / np.sqrt(xx * yy)
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -48,9 +54,8 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
-    xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
-    spread = (xx > 1e-12) & (yy > 1e-12)
-    return steps[spread], xy[spread] / np.sqrt(xx[spread] * yy[spread])
+    _, spread, by_step = _correlations(x, y, of_step)
+    return steps[spread], by_step
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
@@ -61,12 +66,12 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
     x, y = centred(difference, of_step), centred(length.astype(float), of_step)
-    xy, xx, yy = (np.bincount(of_step, product) for product in (x * y, x**2, y**2))
-    spread = (xx > 1e-12) & (yy > 1e-12) & (np.bincount(of_step) > 2)
-    weight = (np.bincount(of_step) - 1)[spread]
+    _, spread, by_step = _correlations(x, y, of_step)
+    num = np.bincount(of_step)[spread]
+    weight = (num - 1)[num > 2]
     if weight.sum() < FEWEST_SPANNING:
         return overall
-    within = float(np.average(xy[spread] / np.sqrt(xx[spread] * yy[spread]), weights=weight))
+    within = float(np.average(by_step[num > 2], weights=weight))
     return within if abs(within) > max(abs(overall), t.LENGTH_EXPLAINS_WITHIN) else overall
 
 
@@ -158,6 +163,31 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
         if (of_length - usual) / largest > best[2] - best[1]:
             best = first, usual / largest, of_length / largest
     return int(steps[best[0]]), *best[1:]
+
+
+def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]:
+    """Find the step, at most `last`, since which rewards take values that never occurred before.
+
+    Return the step, the share of such values in the steps before it (those that first occur in these steps), and their
+    share from the step on. If rewards are continuous, both shares are near 1.
+    """
+    rows = rollouts.ordered(np.isfinite(rollouts.reward))
+    steps, at = np.unique(rows.step, return_inverse=True)
+    scale = float(np.abs(rows.reward).max(initial=1e-9))
+    _, first_row, value = np.unique(np.round(rows.reward / scale, 6), return_index=True, return_inverse=True)
+    starts, first = np.searchsorted(at, np.arange(len(steps) + 1)), at[first_row][value]
+
+    def share(begins: int) -> float:
+        """Return the share of rows in a window of steps whose values first occur in this window."""
+        return float((first[starts[begins] : starts[begins + _FEWEST_TELLING]] >= begins).mean())
+
+    shares = np.array([share(begins) for begins in range(max(len(steps) - _FEWEST_TELLING + 1, 0))])
+    found = (0, 0.0, 0.0)
+    for begins in range(2 * _FEWEST_TELLING, int(np.searchsorted(steps[: len(shares)], last, "right"))):
+        usual = float(shares[begins - 2 * _FEWEST_TELLING : begins - _FEWEST_TELLING + 1].max())
+        if shares[begins] - usual > found[2] - found[1]:
+            found = int(steps[begins]), usual, float(shares[begins])
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +17,14 @@ from ..trace.source import Pair
 from . import thresholds as t
 
 _ROWS = """
-SELECT s.step, prompt, response, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
+SELECT s.step, prompt, whole, "group", reward, s.advantage, s.first_advantage, length, num_masked,
        coalesce(scored.mean, sampled.mean) AS likelihood, sampled.mean AS sampled, reference.mean AS reference,
-       s.opening, ending, goes_on, is_ended, scored.opening AS opening_trained, sampled.opening AS opening_sampled
+       s.opening, ending, goes_on, is_ended, scored.opening AS opening_trained, sampled.opening AS opening_sampled,
+       reference.opening AS opening_reference
 FROM (
     SELECT *, row_number() OVER () AS place
     FROM (
-        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(response_ids) AS response,
-               hash(prompt_ids, response_ids) AS whole,
+        SELECT step, seq_id, hash(prompt_ids) AS prompt, hash(prompt_ids, response_ids) AS whole,
                hash(prompt_ids, response_ids[1:$opening]) AS opening, coalesce(response_ids[-1], -1) AS ending,
                list_contains(response_ids[:-2], $end) AS goes_on, coalesce(response_ids[-1] = $end, false) AS is_ended,
                hash(step, coalesce(group_id, hash(prompt_ids)::VARCHAR)) AS "group", reward,
@@ -77,9 +77,8 @@ class Rollouts:
 
     step: np.ndarray
     prompt: np.ndarray
-    response: np.ndarray
     whole: np.ndarray
-    """`prompt`, `response` and `whole` (prompt and response together) are hashes of token ids."""
+    """`prompt` and `whole` (prompt and response together) are hashes of token ids."""
     group: np.ndarray
     """Group index. If most groups have a single member, each step is one group."""
     reward: np.ndarray
@@ -100,15 +99,12 @@ class Rollouts:
     """Hash of the prompt and the first OPENING response tokens. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
     opening_sampled: np.ndarray
+    opening_reference: np.ndarray
 
     @property
     def num_tokens(self) -> np.ndarray:
         """Number of response tokens, including those outside the loss mask. Length limits apply to this number."""
         return np.asarray(self.length + self.num_masked)
-
-    @property
-    def counted(self) -> np.ndarray:
-        return _keyed(self.whole, self.num_masked)
 
     @property
     def reward_size(self) -> np.ndarray:
@@ -124,15 +120,14 @@ class Rollouts:
 
     def by_step(self, values: np.ndarray, weights: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps, and the mean of the finite `values` [N] at each step. Rows with weight 0 are left out."""
-        known = np.isfinite(values) if weights is None else np.isfinite(values) & (weights > 0)
+        weights = np.ones(len(values)) if weights is None else weights
+        known = np.isfinite(values) & (weights > 0)
         steps, place = np.unique(self.step[known], return_inverse=True)
-        weight = None if weights is None else weights[known]
-        total = np.bincount(place, values[known] if weight is None else values[known] * weight)
-        return steps, total / np.maximum(np.bincount(place, weight), 1e-300)
+        total, weight = (np.bincount(place, each) for each in (values[known] * weights[known], weights[known]))
+        return steps, total / np.maximum(weight, 1e-300)
 
     def prompts_of(self, step: int) -> np.ndarray:
-        first, last = np.searchsorted(self.step, [step, step + 1])
-        return np.sort(self.prompt[first:last])
+        return np.sort(self.at_step(step).prompt)
 
     def since(self, step: int) -> Rollouts:
         return self.ordered(self.step >= step)
@@ -184,7 +179,9 @@ def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
 
     For mean reference logprobs, the hash includes the number of masked tokens, because the mean leaves them out.
     """
-    return rollouts.counted if column == "reference" else rollouts.whole
+    if column == "opening_reference":
+        return rollouts.opening
+    return _keyed(rollouts.whole, rollouts.num_masked) if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
@@ -223,19 +220,6 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
     return steps, np.bincount(place, is_other) / np.bincount(place)
 
 
-ORDERS = {
-    "members_first": "all first group members before all second ones (rows and columns swapped)",
-    "groups_first": "rewards read group by group rather than member by member (rows and columns swapped)",
-    "neighbours": "rewards of neighbouring rows swapped in pairs",
-    "reversed": "rewards in reverse order within the step",
-    "reversed_in_groups": "rewards in reverse order within each group",
-    "shortest_first": "rewards assigned in completion order (shortest response first)",
-    "shortest_first_in_groups": "rewards assigned in completion order within each group",
-    "last_step": "rewards taken from the next step (recorded one step late)",
-}
-"""Ways of reordering rewards that undo known bugs. Each phrase is written to follow the word "with"."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
     """Comparison of the rewards of identical responses. A deterministic reward gives equal values."""
@@ -257,40 +241,38 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
     num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
     shares = {"": unequal}
     if unequal > 0:
-        for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs)[1:]:
-            text = f"rewards shifted by {by} rows within the step"
-            shares[text] = _unequal(_moved(rollouts, by), pairs, least)[1]
-        for name, text in ORDERS.items():
-            shares[text] = _unequal(rollouts.reward[_ordered(rollouts, name)], pairs, least)[1]
+        shares |= {text: _unequal(rollouts.reward[rows], pairs, least)[1] for text, rows in _orders(rollouts)}
     order = min(shares, key=shares.__getitem__)
     return RepeatedResponses(
         num_pairs=num, unequal=unequal, mean_difference=mean_difference, order=order, unequal_ordered=shares[order]
     )
 
 
-def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
-    lasts = np.r_[firsts[1:], len(rollouts.step)]
-    place = np.arange(len(rollouts.step))
-    if name == "last_step":
-        for first, last, end in zip(firsts, lasts, lasts[1:], strict=False):
-            if last - first == end - last:  # assume that this step's rewards were recorded with the next step
-                place[first:last] = np.arange(last, end)
-        return place
-    for first, last in zip(firsts, lasts, strict=True):
-        rows, group, length = place[first:last].copy(), rollouts.group[first:last], rollouts.length[first:last]
-        size = int((group == group[0]).sum())
-        if name == "neighbours":
-            place[first:last] = rows[np.minimum(np.arange(len(rows)) ^ 1, len(rows) - 1)]
-        elif name.startswith("reversed"):
-            place[first:last] = rows[np.lexsort((-rows, group))] if name.endswith("groups") else rows[::-1]
-        elif name.startswith("shortest_first"):
-            keys = (length, group) if name.endswith("groups") else (length,)
-            place[rows[np.lexsort(keys)]] = rows
-        elif len(rows) % size == 0 and (np.diff(group.reshape(-1, size)) == 0).all():
-            by_group = rows.reshape(-1, size) if name == "members_first" else rows.reshape(size, -1)
-            place[first:last] = by_group.T.reshape(-1)
-    return place
+def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the ways of reordering rewards that undo known bugs, and the row [N] from which each row's reward comes.
+
+    Each phrase is written to follow the word "with".
+    """
+    step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
+    first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
+    size, place = end - first, row - first
+    for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs)[1:]:
+        yield f"rewards shifted by {by} rows within the step", first + (place + by) % size
+    members = np.bincount(first, group == group[first]).astype(np.int64)[first]
+    groups, begins = size // members, first + place // members * members
+    is_regular = (np.bincount(first, (size % members > 0) | (group != group[begins])) == 0)[first]
+    by_group = np.where(is_regular, first + place % groups * members + place // groups, row)
+    by_member = np.where(is_regular, first + place % members * groups + place // members, row)
+    yield "all first group members before all second ones (rows and columns swapped)", by_group
+    yield "rewards read group by group rather than member by member (rows and columns swapped)", by_member
+    yield "rewards of neighbouring rows swapped in pairs", first + np.minimum(place ^ 1, size - 1)
+    yield "rewards in reverse order within the step", end - 1 - place
+    yield "rewards in reverse order within each group", np.lexsort((-row, group, step))
+    by_length, by_length_in_group = np.lexsort((rollouts.length, step)), np.lexsort((rollouts.length, group, step))
+    yield "rewards assigned in completion order (shortest response first)", np.argsort(by_length)
+    yield "rewards assigned in completion order within each group", np.argsort(by_length_in_group)
+    is_like_next = (end < len(row)) & (size[end % len(row)] == size)
+    yield "rewards taken from the next step (recorded one step late)", np.where(is_like_next, row + size, row)
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
@@ -301,14 +283,6 @@ def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: fl
         return 0, math.nan, math.nan
     differs = difference > least
     return len(difference), float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
-
-
-def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
-    sizes = np.diff(np.r_[firsts, len(rollouts.step)])
-    first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
-    moved: np.ndarray = rollouts.reward[first + (np.arange(len(first)) - first + shift) % size]
-    return moved
 
 
 _KEPT_STEPS, _FEWEST_KEPT = 8, 3

@@ -236,11 +236,9 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     least = FALL_SHARE * max(abs(before - outcome.floor), 1e-12)
     if before - after < least:
         return None
-    if (
-        (not sure or _settled_above(means, best, before, after))
-        and not _is_beyond_what_was(outcome, means, best, width, least)
-        and not (beside is not None and excess > 0 and _ends_below(outcome, beside, least))
-    ):
+    is_fall = sure and not _settled_above(means, best, before, after)
+    is_fall = is_fall or _is_beyond_what_was(outcome, means, best, width, least)
+    if not is_fall and not (beside is not None and excess > 0 and _ends_below(outcome, beside, least)):
         return None
     low, step, high = (best + index for index in break_between(values[best:], before, after))
     # break_interval fits the levels itself. The best window's level is biased upwards and gives too early a start.
@@ -257,9 +255,14 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 
 def find_gap(outcome: Outcome, baseline: Outcome) -> Fall | None:
+    steps, run, other = shared_values(outcome, baseline)
+    return find_fall(replace(outcome, steps=steps, values=float(other.mean()) + (run - other)))
+
+
+def shared_values(outcome: Outcome, baseline: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps at which both runs have a value, and the values of each."""
     steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
-    apart, usual = outcome.values[of_run] - baseline.values[of_baseline], float(baseline.values[of_baseline].mean())
-    return find_fall(replace(outcome, steps=steps, values=usual + apart))
+    return steps, outcome.values[of_run], baseline.values[of_baseline]
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
@@ -267,8 +270,7 @@ def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
         return None
-    steps, of_run, of_baseline = np.intersect1d(outcome.steps, baseline.steps, return_indices=True)
-    run, other = outcome.values[of_run], baseline.values[of_baseline]
+    steps, run, other = shared_values(outcome, baseline)
     first, last = max(1, len(run) // 10), max(3, len(run) // 5)
     begins, ends, reached = min(run[:first].mean(), other[:first].mean()), run[-last:].mean(), other[-last:].mean()
     sure = FALL_SD * math.sqrt(2.0) * level_deviation(other) / math.sqrt(first)
@@ -309,8 +311,8 @@ def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: i
 
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
-    _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
-    lacks = beside.values[of_control] - outcome.values[of_run]
+    _, of_run, of_control = shared_values(outcome, beside)
+    lacks = of_control - of_run
     width = max(3, len(lacks) // 5)
     if len(lacks) < 3 * width or np.ptp(lacks) == 0:
         return False
@@ -323,14 +325,15 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def refined(fall: Fall, finer: Fall | None) -> Fall:
-    if finer is None or finer.high < fall.low or finer.low > fall.high:
+    if (
+        finer is None
+        or finer.high < fall.low
+        or finer.low > fall.high
+        or finer.high - finer.low >= fall.high - fall.low
+    ):
         return fall
-    if finer.high - finer.low >= fall.high - fall.low:
-        return fall
-    return replace(
-        fall, onset_of=finer.onset_of, step=finer.step, low=finer.low, high=finer.high, interval=finer.interval,
-        fallen=finer.fallen, kind=finer.kind,
-    )  # fmt: skip
+    where = {name: getattr(finer, name) for name in ("onset_of", "step", "low", "high", "interval", "fallen", "kind")}
+    return replace(fall, **where)
 
 
 def _slope_in_sd(values: np.ndarray, noise: float) -> float:
@@ -341,11 +344,8 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    for share in (0.5, FALLEN):
-        lower = means[best:] < before - share * (before - after)
-        if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:
-            return False
-    return True
+    lower = [means[best:] < before - share * (before - after) for share in (0.5, FALLEN)]
+    return all(each[int(np.argmax(each)) :].mean() < FALL_STAYS for each in lower)
 
 
 def _first_lost(values: np.ndarray, start: int, level: float) -> int:
@@ -355,8 +355,5 @@ def _first_lost(values: np.ndarray, start: int, level: float) -> int:
 
 
 def _first_below(values: np.ndarray, start: int, width: int, level: float) -> int:
-    half = max(width // 2, 1)
-    for i in range(start, len(values)):
-        if values[max(start, i - half) : i + half + 1].mean() <= level:
-            return i
-    return len(values) - 1
+    half, places = max(width // 2, 1), range(start, len(values))
+    return next((i for i in places if values[max(start, i - half) : i + half + 1].mean() <= level), len(values) - 1)

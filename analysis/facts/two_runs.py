@@ -138,14 +138,11 @@ def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) ->
         if count := int(np.isfinite(apart_T).sum()):
             apart[name] = total / count
     is_cut = ~found.equal_K & (found.num_K == length_a) & (length_a < length_b)
-    return SharedTokens(apart=apart, num_cut=int(is_cut.sum()), num_in_tool=_num_in_tool(found))
-
-
-def _num_in_tool(found: Prefixes) -> int:
     flags, length_K = flat(found.a.mask)
-    diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
+    diverges = (found.num_K < np.minimum(length_a, length_b)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
-    return int((~array_of(flags.fill_null(False))[places]).sum())
+    is_in_tool = ~array_of(flags.fill_null(False))[places]
+    return SharedTokens(apart=apart, num_cut=int(is_cut.sum()), num_in_tool=int(is_in_tool.sum()))
 
 
 def _read(database: Database, steps: range, passes: Sequence[str], columns: str) -> RunRows:

@@ -170,16 +170,16 @@ def test_the_verdict_in_words():
     where = "reward collapses starting at step 60 (95% CI 57-63), 0.8 to 0.3. "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
     assert verdict_sentence(told) == where + (
-        "Most likely cause: noisy or wrong rewards or labels (90%, observation of one run). The mismatch is ruled out."
+        "Most likely cause: noisy or wrong rewards or labels (90%, from this run alone). The mismatch is not the cause."
     )
     open_ = attribution(suspect("mismatch", 0.4, "temperature"), suspect("length", 0.3), control="other")
     assert verdict_sentence(open_) == where + (
         "Cause unknown. Most likely of those tested: training-inference mismatch (40%): temperature on one "
-        "side only; response length (30%). Basis: observation of two runs."
+        "side only; response length (30%), compared with another run."
     )
     unknown = attribution(suspect("unknown", 0.7), suspect("length", 0.2), suspect("reward", 0.1))
     assert verdict_sentence(unknown) == where + (
-        "Cause unknown. Most likely of those tested: response length (20%); something else (70%). Basis: observation of one run."
+        "Cause unknown. Probably none of those tested (70%); the likeliest of them is response length (20%), from this run alone."
     )
     assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
     assert (unknown.cause, unknown.first_suspect.code) == (None, "length")
@@ -187,18 +187,18 @@ def test_the_verdict_in_words():
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.0499)).first_suspect is None
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.05)).first_suspect.code == "length"
     assert verdict_sentence(attribution(suspect("unknown", 0.98), suspect("length", 0.02))) == where + (
-        "Cause unknown. None of those tested explains it (98%). Basis: observation of one run."
+        "Cause unknown. None of those tested explains it (98%), from this run alone."
     )
     seen = Evidence(code="rewards_changed", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
     for evidence in ((seen, PRIOR), (PRIOR, seen)):
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
         assert verdict_sentence(counted) == where + (
             "Cause unknown. None of those tested explains it (98%): 100% of 70 responses sampled "
-            "both before and after step 40 get a different reward after that step. Basis: observation of one run."
+            "both before and after step 40 get a different reward after that step, from this run alone."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert (
-        "Most likely cause: entropy collapse or explosion (99%, intervention: the baseline shares the seeds)"
+        "Most likely cause: entropy collapse or explosion (99%, compared with a baseline of the same seeds)"
         in verdict_sentence(sure)
     )
     assert verdict_sentence(attribution(fall=None)).startswith("No collapse detected: reward shows no lasting drop")

@@ -264,7 +264,7 @@ RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has n
         ("rounding", None, True, ("look", TRIANGULATE)),
         ("rounding", 0.899, True, ("look", TRIANGULATE)),
         ("rounding", 0.901, True, ()),
-        ("rounding", None, False, ("look", RECORD)),
+        ("rounding", None, False, ("look",)),
         ("temperature", None, True, ("look",)),
         ("temperature", None, False, ("look", RECORD)),
         ("temperature", 0.901, True, ()),
@@ -369,7 +369,7 @@ def test_a_calm_run_is_told_in_one_line():
     [
         (
             [TEMPERATURE, LENGTHS], [suspect("data", 0.9, prompts_changed())],
-            "prompt_length jumps 3-fold at step 60, the step where reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most "
+            "prompt_length jumps 3-fold at step 60, as reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Most "
             "likely cause: a change in the prompts (90%).",
         ),
         (
@@ -379,8 +379,8 @@ def test_a_calm_run_is_told_in_one_line():
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Most likely of those tested: noisy or wrong "
-            "rewards or labels (10%); something else (90%).",
+            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Probably none of those tested (90%); the likeliest "
+            "of them is noisy or wrong rewards or labels (10%).",
         ),
     ],
 )  # fmt: skip
@@ -431,7 +431,7 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
     ]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
     assert (
-        "prompt_length changes from 4 to 12 at step 60 (95% CI 60-60), and a policy cannot change its prompts (from one run)"
+        "prompt_length changes from 4 to 12 at step 60, and a policy cannot change its prompts (from this run alone)"
         in why
     )
 

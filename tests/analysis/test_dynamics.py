@@ -339,6 +339,11 @@ def test_one_outlier_is_no_change():
     assert change_points(series(values)) == []
 
 
+def test_a_lag_that_is_1_after_the_first_step_does_not_change_later():
+    assert change_points(series([0.0] + [1.0] * 59, "policy_lag")) == []
+    assert change_points(series([0.9999] * 2 + [1.0] * 58, "policy_lag")) == []
+
+
 def test_long_series_are_thinned_and_steps_stay_the_run_s():
     values = np.random.default_rng(7).normal(size=5000) + 4.0 * (np.arange(5000) >= 3000)
     (change,) = change_points(series(values, steps=np.arange(10, 5010)))

@@ -393,7 +393,7 @@ def rows(step=1, n=10, **columns):
     """The sequences of a step, of which each has a prompt, a response and a mean logprob of its own."""
     place = np.arange(n, dtype=float)
     usual = {
-        "step": np.full(n, step), "prompt": 1000 * step + np.arange(n), "response": 1000 * step + np.arange(n),
+        "step": np.full(n, step), "prompt": 1000 * step + np.arange(n),
         "whole": 1000 * step + np.arange(n), "group": np.arange(n) // 5, "reward": place % 4,
         "advantage": place % 4 - 1.5,
         "first_advantage": place % 4 - 1.5, "length": 10.0 + place, "likelihood": -1 - place / 100,

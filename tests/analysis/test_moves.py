@@ -176,7 +176,7 @@ def rows(num_steps=60, n=8, **columns):
     """The sequences of some steps, n each in two groups; given are [num_steps, n], [n], [num_steps, 1] or one value."""
     place = np.arange(num_steps * n).reshape(num_steps, n)
     usual = {
-        "step": place // n + 1, "group": place // (n // 2), "prompt": place // (n // 2), "response": place,
+        "step": place // n + 1, "group": place // (n // 2), "prompt": place // (n // 2),
         "whole": place, "ending": 0,
         "opening": place, "reference": np.nan, "length": 10.0,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,7 @@ class Plan:
     settings_at: Mapping[str, Any] = field(default_factory=dict)
     """Settings that are given anew at AT."""
     rate: Callable[[int], float] = USUAL_RATE
+    rate_names: tuple[str, ...] = ("learning_rate",)
     gap: Callable[[int], float] = ROUNDING
     """Standard deviation of train - rollout, nats."""
     reference: Callable[[int], float] | None = None
@@ -116,7 +118,7 @@ def _record_step(recorder, plan, step, chance):
     version = step - 1 if plan.declares_versions else None
     recorder.add_scores("train", batch, logprobs=[one.tolist() for one in train], policy_version=version)
     metrics = {
-        "learning_rate": plan.rate(step),
+        **dict.fromkeys(plan.rate_names, plan.rate(step)),
         "grad_norm": 1 + 0.2 * chance.random(),
         "entropy": 1 + 0.05 * chance.normal(),
     }
@@ -304,6 +306,14 @@ def test_a_setting_that_is_given_again_as_it_was_is_no_change(tmp_path):
     assert not [change for change in read_recorded(open_database(again), PAIR) if change.kind == "setting"]
 
 
+def test_a_quantity_that_is_logged_under_several_names_is_one_change(tmp_path):
+    run = record(tmp_path / "run", Plan(rate=from_at(1e-3, 1e-2), rate_names=("learning_rate", "optim/lr", "lr")))
+    changes = read_recorded(open_database(run), PAIR)
+    assert [change.series for change in changes if change.step == AT and change.after == pytest.approx(1e-2)] == [
+        "learning_rate"
+    ]
+
+
 def doubling(since, until):
     return lambda step: 0.01 * 2.0 ** float(np.clip(step - since + 1, 0, until - since + 1))
 
@@ -423,7 +433,7 @@ def test_a_control_that_differs_in_two_things_is_no_intervention(tmp_path):
     found = attribute(run, control=control)
     assert found.kind == "observation"
     assert differing(found) == {"reference", "mismatch"}
-    assert verdict_sentence(found).count("observation of two runs") == 1
+    assert verdict_sentence(found).count("compared with another run") == 1
 
 
 @pytest.mark.slow
@@ -479,6 +489,10 @@ def test_every_suspect_has_a_question_whose_query_runs(trace):
     assert len(queries) == len(QUESTIONS)
     for query in queries:
         tim_trace("sql", trace, query)
+    assert all(int(step) >= 0 for step in re.findall(r"BETWEEN (-?\d+)", "".join(queries)))
+    (of_optimizer,) = (query for query in queries if "learning_rate" in query)
+    names = {row["name"] for row in tim_trace("sql", trace, of_optimizer, "--json").json()}
+    assert names == {"learning_rate", "grad_norm"}
 
 
 def test_a_brief_has_at_most_4000_tokens(trace):
@@ -508,3 +522,13 @@ def test_a_brief_is_no_json(trace):
     done = tim_trace("attribute", trace, "--brief", "--json")
     assert done.code == 2
     assert "--json and --brief cannot be combined" in done.stderr
+
+
+@pytest.mark.parametrize(("reference", "is_told"), [(from_at(0.1, 4.0), True), (lambda step: 0.1 + step / 25, False)])
+def test_a_reference_that_suddenly_is_unrelated_to_the_trainer_is_told(tmp_path, reference, is_told):
+    found = attribute(record(tmp_path / "run", Plan(reference=reference)))
+    told = [one for one in found.facts if one.code == "reference_unrelated" and one.level > 0.3]
+    assert bool(told) == is_told
+    if is_told:
+        assert abs(told[0].values["step"] - AT) <= 1
+        assert found.suspects[0].code == "reference"

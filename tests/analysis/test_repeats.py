@@ -9,7 +9,7 @@ from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.conditions import read_conditions
 from tim_trace.analysis.facts.mismatch import EarlierWeights, read_earlier_weights
 from tim_trace.analysis.facts.recorded import read_recorded
-from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_since
+from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_since, new_reward_values
 from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts, unequal_share
 from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.views import open_database
@@ -31,7 +31,6 @@ def rows(num_steps=60, n=8, **columns):
         "step": place // n + 1,
         "group": place // n,
         "prompt": place,
-        "response": place,
         "whole": place,
         "opening": place,
     }
@@ -230,3 +229,26 @@ def test_length_explains_little_of_rewards_that_are_almost_all_right():
     )
     _, before, since = explained_by_length_since(rows(60, 20, length=lengths, reward=reward), 60)
     assert since - before < 0.2
+
+
+@pytest.mark.parametrize(("since", "shares"), [
+    ([0.25, 0.5], (31, 0.0, 1.0)),  # a bonus is added
+    ([0.0, 1.0], (0, 0.0, 0.0)),  # other answers are right
+])  # fmt: skip
+def test_the_step_since_which_rewards_take_new_values_is_found(since, shares):
+    draw = np.random.default_rng(0)
+    reward = np.where(np.arange(1, 61)[:, None] < 31, draw.choice([0.0, 1.0], (60, 8)), draw.choice(since, (60, 8)))
+    assert new_reward_values(rows(60, 8, reward=reward), 40) == shares
+
+
+def test_continuous_rewards_take_no_new_values():
+    step, before, share = new_reward_values(rows(60, 8, reward=np.random.default_rng(0).normal(size=(60, 8))), 60)
+    assert (step, share - before) == (0, 0.0)
+    assert new_reward_values(rows(4, 8, reward=1.0), 60) == (0, 0.0, 0.0)
+
+
+def test_a_reference_that_scores_repeated_openings_differently_was_changed():
+    mean = np.where(np.arange(1, 61)[:, None] < 31, -1.0, -2.0) * np.ones((60, 20))
+    run = rows(60, 20, opening=np.arange(20), opening_reference=mean, reference=np.nan)
+    found = changed_responses(run, "opening_reference", first=10, last=50, least=0.05)
+    assert (found.step, found.share) == (31, 1.0)

@@ -11,7 +11,7 @@ from ...facts import thresholds as ft
 from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, order_beside
-from ...facts.relations import explained_by_length_since, relation
+from ...facts.relations import explained_by_length_since, new_reward_values, relation
 from ...facts.rollouts import Rollouts, other_endings, unequal_in_step
 from ...facts.series import FLAT
 from ...statement import Measured
@@ -140,6 +140,15 @@ def changed(facts: Facts) -> Iterator[Fact]:
         yield fact("length_pays_since", abs(by_length), correlation=by_length, **values)
     else:
         yield fact("rewards_changed", math.sqrt(found.share), **found.values)
+
+
+def new_values(facts: Facts) -> Iterator[Fact]:
+    """Yield whether rewards suddenly take values that the reward function never gave before."""
+    assert facts.fall is not None
+    step, before, share = new_reward_values(facts.rollouts, facts.fall.latest)
+    if share > before:
+        level = (share - before) * nearness(facts, step)
+        yield fact("rewards_take_new_values", level, step=step, before_share=before, share=share)
 
 
 def alone(facts: Facts) -> Iterator[Fact]:
@@ -326,6 +335,7 @@ ALL = (
     in_other_rows,
     mixed,
     changed,
+    new_values,
     alone,
     hidden,
     advantages,

@@ -13,6 +13,7 @@ from ...facts.read_series import read_series
 from ...facts.recorded import RecordedChange
 from ...facts.rollouts import read_rollouts
 from ...trace.database import Database, cached
+from ...trace.macros import quoted
 from ...trace.source import Pair
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
@@ -123,6 +124,7 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
+    yield from _unrelated_since(facts)
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
@@ -132,6 +134,39 @@ def reference(facts: Facts) -> Iterator[Fact]:
         far = before / (before + 0.05) if before > 0 else 0.0
         level = far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0)
         yield fact("returns_to_reference", level, distance_before=before, distance_after=last)
+
+
+_UNRELATED = """
+SELECT step, corr(logprob_a, logprob_b) AS related, avg(logprob_a) AS scored, avg(logprob_b) AS reference
+FROM pair({trained}, 'reference') WHERE mask AND isfinite(logprob_a) AND isfinite(logprob_b) GROUP BY step ORDER BY step
+"""
+_NEAR_STEPS = 4
+
+
+def _unrelated_since(facts: Facts) -> Iterator[Fact]:
+    """Yield whether the reference logprobs suddenly stop to resemble the trainer's, although the trainer's hardly change.
+
+    A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
+    """
+    assert facts.fall is not None
+    if not np.isfinite(facts.rollouts.reference).any():
+        return
+    rows = np.array(facts.database.ask(_UNRELATED.format(trained=quoted(facts.pair[0]))).rows, float)
+    steps, related, scored, reference = rows[np.isfinite(rows).all(1)].T if len(rows) else np.empty((4, 0))
+    found = []
+    for at in range(_NEAR_STEPS, len(steps) - _NEAR_STEPS):
+        before, since = slice(at - _NEAR_STEPS, at), slice(at, at + _NEAR_STEPS)
+        moved, own = (abs(float(values[since].mean() - values[before].mean())) for values in (reference, scored))
+        errors = math.hypot(float(related[before].std(ddof=1)), float(related[since].std(ddof=1)))  # of 4 steps, doubled
+        lost = float(related[before].mean() - related[since].mean()) - errors
+        values = {
+            "step": int(steps[at]),
+            "before_correlation": float(related[before].mean()),
+            "correlation": float(related[since].mean()),
+        }
+        found.append(fact("reference_unrelated", max(lost, 0.0) * moved / (moved + 2 * own + 0.1), **values))
+    if found:
+        yield max(found, key=lambda one: one.level)
 
 
 def loss_terms(facts: Facts) -> Iterator[Fact]:
