@@ -21,7 +21,7 @@ from ..trace.database import Database
 from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .finding import DataFinding
 from .sample import MIN_UNSAMPLED_RUN, MOST_LOST, UNSAMPLED_NATS, PassSample, Sample, run_lengths
-from .where import part_of_rows, rank_of
+from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
@@ -452,20 +452,48 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
 
 
 def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    full = np.flatnonzero(sample.lengths)
+    """Find rows that repeat earlier ones: more than expected, or any whose response chance does not sample twice."""
+    place, temperature = recorded_order(sample), sample.settings["temperature"]
+    in_order = np.lexsort((place, sample.steps))
+    # Copies without loss tokens only pad a batch.
+    full = in_order[(_rows(sample, sample.mask) & (sample.lengths > 0))[in_order]]
     starts, ends = sample.starts[:-1][full], sample.starts[1:][full]
     _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
-    earlier = rank_of(sample.prefix_keys[starts])
+    earlier, first = rank_of(sample.prefix_keys[starts]), firsts[which]
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
-    # Sampling may be sharper than the recorded distribution: halving logprobs allows for a temperature of about 0.5.
-    logprobs = np.nan_to_num(engine.logprobs, posinf=0.0, neginf=-1e4)
-    probability = np.minimum(np.exp(np.add.reduceat(logprobs, starts) / 2), 1 - 1e-9)
-    expected = float(-np.expm1(earlier[asked] * np.log1p(-probability[asked])).sum())
-    temperature = sample.settings["temperature"]
-    if not np.all((temperature == 0) | (sample.settings["top_k"] == 1)):
-        again = (firsts[which] != np.arange(len(full)))[asked]
-        numbers = {"num_asked": int(asked.sum()), "expected": expected, "notice": not np.isfinite(temperature).any()}
-        yield from find("samples_repeat", again, rows=full[asked], least=int(4 + 3 * expected), **numbers)
+    # A logprob that one pass lost is the other's. Sampling may be sharper than the recorded distribution: halving
+    # logprobs allows for a temperature of about 0.5.
+    likely = np.where(sample.mask & np.isfinite(engine.logprobs), np.fmax(engine.logprobs, other.logprobs), 0.0)
+    halved = np.bincount(sample.seq, np.clip(np.nan_to_num(likely), -1e4, 0.0), sample.num_sequences)[full] / 2
+    probability = np.minimum(np.exp(halved), 1 - 1e-9)
+    # The log of the number of rows that repeat a response as improbable as this one or more.
+    chance = halved + np.log(max(earlier[asked].sum(), 1))
+    again = first != np.arange(len(full))
+    rows = np.flatnonzero(asked & again)
+
+    def expected(part: np.ndarray) -> float:
+        return float(-np.expm1(earlier[part] * np.log1p(-probability[part])).sum())
+
+    is_frequent = len(rows) >= 4 + 3 * expected(asked)
+    if np.all((temperature == 0) | (sample.settings["top_k"] == 1)) or not (is_frequent or (chance[rows] < CHANCE).any()):
+        return
+    explanation = _copies(sample.steps[full], rows, first[rows], place[full])
+    part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
+    numbers = {"num_asked": int(part.sum()), "expected": expected(part), "notice": not np.isfinite(temperature).any()}
+    numbers["explanation"] = explanation or "several rows share a seed or rows were reused"
+    yield from find("samples_repeat", again[part], rows=full[part], **numbers)
+
+
+def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
+    """Explain why `rows` [K] repeat the rows `first` [K] (indices of rows), if their `place` [N] in a step tells."""
+    if (steps[rows] == steps[first]).all():
+        num, size = count_of(steps[rows] - steps[0]), count_of(steps - steps[0])[rows]
+        if (place[first] < num).all() and (place[rows] - place[first] == size - num).all():
+            return "batches are filled up with copies of their first rows"
+        apart = np.unique(place[rows] - place[first])
+        if len(apart) == 1:
+            return f"each repeats the row {apart[0]} rows before it, as if engines shared a seed"
+    return ""
 
 
 def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
