@@ -20,7 +20,7 @@ from ..trace.columns import scored_passes
 from ..trace.database import Database
 from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .finding import DataFinding
-from .sample import MIN_UNSAMPLED_RUN, MOST_LOST, UNSAMPLED_NATS, PassSample, Sample, run_lengths
+from .sample import MIN_UNSAMPLED_RUN, MOST_LOST, UNSAMPLED_NATS, PassSample, Sample, ratio_in_bits, run_lengths
 from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
@@ -492,7 +492,7 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
             return "batches are filled up with copies of their first rows"
         apart = np.unique(place[rows] - place[first])
         if len(apart) == 1:
-            return f"each repeats the row {apart[0]} rows before it, as if engines shared a seed"
+            return f"each repeats the row at a distance of {apart[0]}, as if engines shared a seed"
     return ""
 
 
@@ -600,15 +600,12 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         surprise, entropy = -side.logprobs[place], side.entropy[place]
         if len(place) < 500 or np.std(entropy) < 0.05:
             continue
-        parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
-        ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
-        is_bits = np.abs(ratios / np.log(2.0) - 1) < 0.12
-        if is_bits.all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03:
+        if ratio := ratio_in_bits(surprise, entropy):
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
             # If this ratio holds only in some rows, the others were sampled from another distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
-                yield from find("entropies_in_bits", every, name=side.name, ratio=float(np.median(ratios)))
+                yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         own, before, after = (float(np.corrcoef(surprise, side.entropy[place + lag])[0, 1]) for lag in (0, -1, 1))
         best, which = max((before, "next"), (after, "previous"))
         if best > 0.2 and best > 3 * own and (best - own) * np.sqrt(len(place)) > 8:

@@ -224,6 +224,14 @@ def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
     return np.asarray(np.bincount(run)[run])
 
 
+def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
+    """Return mean(-logprob) / mean(entropy), [K] each, if it is ln 2 at all levels of entropy (which are then bits), else 0."""
+    parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
+    ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
+    is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03
+    return float(np.median(ratios)) if is_bits else 0.0
+
+
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read tokens from pairs of consecutive steps spread over the run, and from its worst steps."""
     steps = _chosen_steps(database, worst_steps)
