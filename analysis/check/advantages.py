@@ -45,8 +45,6 @@ _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 
 
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
-CHANCE = np.log(1e-6)
-"""Log probability below which chance does not explain a pattern."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""

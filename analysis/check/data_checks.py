@@ -18,9 +18,19 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .advantages import TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .finding import DataFinding
-from .sample import MIN_UNSAMPLED_RUN, MOST_LOST, UNSAMPLED_NATS, PassSample, Sample, ratio_in_bits, run_lengths
+from .sample import (
+    CHANCE,
+    MIN_UNSAMPLED_RUN,
+    MOST_LOST,
+    UNSAMPLED_NATS,
+    PassSample,
+    Sample,
+    ratio_in_bits,
+    run_lengths,
+    template_tokens,
+)
 from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
@@ -427,7 +437,8 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
     with np.errstate(invalid="ignore"):
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
-    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
+    template = template_tokens(sample, engine)
+    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
     known = np.isfinite(other.logprobs) & sample.mask
     if (missing & known).any() and (known & ~missing).any():
         lost, usual = (float(np.mean(other.logprobs[part & known])) for part in (missing, ~missing))
@@ -436,7 +447,8 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     odd, repeats_end = missing | (sample.mask & unlikely), _repeats_end(sample)
     size = run_lengths(odd & ~repeats_end, sample.seq)
     inside = odd & ~repeats_end & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[sample.seq])
-    padding = odd & repeats_end
+    inside |= template
+    padding = odd & repeats_end & ~template
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens lack logprobs, too
     counts = np.unique(sample.tokens[padding], return_counts=True)[1]
@@ -475,7 +487,9 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
         return float(-np.expm1(earlier[part] * np.log1p(-probability[part])).sum())
 
     is_frequent = len(rows) >= 4 + 3 * expected(asked)
-    if np.all((temperature == 0) | (sample.settings["top_k"] == 1)) or not (is_frequent or (chance[rows] < CHANCE).any()):
+    if np.all((temperature == 0) | (sample.settings["top_k"] == 1)) or not (
+        is_frequent or (chance[rows] < CHANCE).any()
+    ):
         return
     explanation = _copies(sample.steps[full], rows, first[rows], place[full])
     part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))

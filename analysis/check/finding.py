@@ -332,7 +332,7 @@ KINDS = {
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{ids} at the {end} of {num_rows:,} rows do not count toward the loss"),
-    "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
+    "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows, such as tool output or parts of a template, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
