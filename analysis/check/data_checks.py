@@ -19,15 +19,19 @@ from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from .advantages import TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .faults.sampling import TEMPERATURE, find_temperature
 from .finding import DataFinding
+from .pair_data import PairData
 from .sample import (
     CHANCE,
     MIN_UNSAMPLED_RUN,
     MOST_LOST,
     UNSAMPLED_NATS,
+    PairSums,
     PassSample,
     Sample,
     ratio_in_bits,
+    read_sample,
     run_lengths,
     template_tokens,
 )
@@ -283,7 +287,7 @@ GROUP BY ALL ORDER BY a.step
 
 
 _AT_START = """
-SELECT mean_abs_d FROM pair_steps('train', 'reference')
+SELECT step, mean_abs_d FROM pair_steps('train', 'reference')
 WHERE step = (SELECT min(step) FROM scores WHERE "pass" = 'train' AND iteration = 0 AND policy_version = 0)
 """
 _OTHER_WEIGHTS = 0.2
@@ -293,9 +297,23 @@ _OTHER_WEIGHTS = 0.2
 def _reference(run: DataRows) -> Iterator[DataFinding]:
     """Find a reference model that differs from the initial policy."""
     if {"train", "reference"} <= {*scored_passes(run.database)}:
-        for (size,) in run.database.connection.execute(_AT_START).fetchall():
-            differs = np.full(len(run.rows["step"]), (size or 0.0) > _OTHER_WEIGHTS)
-            yield from run.find("reference_apart", differs, size=size, notice=True)
+        for step, size in run.database.connection.execute(_AT_START).fetchall():
+            if (size or 0.0) > _OTHER_WEIGHTS:
+                numbers = {"size": size, "explanation": _one_factor(run, step) or _WEIGHTS}
+                yield from run.find("reference_apart", np.ones(len(run.rows["step"]), bool), notice=True, **numbers)
+
+
+_WEIGHTS = "so the reference has other weights than the initial policy, for example those without an adapter"
+
+
+def _one_factor(run: DataRows, step: int) -> str:
+    """Describe the factor on the logits that the reference differs by from train, or return an empty string."""
+    sample = read_sample(run.database.of_steps(f"{step}:{step}"), ("train", "reference"), [])
+    data = PairData(
+        trace=run.database.given[0], sample=sample, sums=PairSums(steps=np.zeros(0), columns={}), contracts={}, passes=[],
+        has_weights=False, is_import=False, model={}, keep=sample.compared,
+    )  # fmt: skip
+    return "".join(f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data))
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
