@@ -511,7 +511,11 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
         return
     explanation = _copies(sample.steps[full], rows, first[rows], place[full])
     part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
-    numbers = {"num_asked": int(part.sum()), "expected": expected(part), "notice": not np.isfinite(temperature).any()}
+    numbers: dict[str, Any] = {
+        "num_asked": int(part.sum()),
+        "expected": expected(part),
+        "notice": not np.isfinite(temperature).any(),
+    }
     numbers["explanation"] = explanation or "several rows share a seed or rows were reused"
     yield from find("samples_repeat", again[part], rows=full[part], **numbers)
 
