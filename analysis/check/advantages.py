@@ -31,6 +31,7 @@ _OF_OWN = {
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline",
 }  # fmt: skip
 """Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
+PADDED = "their mean over the batch's tokens and padding"
 _ERRORS = 4.0
 """Random variation stays within this many standard errors even in a thousand steps."""
 TINY = 1e-6
@@ -43,19 +44,17 @@ most 2^-7, and a relative error e costs e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
-CHANCE = np.log(1e-6)
-"""Log probability below which chance does not explain a pattern."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, last_id, finish_reason, version, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, last_id, finish_reason, version, reward, length, loss_length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
-    SELECT step, row_number() OVER () AS place, finish_reason, policy_version AS version, CASE WHEN {{asked}} THEN response_ids[-1] END AS last_id, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
+    SELECT step, row_number() OVER () AS place, finish_reason, policy_version AS version, CASE WHEN {{asked}} THEN response_ids[-1] END AS last_id, num_response_tokens::DOUBLE AS length, coalesce({{num_loss}}, num_response_tokens)::DOUBLE AS loss_length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
            CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, CASE WHEN {{asked}} THEN hash({{own}}) END AS answer,
            {{list}} AS list
@@ -88,6 +87,7 @@ class DataRows:
         is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
         asked = f"step IN ({self.inspected})" if is_large else "true"
         parts = {"list": f"{tokens}::DOUBLE[]", "asked": asked, "own": _OWN if columns.mask else "response_ids"}
+        parts["num_loss"] = "list_sum(response_mask::INTEGER[])" if columns.mask else "NULL"
         with database.following("reading rewards and advantages"):
             table = database.connection.sql(_ROWS.format(**parts)).to_arrow_table()
         self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
@@ -240,6 +240,28 @@ class _Rows:
         spread = rms_of(self.g, self.x)
         return np.where(spread > TINY * self.of_step(np.maximum, np.abs(self.r)), spread, np.nan)
 
+    @cached_property
+    def merged(self) -> np.ndarray:
+        """Number of the set of groups, [N], that share a baseline and a scale: those that map the group's rewards to its
+        advantages. A group with equal rewards joins the nearest set of its step that gives them its advantage."""
+        firsts = np.unique(self.g, return_index=True)[1]
+        r, a, covariance = (mean_of(self.g, each)[firsts] for each in (self.r, self.a, self.x * self.a))
+        with np.errstate(all="ignore"):
+            scale = covariance / self.spread[firsts] ** 2
+            base, unit = r - a / scale, np.abs(self.r).max() * CLOSE / 2
+        label = np.arange(len(firsts))
+        for groups in split_steps(self.at[firsts], label.copy()):
+            known = groups[np.isfinite(base[groups])]
+            order = known[np.lexsort((scale[known], base[known]))]
+            is_new = (np.abs(np.diff(base[order])) > unit) | (np.abs(np.diff(scale[order]) / scale[order][1:]) > CLOSE)
+            label[order] = (
+                order[np.flatnonzero(np.r_[True, is_new])][np.cumsum(np.r_[False, is_new])] if len(order) else order
+            )
+            for group in np.setdiff1d(groups, known):
+                fitting = known[np.abs((r[group] - base[known]) * scale[known] - a[group]) < CLOSE * np.abs(a[group])]
+                label[group] = label[fitting[np.argmin(np.abs(fitting - group))]] if len(fitting) else group
+        return np.asarray(label[self.g])
+
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
         """Return [N] minima or maxima of `values` over each row's step."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
@@ -344,7 +366,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
     yield _UNSIGNED, [np.abs(each) for each in own]
-    yield "divided by the response length", [each / rows.length for each in own]
+    yield "divided by the response length", [each / np.maximum(rows.length, 1) for each in own]
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
         yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
@@ -354,6 +376,8 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     for name, by in (("previous", -1), ("next", 1)):
         other = np.unique(g, return_index=True)[1][first + (g - first + by) % groups]
         yield f"the {name} group's mean", against(r, *(each[other] for each in moments(r, g)), rows.spread)
+    size = int(np.median(count_of(rows.merged)))
+    yield f"the mean of {size} rows from several groups", against(r, *moments(r, rows.merged))
     for name, place in shifted(rows.at).items():
         moved = np.append(r, np.nan)[place]
         yield name, against(moved, *moments(moved, g))
@@ -381,10 +405,17 @@ def _factor(rows: _Rows) -> np.ndarray:
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
     """Name the constant that is subtracted from rewards at most of the steps in `off` ([S] bool)."""
-    num, pair = rows.sums(rows.at >= 0), (rows.r, rows.a)
-    deviations = (np.sqrt(rows.sums((x - mean_of(rows.at, x)) ** 2) / num + 1e-30) for x in pair)
-    r, a = (rows.sums(x) / num / deviation for x, deviation in zip(pair, deviations, strict=True))
-    left = {"the batch's mean": np.abs(a), "nothing": np.abs(a - r)}
+    num, tokens = rows.sums(rows.at >= 0), rows.of_step(np.maximum, rows.length)
+    (r, spread), (a, unit) = (
+        (rows.sums(values) / num, np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30))
+        for values in (rows.r, rows.a)
+    )
+    sums = rows.sums(rows.r * rows.length)
+    known = {
+        "the batch's mean": r, "nothing": 0.0, "the mean over the batch's tokens": sums / np.maximum(rows.sums(rows.length), 1),
+        PADDED: sums / np.maximum(rows.sums(tokens), 1),
+    }  # fmt: skip
+    left = {name: np.abs(a / unit - (r - constant) / spread) for name, constant in known.items()}
     best = min(left, key=lambda name: float(np.median(left[name][off])))
     return best if np.median(left[best][off]) < 0.01 else _BATCH
 
@@ -470,7 +501,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         response = run.rows["response"]
         known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
     r, a, length, labels = (
-        each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "length")), run.labels)
+        each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "loss_length")), run.labels)
     )
     at = np.unique(run.rows["step"][known], return_inverse=True)[1]
     if not len(at):
@@ -533,8 +564,12 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
-        baseline = found("baseline", off, notice_if_whole=not run.group_setting, **numbers)
-        yield from (finding for finding in baseline if finding.since is not None or not is_other)
+        # A wrong centre cannot be intended, but an unknown one may be a running mean.
+        is_padded, is_unknown = (numbers["explanation"] == name for name in (PADDED, _BATCH))
+        is_unknown &= not run.setting(ALGORITHM, "running|critic|ema|moving")
+        can_be_right = not is_padded and bool(is_other or not run.group_setting)
+        baseline = found("baseline", off, notice_if_whole=can_be_right, **numbers)
+        yield from (each for each in baseline if each.since is not None or not is_other or is_padded or is_unknown)
     elif name == _UNSIGNED:
         yield from found("advantages_unsigned", off, **numbers)
     elif name in _OF_OWN:
@@ -544,5 +579,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         yield from found("rewards_of_other_rows" if is_moved else "baseline", off, **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
-    elif explain and 3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all():  # a change during the run
+    elif explain and (
+        (3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all())  # a change during the run
+        or (run.group_setting and correlation > 1 - _INEXACT and 2 * off.sum() > num_judged)
+    ):
         yield from found("baseline_unknown", off, notice=True, **numbers)

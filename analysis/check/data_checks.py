@@ -18,10 +18,24 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import CHANCE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .advantages import TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .faults.sampling import TEMPERATURE, find_temperature
 from .finding import DataFinding
-from .sample import MIN_UNSAMPLED_RUN, MOST_LOST, UNSAMPLED_NATS, PassSample, Sample, run_lengths
-from .where import part_of_rows, rank_of
+from .pair_data import PairData
+from .sample import (
+    CHANCE,
+    MIN_UNSAMPLED_RUN,
+    MOST_LOST,
+    UNSAMPLED_NATS,
+    PairSums,
+    PassSample,
+    Sample,
+    ratio_in_bits,
+    read_sample,
+    run_lengths,
+    template_tokens,
+)
+from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
@@ -266,7 +280,7 @@ WHERE a."pass" = $a AND b."pass" = $b AND b.iteration = 0 AND a.step IN ({steps}
 GROUP BY ALL ORDER BY a.step
 """
 _AT_START = """
-SELECT mean_abs_d FROM pair_steps('train', 'reference')
+SELECT step, mean_abs_d FROM pair_steps('train', 'reference')
 WHERE step = (SELECT min(step) FROM scores WHERE "pass" = 'train' AND iteration = 0 AND policy_version = 0)
 """
 _OTHER_WEIGHTS = 0.2
@@ -275,9 +289,23 @@ _OTHER_WEIGHTS = 0.2
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
     if {"train", "reference"} <= {*scored_passes(run.database)}:
-        for (size,) in run.database.connection.execute(_AT_START).fetchall():
-            differs = np.full(len(run.rows["step"]), (size or 0.0) > _OTHER_WEIGHTS)
-            yield from run.find("reference_apart", differs, size=size, notice=True)
+        for step, size in run.database.connection.execute(_AT_START).fetchall():
+            if (size or 0.0) > _OTHER_WEIGHTS:
+                numbers = {"size": size, "explanation": _one_factor(run, step) or _WEIGHTS}
+                yield from run.find("reference_apart", np.ones(len(run.rows["step"]), bool), notice=True, **numbers)
+
+
+_WEIGHTS = "so the reference has other weights than the initial policy, for example those without an adapter"
+
+
+def _one_factor(run: DataRows, step: int) -> str:
+    """Describe the factor on the logits that the reference differs by from train, or return an empty string."""
+    sample = read_sample(run.database.of_steps(f"{step}:{step}"), ("train", "reference"), [])
+    data = PairData(
+        trace=run.database.given[0], sample=sample, sums=PairSums(steps=np.zeros(0), columns={}), contracts={}, passes=[],
+        has_weights=False, is_import=False, model={}, keep=sample.compared,
+    )  # fmt: skip
+    return "".join(f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data))
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
@@ -417,7 +445,8 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
     with np.errstate(invalid="ignore"):
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
-    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
+    template = template_tokens(sample, engine)
+    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
     known = np.isfinite(other.logprobs) & sample.mask
     if (missing & known).any() and (known & ~missing).any():
         lost, usual = (float(np.mean(other.logprobs[part & known])) for part in (missing, ~missing))
@@ -426,7 +455,8 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     odd, repeats_end = missing | (sample.mask & unlikely), _repeats_end(sample)
     size = run_lengths(odd & ~repeats_end, sample.seq)
     inside = odd & ~repeats_end & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[sample.seq])
-    padding = odd & repeats_end
+    inside |= template
+    padding = odd & repeats_end & ~template
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens lack logprobs, too
     counts = np.unique(sample.tokens[padding], return_counts=True)[1]
@@ -442,20 +472,54 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
 
 
 def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    full = np.flatnonzero(sample.lengths)
+    """Find rows that repeat earlier ones: more than expected, or any whose response chance does not sample twice."""
+    place, temperature = recorded_order(sample), sample.settings["temperature"]
+    in_order = np.lexsort((place, sample.steps))
+    # Copies without loss tokens only pad a batch.
+    full = in_order[(_rows(sample, sample.mask) & (sample.lengths > 0))[in_order]]
     starts, ends = sample.starts[:-1][full], sample.starts[1:][full]
     _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
-    earlier = rank_of(sample.prefix_keys[starts])
+    earlier, first = rank_of(sample.prefix_keys[starts]), firsts[which]
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
-    # Sampling may be sharper than the recorded distribution: halving logprobs allows for a temperature of about 0.5.
-    logprobs = np.nan_to_num(engine.logprobs, posinf=0.0, neginf=-1e4)
-    probability = np.minimum(np.exp(np.add.reduceat(logprobs, starts) / 2), 1 - 1e-9)
-    expected = float(-np.expm1(earlier[asked] * np.log1p(-probability[asked])).sum())
-    temperature = sample.settings["temperature"]
-    if not np.all((temperature == 0) | (sample.settings["top_k"] == 1)):
-        again = (firsts[which] != np.arange(len(full)))[asked]
-        numbers = {"num_asked": int(asked.sum()), "expected": expected, "notice": not np.isfinite(temperature).any()}
-        yield from find("samples_repeat", again, rows=full[asked], least=int(4 + 3 * expected), **numbers)
+    # A logprob that one pass lost is the other's. Sampling may be sharper than the recorded distribution: halving
+    # logprobs allows for a temperature of about 0.5.
+    likely = np.where(sample.mask & np.isfinite(engine.logprobs), np.fmax(engine.logprobs, other.logprobs), 0.0)
+    halved = np.bincount(sample.seq, np.clip(np.nan_to_num(likely), -1e4, 0.0), sample.num_sequences)[full] / 2
+    probability = np.minimum(np.exp(halved), 1 - 1e-9)
+    # The log of the number of rows that repeat a response as improbable as this one or more.
+    chance = halved + np.log(max(earlier[asked].sum(), 1))
+    again = first != np.arange(len(full))
+    rows = np.flatnonzero(asked & again)
+
+    def expected(part: np.ndarray) -> float:
+        return float(-np.expm1(earlier[part] * np.log1p(-probability[part])).sum())
+
+    is_frequent = len(rows) >= 4 + 3 * expected(asked)
+    if np.all((temperature == 0) | (sample.settings["top_k"] == 1)) or not (
+        is_frequent or (chance[rows] < CHANCE).any()
+    ):
+        return
+    explanation = _copies(sample.steps[full], rows, first[rows], place[full])
+    part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
+    numbers: dict[str, Any] = {
+        "num_asked": int(part.sum()),
+        "expected": expected(part),
+        "notice": not np.isfinite(temperature).any(),
+    }
+    numbers["explanation"] = explanation or "several rows share a seed or rows were reused"
+    yield from find("samples_repeat", again[part], rows=full[part], **numbers)
+
+
+def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
+    """Explain why `rows` [K] repeat the rows `first` [K] (indices of rows), if their `place` [N] in a step tells."""
+    if (steps[rows] == steps[first]).all():
+        num, size = count_of(steps[rows] - steps[0]), count_of(steps - steps[0])[rows]
+        if (place[first] < num).all() and (place[rows] - place[first] == size - num).all():
+            return "batches are filled up with copies of their first rows"
+        apart = np.unique(place[rows] - place[first])
+        if len(apart) == 1:
+            return f"each repeats the row at a distance of {apart[0]}, as if engines shared a seed"
+    return ""
 
 
 def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -561,15 +625,12 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         surprise, entropy = -side.logprobs[place], side.entropy[place]
         if len(place) < 500 or np.std(entropy) < 0.05:
             continue
-        parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
-        ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
-        is_bits = np.abs(ratios / np.log(2.0) - 1) < 0.12
-        if is_bits.all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03:
+        if ratio := ratio_in_bits(surprise, entropy):
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
             # If this ratio holds only in some rows, the others were sampled from another distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
-                yield from find("entropies_in_bits", every, name=side.name, ratio=float(np.median(ratios)))
+                yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         own, before, after = (float(np.corrcoef(surprise, side.entropy[place + lag])[0, 1]) for lag in (0, -1, 1))
         best, which = max((before, "next"), (after, "previous"))
         if best > 0.2 and best > 3 * own and (best - own) * np.sqrt(len(place)) > 8:

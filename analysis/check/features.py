@@ -346,7 +346,7 @@ def sampled(data: PairData, side: str) -> tuple[float, float]:
     values = getattr(data, side) + entropy[data.keep]
     there = np.isfinite(values)
     if there.sum() < FEW:
-        return float(np.nanmean(values)), 0.0
+        return float(values[there].mean()) if there.any() else float("nan"), 0.0
     total = np.bincount(np.unique(data.seq[there], return_inverse=True)[1], values[there])
     return float(values[there].mean()), float(total.sum() / max(total.std() * np.sqrt(len(total)), 1e-9))
 

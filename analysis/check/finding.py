@@ -317,7 +317,7 @@ KINDS = {
     "metric_of_others": ("a logged metric averages other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}", _BY_STEP),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}", _EQUAL_BY_STEP),
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled", _TOKENS),
-    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so several rows share a seed or rows were reused"),
+    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so {explanation}"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {num_stop:,} have the full length {length} and no end token but say 'stop', and {num_length:,} are shorter and end with an end token but say 'length'"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}, so the engine runs with a different limit"),
     "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss"),
@@ -326,13 +326,13 @@ KINDS = {
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}", _BY_STEP),
     "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} is logged one step {late} the rows that it averages, so values are assigned to the wrong step", _BY_STEP),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP),
-    "reference_apart": ("the reference is not the initial policy", "before the first update, the logprobs of train and reference differ by {size:.2g} nats on average, more than rounding explains, so the reference has other weights than the initial policy, for example those without an adapter", BY_VERSION),
+    "reference_apart": ("the reference differs from the initial policy", "before the first update, the logprobs of train and reference differ by {size:.2g} nats on average, more than rounding explains, {explanation}", BY_VERSION),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than any distribution with the token's logprob has", _ENTROPIES),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{ids} at the {end} of {num_rows:,} rows do not count toward the loss"),
-    "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
+    "unsampled_count": ("tokens that were not sampled count toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows, such as tool output or parts of a template, count toward the loss but were not sampled", _TOKENS),}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

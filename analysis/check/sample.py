@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ...schemas.passes import ROLLOUT
 from ...schemas.tables import SAMPLING
 from ...tracer.arrow_arrays import number_array
 from ..trace.columns import sequence_columns
@@ -34,6 +35,8 @@ UNSAMPLED_NATS = -3.0
 """A token counts as unlikely if its logprob + entropy is below this (nats): at most 5% of the sampled tokens."""
 MIN_UNSAMPLED_RUN = 4
 """At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have so many."""
+CHANCE = np.log(1e-6)
+"""Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
 
 
@@ -222,6 +225,31 @@ def _followed(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
+
+
+def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
+    """Return [N] bool: tokens in the loss that `side` did not sample, because a chat template inserted them.
+
+    They have no logprob, border on tokens outside the loss that have none either, and have a few ids that the other
+    tokens rarely have.
+    """
+    null, ids = side.is_null, sample.tokens
+    run = np.cumsum(np.r_[True, (np.diff(null) != 0) | (np.diff(sample.seq) != 0)]) - 1
+    missing = sample.mask & null
+    found = missing & (np.bincount(run, ~sample.mask)[run] > 0)
+    chosen = np.isin(ids, ids[found])
+    usual = (1 + (chosen & ~null).sum()) / (1 + (~null).sum())
+    cost = len(np.unique(ids[found])) * np.log(ids.max(initial=0) + 1)
+    is_clear = found.sum() * np.log(usual) + cost < CHANCE and found.sum() > 0.95 * missing.sum()
+    return np.asarray(found & (is_clear and side.name == ROLLOUT))
+
+
+def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
+    """Return mean(-logprob) / mean(entropy), [K] each, if it is ln 2 at all levels of entropy (which are then bits), else 0."""
+    parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
+    ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
+    is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03
+    return float(np.median(ratios)) if is_bits else 0.0
 
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:

@@ -898,9 +898,36 @@ def test_samples_that_are_too_likely_are_found_in_all_rows_or_in_some(tmp_path, 
             )
             recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
             recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
-    first = check(tmp_path / "trace").findings[0]
+    found = check(tmp_path / "trace")
+    first = found.findings[0]
     assert (first.code, first.numbers["cause"]) == ("penalty", "sampled_elsewhere")
     assert first.signal == ("sampled_elsewhere" if rows(0) else "sampled_by_rows")
+    assert found.is_valid  # the passes agree
+
+
+def test_a_filter_that_lowers_surprise_by_ln_2_is_not_taken_for_bits(tmp_path):
+    run = Recording(
+        rollout=in_float32, process=lambda rows: top_p(rows, 0.7), steps=6,
+        sequences=lambda step, number: {"temperature": 1.0, "top_p": 1.0},
+    )  # fmt: skip
+    found = check(run.write(tmp_path / "trace"))
+    assert found.is_valid
+    assert [finding.signal for finding in found.findings] == ["sampled_elsewhere"]
+
+
+def test_rows_of_older_weights_are_not_taken_for_samples_of_another_distribution(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for number in range(1, 7):
+            old, new = (moved(table(), 40 + version, 0.35 * version) for version in (number, number + 1))
+            step = sample(old, number)
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], policy_version=number,
+                response_ids=[row.tolist() for row in step.responses], temperature=1.0, top_p=1.0,
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), policy_version=number)
+            entropy = replace(step, logits=new).entropies()
+            recorder.add_scores("train", batch, logprobs=step.scored(new), entropy=entropy, policy_version=number + 1)
+    assert "penalty" not in [finding.code for finding in check(tmp_path / "trace").findings]
 
 
 # --- Several tokens in one value, and tokens that were not sampled ----------------------------------------------------------

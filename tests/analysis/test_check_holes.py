@@ -480,6 +480,19 @@ def test_a_loss_mask_beside_the_tokens_with_logprobs_is_displaced(tmp_path, by, 
         assert evidence_text(displaced[0]).endswith(f"the loss mask is {text}")
 
 
+def test_a_mask_of_exactly_the_tokens_without_logprobs_is_inverted(tmp_path):
+    def holes(step, number):
+        rows = zip(in_float32(step, number), tool_rows(step, number), strict=True)
+        return [np.where(sampled, row, np.nan) for row, sampled in rows]
+
+    run = Recording(
+        rollout=holes, sequences=lambda step, number: {"response_mask": [~row for row in tool_rows(step, number)]}
+    )
+    found = check(run.write(tmp_path / "trace"))
+    assert not found.is_valid
+    assert found.findings[0].title == "the loss mask is inverted"
+
+
 def test_sampled_from_neither_names_the_side_whose_entropies_are_recorded(tmp_path):
     def other_tokens(step, number):
         return step.scored(moved(step.logits, 7, 5.0))

@@ -160,6 +160,8 @@ SOUND = {
     "mean and deviation of the other rows": {"advantage": lambda r, n: left_out(r), "reward": partial_credit},
     "group mean, batch scale": {"advantage": lambda r, n: whitened(centred(r)), "reward": graded},
     "reinforce++": {"advantage": lambda r, n: whitened(r), "hyperparameters": {"algorithm.adv_estimator": "reinforce_plus_plus"}},
+    "whitened over tokens": {"advantage": lambda r, n: r - np.average(r, weights=lengths_of(n)), "hyperparameters": {"algorithm.adv_estimator": "reinforce_plus_plus"}},
+    "running mean": {"advantage": lambda r, n: r - 0.1 - 0.05 * n, "hyperparameters": {"baseline": "running_mean"}},
     "reinforce++ without groups": {"advantage": lambda r, n: whitened(r), "groups": lambda step, n: None},
     "reinforce without a baseline": {"advantage": lambda r, n: r, "groups": lambda step, n: None},
     "critic": {"advantage": per_token},
@@ -735,3 +737,108 @@ def test_a_reference_that_is_not_the_initial_policy_is_noted(tmp_path, apart, is
 
     noted = [one for one in findings(write(tmp_path / "trace", passes=passes)) if one.code == "reference_apart"]
     assert [one.is_notice for one in noted] == [True] * is_found
+    assert all("other weights" in data_text(one) for one in noted)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_a_reference_at_another_temperature_has_the_same_weights(tmp_path, temperature):
+    def passes(recorder, batch, step, number):
+        recorder.add_scores("rollout", batch, logprobs=step.scored())
+        recorder.add_scores("train", batch, logprobs=in_float32(step, number), policy_version=number - 1)
+        recorder.add_scores("reference", batch, logprobs=step.scored(step.logits / temperature))
+
+    (found,) = findings(write(tmp_path / "trace", passes=passes, longest=24))
+    assert found.code == "reference_apart"
+    assert f"reference's logits equal train's divided by {temperature:g} (" in data_text(found)
+
+
+def copied(num, counted=True):
+    """A batch whose last rows are copies of its first rows."""
+
+    def columns(step, number):
+        step.prompts[-num:], step.responses[-num:] = step.prompts[:num], step.responses[:num]
+        rows = {"prompt_ids": step.prompts, "response_ids": step.responses}
+        last = np.arange(len(GROUP)) >= len(GROUP) - num
+        masks = [np.full(len(row), counted or not lost) for row, lost in zip(step.responses, last, strict=True)]
+        return {name: [each.tolist() for each in values] for name, values in rows.items()} | {
+            "temperature": 1.0, "group_ids": [*step.groups[:-num], *step.groups[:num]], "response_mask": masks,
+        }  # fmt: skip
+
+    return columns
+
+
+@pytest.mark.parametrize(("num", "counted", "is_found"), [(1, True, True), (3, True, True), (3, False, False)])
+def test_a_few_copies_of_a_steps_first_rows_are_found(tmp_path, num, counted, is_found):
+    path = write(tmp_path / "run", columns=copied(num, counted), steps=3, longest=48)
+    found = [one for one in findings(path) if one.code == "samples_repeat"]
+    assert [one.numbers["num"] for one in found] == [3 * num] * is_found
+    assert all("batches are filled up with copies of their first rows" in data_text(one) for one in found)
+
+
+def test_a_copy_elsewhere_in_a_step_is_found_beside_repeats_by_chance(tmp_path):
+    def columns(step, number):
+        for row in range(IN_GROUP, len(GROUP)):  # most responses are short and repeat by chance
+            step.responses[row] = step.responses[row][:1]
+        step.responses[5] = step.responses[2]
+        return {"response_ids": [row.tolist() for row in step.responses], "temperature": 1.0}
+
+    path = write(tmp_path / "run", columns=columns, steps=2, longest=48)
+    (found,) = [one for one in findings(path) if one.code == "samples_repeat"]
+    assert found.numbers["num"] == 2
+
+
+def padded_mean(reward, number):
+    """Rewards minus their sum over tokens, divided by the number of tokens and padding."""
+    lengths = lengths_of(number)
+    off = reward - (reward * lengths).sum() / (len(lengths) * lengths.max())
+    return off / np.sqrt((off**2 * lengths).sum() / lengths.sum())
+
+
+@pytest.mark.parametrize(
+    ("advantage", "setting", "code", "is_notice", "text"),
+    [
+        (lambda r, n: grpo(r, GROUP % 4), "grpo", "baseline", False, "the mean of 16 rows from several groups"),
+        (padded_mean, "reinforce++", "baseline", False, "the batch's tokens and padding"),
+        (lambda r, n: r - 0.1 - 0.05 * n, "reinforce++", "baseline", True, "a constant for the whole batch"),
+        (lambda r, n: r - np.random.default_rng(n).random(GROUPS)[GROUP], "grpo", "baseline_unknown", True, "no known baseline"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reward", [binary, graded])
+def test_a_baseline_of_other_rows_than_the_group_is_named_or_unknown(
+    tmp_path, advantage, setting, code, is_notice, text, reward
+):
+    given = {"reward": reward, "hyperparameters": {"adv_estimator": setting}}
+    (found,) = findings(write(tmp_path / "run", advantage, **given))
+    assert (found.code, found.is_notice) == (code, is_notice)
+    assert text in data_text(found)
+
+
+def template(is_lost):
+    """Responses with two template tokens and a tool's output after ten tokens. The mask leaves out the tool's."""
+
+    def columns(step, number):
+        draw = np.random.default_rng(number)
+        step.responses = [np.r_[row[:10], 57, 58, draw.integers(20, 40, 3), row[9:]] for row in step.responses]
+        masks = [~np.isin(np.arange(len(row)), range(12, 16)) for row in step.responses]
+        return {"response_ids": [row.tolist() for row in step.responses], "response_mask": masks}
+
+    def passes(recorder, batch, step, number):
+        known = [~is_lost(row, np.arange(len(row))) for row in step.responses]
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), scored_mask=known)
+        recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+
+    return {"columns": columns, "passes": passes, "longest": 36}
+
+
+def test_parts_of_a_template_in_the_loss_leave_the_comparison_valid(tmp_path):
+    result = check(write(tmp_path / "run", **template(lambda ids, place: (place >= 10) & (place <= 15))))
+    assert result.is_valid
+    assert [finding.code for finding in result.data] == ["unsampled_count"]
+    assert result.data[0].numbers["num_tokens"] == 2 * len(GROUP) * STEPS
+
+
+def test_logprobs_that_a_sampled_token_lacks_are_lost(tmp_path):
+    """The engine drops the logprobs of one token id, also where no tool output follows."""
+    result = check(write(tmp_path / "run", **template(lambda ids, place: np.isin(place, range(12, 16)) | (ids == 58))))
+    assert not result.is_valid
+    assert result.findings[0].title == "missing values instead of logprobs"

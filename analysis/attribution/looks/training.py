@@ -157,7 +157,9 @@ def _unrelated_since(facts: Facts) -> Iterator[Fact]:
     for at in range(_NEAR_STEPS, len(steps) - _NEAR_STEPS):
         before, since = slice(at - _NEAR_STEPS, at), slice(at, at + _NEAR_STEPS)
         moved, own = (abs(float(values[since].mean() - values[before].mean())) for values in (reference, scored))
-        errors = math.hypot(float(related[before].std(ddof=1)), float(related[since].std(ddof=1)))  # of 4 steps, doubled
+        errors = math.hypot(
+            float(related[before].std(ddof=1)), float(related[since].std(ddof=1))
+        )  # of 4 steps, doubled
         lost = float(related[before].mean() - related[since].mean()) - errors
         values = {
             "step": int(steps[at]),

@@ -16,7 +16,7 @@ from .. import commands
 from ..features import Side, counts, means, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
-from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
+from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths, template_tokens
 from .sampling import IMPOSSIBLE_LOGPROB, MAX_LEFT, TRUNCATION, recorded_filter
 
 MAX_CONSTANTS = 20
@@ -98,7 +98,7 @@ _WORDS = {
     "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
     "equal_bits": lambda n: {"contracts_text": _CONTRACTS[n["contracts_known"]]},
     "equal_against_contracts": _differences, "copied_rows": _differences,
-    "shifted_mask": lambda n: {"displaced_text": _displaced(int(n["num_late"]))},
+    "shifted_mask": lambda n: {"displaced_text": n.get("cause") or _displaced(int(n["num_late"]))},
 }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ COPIES = _fault(
     "copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps", "reference",
     reference="the reference's logprobs are stored as the trainer's",
 )  # fmt: skip
-SHIFTED_MASK = _fault("mask", "the loss mask is displaced", "shifted_mask")
+SHIFTED_MASK = _fault("mask", "the loss mask is displaced", "shifted_mask", inverted="the loss mask is inverted")
 EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
@@ -144,7 +144,9 @@ def find_missing(data: PairData) -> list[Finding]:
     """
     sample = data.sample
     a, b = sample.a, sample.b
-    lost_a, lost_b = (sample.mask & ~np.isfinite(side.logprobs) for side in (a, b))
+    lost_a, lost_b = (
+        sample.mask & ~np.isfinite(side.logprobs) & ~template_tokens(sample, side) for side in (a, b)
+    )  # data_checks reports tokens of a template
     in_both = lost_a & lost_b & ~(a.is_null & b.is_null)
     asked = (
         (a, b, lost_a & ~lost_b, a.is_null, "missing"), (b, a, lost_b & ~lost_a, b.is_null, "missing"),
@@ -201,7 +203,7 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a finding that the loss mask is displaced: in each row, it excludes about as many tokens that have logprobs
+    """Return a finding that the loss mask is inverted, or displaced: in each row, it excludes about as many tokens that have logprobs
     as it includes tokens that lack them."""
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
@@ -209,6 +211,14 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
     wrong = (sample.mask & ~has, has & ~sample.mask)
     lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
     num, num_out = int(lost.sum()), int(out[lost > 0].sum())
+    if num_out and (sample.mask != has).all():
+        numbers: dict[str, Number] = {
+            "side": side.name,
+            "num_tokens": num,
+            "num_left_out": num_out,
+            "cause": "inverted",
+        }
+        return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
     if np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
         return None
 
@@ -219,7 +229,7 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
 
     tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
     num_late = next((late for late in tried if fits(late)), 0)
-    numbers: dict[str, Number] = {"side": side.name, "num_tokens": num, "num_left_out": num_out, "num_late": num_late}
+    numbers = {"side": side.name, "num_tokens": num, "num_left_out": num_out, "num_late": num_late}
     return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
 

@@ -20,8 +20,17 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
 from ..finding import Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
-from ..pair_data import MIN_REST, UNIT_ROUNDOFF, PairData, allowed_noise, context_pairs, log_odds, once, value_rounding
-from ..sample import MOST_LOST
+from ..pair_data import (
+    MIN_REST,
+    UNIT_ROUNDOFF,
+    PairData,
+    allowed_noise,
+    context_pairs,
+    log_odds,
+    once,
+    value_rounding,
+)
+from ..sample import MOST_LOST, ratio_in_bits
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
@@ -552,11 +561,15 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows."""
+    """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows.
+
+    The passes agree, so this is no fault of the comparison, except that values in another unit can have the same sign.
+    """
+    data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
     if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
         return []  # data_checks reports entropies of another distribution
-    recorded, entropy = recorded_penalty(data), side.own.entropy[data.keep]
+    recorded, entropy, is_sharper = recorded_penalty(data), side.own.entropy[data.keep], side.sampled_mean > 0
     excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
     part = part_of_rows(data.sample, excess) if _is_plain(data) else None
     numbers: dict[str, Number] = {"mean": side.sampled_mean, "recorded": recorded, "cause": "sampled_elsewhere"}
@@ -565,16 +578,19 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         inside, values = rows[data.seq], side.values + entropy
         numbers |= counts(data, inside) | {"where": where.removeprefix("all ")}
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
-    elif abs(np.nanmean(-side.values) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
-        return []  # the entropies are in bits, which data_checks reports
-    # Overly likely tokens are a fault only if the recording rules out a filter and a temperature.
-    elif abs(side.sampled_score) >= CLEAR * (1 if recorded else 2) and abs(side.sampled_mean) >= 0.05:
+    elif ratio_in_bits(-side.values, entropy):
+        return []  # data_checks reports this
+    # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely ones
+    # also come from slightly different weights.
+    elif abs(side.sampled_score) >= CLEAR * (1 if recorded or is_sharper else 2) and abs(side.sampled_mean) >= 0.05:
         signal = "sampled_elsewhere"
-        if side.sampled_mean > 0 and not _is_plain(data):
+        if is_sharper and not _is_plain(data):
             return []
     else:
         return []
     finding = PENALTY.finding(data, signal, next=commands.tokens(data), effect=0.0, numbers=numbers)
+    if part is not None or recorded or is_sharper:
+        finding = replace(finding, side=None)
     return [Hypothesis(finding=finding, tokens=np.zeros(len(data.keep), bool), gain=float("inf"))]
 
 
