@@ -62,7 +62,7 @@ _REASONS = {
     "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",
     "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, and all these tokens are the last of their "
     "response, so they were appended after sampling",
-    "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
+    "after_end": "; these tokens{ids_text} reach to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
 }
@@ -95,7 +95,12 @@ def _displaced(num_late: int) -> str:
 
 
 _WORDS = {
-    "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
+    "missing": _at, "missing_in_both": _at,
+    "constant": lambda n: {
+        "reason_text": _REASONS[n["reason"]].format_map(
+            {**n, "ids_text": f", all with id {n['token_id']}," if "token_id" in n else ""}
+        )
+    },
     "equal_bits": lambda n: {"contracts_text": _CONTRACTS[n["contracts_known"]]},
     "equal_against_contracts": _differences, "copied_rows": _differences,
     "shifted_mask": lambda n: {"displaced_text": _displaced(int(n["num_late"]))},
@@ -295,12 +300,14 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
     if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
         return False
     if value != 0.0:
-        num = min(len(np.unique(kind[where])) for kind in (ids, data.sample.prefix_keys[data.keep]))
+        num_ids, num = (len(np.unique(kind[where])) for kind in (ids, data.sample.prefix_keys[data.keep]))
         if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
         # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
-        # -0.3133.
-        if num <= _REPEATED_FACTOR * _repeats(side.values[~where], value, 0.5):
+        # -0.3133. If the value is that of one or two ids, as of padding, it must be rarer than any other value.
+        few = num_ids < FEW_CONSTANTS
+        usual = _repeats(side.values[~where], value, 0.5, 1.0 if few else 0.9)
+        if (num if few else min(num, num_ids)) <= _REPEATED_FACTOR * usual:
             return False
     elsewhere = np.abs(side.others[~where] - value)
     if value == 0.0:  # correct if the token has probability 1 or is alone in its nucleus
@@ -344,6 +351,7 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
         numbers={
             **side.names, **counts(data, where), "value": value, "num_ids": len(ids), "other_mean": mean,
             "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason, "cause": cause,
+            **({"token_id": int(ids[0])} if len(ids) == 1 else {}),
         },
     )  # fmt: skip
 
@@ -385,9 +393,9 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     return _repeats(data.a[~where], value, width)
 
 
-def _repeats(logprobs: np.ndarray, value: float, width: float) -> float:
+def _repeats(logprobs: np.ndarray, value: float, width: float, quantile: float = 0.9) -> float:
     _, num = np.unique(logprobs[np.abs(logprobs - value) < width], return_counts=True)
-    return float(np.quantile(num, 0.9)) if len(num) else 1.0
+    return float(np.quantile(num, quantile)) if len(num) else 1.0
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
