@@ -259,7 +259,9 @@ def find_constants(data: PairData) -> list[Hypothesis]:
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                if value == 0.0 and far.sum() < 0.02 * where.sum():  # a token with probability 1 has a logprob of 0
+                # A token with probability 1 has a logprob of 0, and a 16-bit value is right at some tokens by chance.
+                is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
+                if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
                 finding = _constant(data, side, value, where)
                 found.append(predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where))

@@ -395,14 +395,14 @@ def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
     if T < 1 and at most if T > 1. Tokens that one side leaves out have no such relation to the temperature.
     """
     usual = _temperatures(data).get("recorded_sampling", 1.0)
-    if usual <= 0 or recorded_filter(data):
+    if data.entropy is None or usual <= 0 or recorded_filter(data):
         return None
     factor = np.abs(1 / np.nan_to_num(data.sample.settings["temperature"][data.seq], nan=usual) - 1)
-    side, other = (lowered, raised) if usual < 1 else (raised, lowered)
-    size, surprise = np.abs(data.d), factor * (-other.values if data.entropy is None else data.entropy)
-    slope, correlation = float(size.mean() / max(surprise.mean(), 1e-9)), pearson(size, surprise)
+    side = lowered if usual < 1 else raised
+    size, expected = np.abs(data.d), factor * data.entropy
+    slope, correlation = float(size.mean() / max(expected.mean(), 1e-9)), pearson(size, expected)
     lowest, highest = (0.9, 2.5) if usual < 1 else (0.4, 1.1)
-    if not (lowest < slope < highest and correlation > (0.5 if data.entropy is None else 0.9)):
+    if not (lowest < slope < highest and correlation > 0.9):
         return None
     numbers = side.names | {"cause": "divided", "temperature": usual, "slope": slope, "correlation": correlation}
     return certain(TEMPERATURE.finding(data, "divided", next=commands.tokens(data), numbers=numbers))
