@@ -49,13 +49,13 @@ from ..where import Where, later_turn, onset_of, where_text
 from .sampling import PENALTY
 from .values import UNRELATED
 
+# --- Weights that differ, as recorded or inferred from a mismatch that grows with updates
+
 MIN_COURSE = 4
 """Minimum number of steps for judging whether the mismatch grows with the updates."""
 MIN_GROWTH = 2.0
 """Minimum factor by which it grows. In 64 healthy runs with enough steps of about the same mean logprob, it is at most 1.6,
 and in none of them does it grow steadily."""
-
-# --- Weights that differ, as recorded or inferred from a mismatch that grows with updates
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -201,8 +201,8 @@ def find_growth(data: PairData) -> list[Finding]:
     Only steps with about the first step's mean logprob count, because rounding grows as distributions become sharper.
     """
     sample, steps, noise = data.sample, data.sample.steps[data.seq], logit_error(data)
-    is_known = ~np.ma.getmaskarray(sample.a.versions) & ~np.ma.getmaskarray(sample.b.versions)
-    fresh, course = (is_known & (data.updates_behind == 0))[data.seq], []
+    fresh = ((sample.a.versions - sample.b.versions).filled(1) == 0)[data.seq]  # an unknown version is not on policy
+    course: list[tuple[float, ...]] = []
     for step in np.unique(steps[fresh]):
         part = fresh & (steps == step)
         surprise, part = float(np.mean(data.a[part] + data.b[part])), part & (data.rest > MIN_REST)
@@ -210,7 +210,7 @@ def find_growth(data: PairData) -> list[Finding]:
             log = np.log(noise[part] + np.median(noise[part]) / 4)
             error = np.sqrt(np.sum(np.bincount(data.seq[part], log - log.mean()) ** 2)) / len(log)
             course.append((step, surprise, log.mean(), error))
-    if len(course) < MIN_COURSE:
+    if len(course) < MIN_COURSE or weights_agree(data):
         return []
     known, _, log, error = np.array(course).T
     last, order = int(np.argmax(log)), np.argsort(np.argsort(log)).astype(float)
@@ -662,11 +662,8 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound, "window_text": at}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
-    return {
-        "level_text": f"{n['level']:.4g}",
-        "bound_text": bound,
-        "window_text": at,
-    }  # four digits, as the level may be close to `most`
+    # Four digits, as the level may be close to `most`.
+    return {"level_text": f"{n['level']:.4g}", "bound_text": bound, "window_text": at}
 
 
 _WINDOWS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")

@@ -30,6 +30,8 @@ REALIGNED_SHARE = 0.35
 """Maximum share of the difference that a correct shift or reversal leaves. A wrong shift leaves more than half."""
 MIN_FIT_NATS = 15.0
 """Minimum evidence (nats) that more values fit the other side's at some distance than chance explains."""
+_FAR = 8
+"""Maximum distance (tokens) at which fits are counted. Those farther away than any of LAGS are due to chance."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
@@ -51,7 +53,7 @@ def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     more = "; they have its id, too, so the token was recorded twice" if numbers.get("is_repeated") else ""
     if numbers.get("num_beside"):
         more += (
-            f"; {numbers['num_beside']:,} values next to these belong to no token nearby, but probably to another row"
+            f"; {numbers['num_beside']:,} values next to these belong to no token nearby, so probably to another row"
         )
     return {"tokens_off": tokens_off, "where": where, "whose": whose, "more_text": more, **way}
 
@@ -230,18 +232,22 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     if not 5 <= off.sum() <= data.num_kept / 2:
         return []
     error = 4 * unexplained(data).sigma * data.scale + 2 * value_rounding(data)
+
+    def fitting(side: Side, lag: int) -> tuple[np.ndarray, np.ndarray]:
+        at = np.where(off, _lagged(_index(data), lag)[data.seq, data.position], -1)
+        return at, (at >= 0) & (np.abs(_at(side.others, at) - side.values) < error[at])
+
     for side in sides(data):
-        ordered, source, lags = np.sort(side.others), np.full(data.num_kept, -1), {}
+        # How many fit by chance shows in values so far away that nothing displaces them there.
+        far = [fitting(side, lag) for lag in range(-_FAR, _FAR + 1) if abs(lag) > max(LAGS)]
+        chance = (sum(fits.sum() for _, fits in far) + 1) / (sum((at >= 0).sum() for at, _ in far) + 1)
+        source, lags = np.full(data.num_kept, -1), {}
         for lag in sorted({*LAGS} - {0}, key=abs):
-            at = np.where(off & (source < 0), _lagged(_index(data), lag)[data.seq, data.position], -1)
-            there = np.flatnonzero(at >= 0)
-            own, most = side.values[there], error[at[there]]
-            fits = np.abs(side.others[at[there]] - own) < most
-            # The density of the other side's values shows how many fit by chance.
-            near = np.searchsorted(ordered, own + most) - np.searchsorted(ordered, own - most)
-            by_chance, num = max(float(near.sum()) / data.num_kept, 1e-3), int(fits.sum())
-            if num > 2 * by_chance and num * np.log(num / by_chance) - num + by_chance > MIN_FIT_NATS:
-                source[there[fits]], lags[lag] = at[there[fits]], num
+            at, fits = fitting(side, lag)
+            by_chance, fits = chance * float((at >= 0).sum()), fits & (source < 0)
+            num = int(fits.sum())
+            if num > 2 * by_chance and num * np.log(num / max(by_chance, 1e-3)) - num + by_chance > MIN_FIT_NATS:
+                source[fits], lags[lag] = at[fits], num
         num = int((source >= 0).sum())
         if num > max(off.sum() / 4, 4):
             # If both tokens of a pair are off, the pair fits both sides, and the engine's values count as displaced.
@@ -255,10 +261,8 @@ def _of_neighbours(
     there, off, ids = source >= 0, nobodys(data), data.sample.tokens[data.keep]
     run = np.cumsum(np.r_[True, (np.diff(off) != 0) | (np.diff(data.seq) != 0)]) - 1
     beside = off & ~there & (np.bincount(run, there)[run] > 0)
-    moved, same = (
-        np.abs(_at(side.others, source) - side.values),
-        (ids == ids[source]) & (side.values == side.values[source]),
-    )
+    moved = np.abs(_at(side.others, source) - side.values)
+    same = (ids == ids[source]) & (side.values == side.values[source])
     ordered = sorted(lags, key=lambda lag: -lags[lag])
     numbers: dict[str, Number] = {**side.names, **counts(data, there), "cause": "neighbour", "lag": ordered[0]}
     numbers |= {"lags": ", ".join(map(str, ordered)), "num_beside": int(beside.sum())}

@@ -306,7 +306,8 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
         if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
         # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
-        # -0.3133. If the value is that of one or two ids, as of padding, it must be rarer than any other value.
+        # -0.3133. The value of only one or two ids, such as padding's, must be far more frequent than
+        # any nearby value.
         few = num_ids < FEW_CONSTANTS
         usual = _repeats(side.values[~where], value, 0.5, 1.0 if few else 0.9)
         if (num if few else min(num, num_ids)) <= _REPEATED_FACTOR * usual:

@@ -397,7 +397,8 @@ def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
     usual = _temperatures(data).get("recorded_sampling", 1.0)
     if data.entropy is None or usual <= 0 or recorded_filter(data):
         return None
-    factor = np.abs(1 / np.nan_to_num(data.sample.settings["temperature"][data.seq], nan=usual) - 1)
+    recorded = data.sample.settings["temperature"][data.seq]
+    factor = np.abs(1 / np.where(recorded > 0, recorded, usual) - 1)
     side = lowered if usual < 1 else raised
     size, expected = np.abs(data.d), factor * data.entropy
     slope, correlation = float(size.mean() / max(expected.mean(), 1e-9)), pearson(size, expected)
