@@ -19,7 +19,7 @@ from ...advice import Advice
 from .. import commands
 from ..features import Side, counts, sides
 from ..finding import Fault, Hypothesis, Number, located, nobodys, predicting, unexplained
-from ..pair_data import PairData, allowed_noise, once, value_rounding
+from ..pair_data import PairData, allowed_noise, logit_error, once, value_rounding
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
@@ -229,7 +229,8 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Explain values that rounding cannot explain by the other side's values for tokens up to three places away."""
     off, found = nobodys(data), []
-    if not 5 <= off.sum() <= data.num_kept / 2:
+    # Values are known to be displaced only if most tokens agree.
+    if not 5 <= off.sum() <= data.num_kept / 2 or np.median(logit_error(data)[~off]) > allowed_noise(data):
         return []
     error = 4 * unexplained(data).sigma * data.scale + 2 * value_rounding(data)
 
@@ -248,8 +249,9 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
             num = int(fits.sum())
             if num > 2 * by_chance and num * np.log(num / max(by_chance, 1e-3)) - num + by_chance > MIN_FIT_NATS:
                 source[fits], lags[lag] = at[fits], num
-        num = int((source >= 0).sum())
-        if num > max(off.sum() / 4, 4):
+        there, num = source >= 0, int((source >= 0).sum())
+        left = np.abs(_at(side.others, source) - side.values)[there]
+        if num > max(off.sum() / 4, 4) and np.median(left) < 0.1 * np.median(np.abs(data.d[there])):
             # If both tokens of a pair are off, the pair fits both sides, and the engine's values count as displaced.
             found.append((num * (1.2 if side.own.name == ROLLOUT else 1.0), side, source, lags))
     return [_of_neighbours(data, where, *max(found, key=lambda each: each[0])[1:])] if found else []
