@@ -273,6 +273,8 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     for detect in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
         if not any(finding.fails for finding in (*found, *facts)):
             found += [each.finding for each in detect(data)]
+    if not any(finding.fails for finding in (*found, *facts)):
+        found += kinds.find_growth(data)
     found = sorted(found, key=lambda finding: not finding.fails) or ([] if facts else [kinds.rounding(data)])
     cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
     is_first = cut or (bool(found) and found[0].fails and found[0].weight > 0.5)
@@ -370,8 +372,9 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
     """Return explanations for the tokens inside the best places."""
     most = 0.97 * data.num_kept
     parts = [
-        each for each in placed if each.gain > MIN_GAIN_NATS and each.tokens.sum() < most and _is_part(each.finding)
-    ]
+        each for each in placed
+        if each.gain > MIN_GAIN_NATS and each.left is None and each.tokens.sum() < most and _is_part(each.finding)
+    ]  # fmt: skip
     for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
         if inside.num_kept < FEW:

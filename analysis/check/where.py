@@ -263,6 +263,15 @@ def _split(
     return (gain, kind, known, chosen_values, marked, there) if gain >= PLACE_NATS else None
 
 
+def onset_of(data: PairData, name: str) -> tuple[int, float] | None:
+    """Return the value of a token feature from which the mismatch is larger, and by which factor, if there is evidence."""
+    values, level = token_columns(data)[name], levels(data)
+    if (best := _split(name, values, level)) is None or best[1] != "from":
+        return None
+    _, _, known, chosen, marked, _ = best
+    return int(known[chosen.min()]), float(np.exp(level[marked].mean() - level[~marked].mean()))
+
+
 def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     whole = values.astype(np.int64) if values.dtype.kind in "bf" else None
     if whole is None or not len(whole) or (whole != values).any() or np.ptp(whole) > 4 * len(whole):

@@ -8,17 +8,18 @@ Shapes: S sequences (rows), R selected rows, T tokens in the longest row, K kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ....schemas.passes import ROLLOUT
 from ...advice import Advice
 from .. import commands
-from ..features import counts, sides
-from ..finding import Fault, Hypothesis, Number, located, predicting
-from ..pair_data import PairData, allowed_noise, once
+from ..features import Side, counts, sides
+from ..finding import Fault, Hypothesis, Number, located, nobodys, predicting, unexplained
+from ..pair_data import PairData, allowed_noise, logit_error, once, value_rounding
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
@@ -27,6 +28,10 @@ MIN_OFF_NATS = 0.05
 """Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
 REALIGNED_SHARE = 0.35
 """Maximum share of the difference that a correct shift or reversal leaves. A wrong shift leaves more than half."""
+MIN_FIT_NATS = 15.0
+"""Minimum evidence (nats) that more values fit the other side's at some distance than chance explains."""
+_FAR = 8
+"""Maximum distance (tokens) at which fits are counted. Those farther away than any of LAGS are due to chance."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
@@ -39,9 +44,18 @@ _AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_p
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
-    lag, where = numbers["lag"], where_text(numbers) if "feature" in numbers else ""
+    lag, where = numbers["lag"], f", {where_text(numbers)}," if "feature" in numbers else ""
     way = {"direction": "later", "which": "next"} if lag > 0 else {"direction": "earlier", "which": "previous"}
-    return {"tokens_off": f"{abs(lag)} token{'s' * (abs(lag) > 1)}", "where": where, **way}
+    tokens_off = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
+    whose = f"the {way['which']} token" if abs(lag) == 1 else f"the token {abs(lag)} places {way['direction']}"
+    if "," in str(numbers.get("lags", "")):
+        whose += f" (or the one at a distance of {numbers['lags'].partition(', ')[2]})"
+    more = "; they have its id, too, so the token was recorded twice" if numbers.get("is_repeated") else ""
+    if numbers.get("num_beside"):
+        more += (
+            f"; {numbers['num_beside']:,} values next to these belong to no token nearby, so probably to another row"
+        )
+    return {"tokens_off": tokens_off, "where": where, "whose": whose, "more_text": more, **way}
 
 
 def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -92,9 +106,8 @@ SHIFT = Fault(
         "differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, belong to the {which} token: on "
-        "average, they differ from the other side's value for that token by {moved:.2g} nats, and for their own token "
-        "by {size:.2g}",
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}{where} belong to {whose}: on average, they differ from "
+        "the other side's value for that token by {moved:.2g} nats, and for their own token by {size:.2g}{more_text}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
         "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
@@ -210,22 +223,55 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
     return next((name for name, each in known if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
-def find_neighbours(data: PairData, where: Sequence[Where]) -> Iterator[Hypothesis]:
-    """Explain the values at a place by those of the next or the previous token."""
-    tried = [place for place in where if place.inside.sum() >= 20 and place.inside.mean() <= 0.5]
-    beside = {lag: _lagged(_index(data), lag)[data.seq, data.position] for lag in (-1, 1)} if tried else {}
-    for place, lag, side in ((place, lag, side) for place in tried for lag in beside for side in sides(data)):
-        at = np.where(place.inside, beside[lag], -1)
-        there, moved = at >= 0, np.abs(_at(side.others, at) - side.values)
-        off, size = moved[there], np.abs(data.d[there])
-        by_chance = np.abs(side.others[np.random.default_rng(0).permutation(at[there])] - side.values[there])
-        if len(off) < 20 or np.median(off) > 0.1 * min(np.median(size), np.median(by_chance)):
-            continue
-        numbers = side.names | counts(data, there) | {**place.numbers, "cause": "neighbour", "lag": lag}
-        numbers |= {"moved": float(off.mean()), "size": float(size.mean())}
-        finding = SHIFT.finding(data, "neighbours", there, next=commands.far_tokens(data), numbers=numbers)
-        residual = np.where(there, np.sign(data.d) * moved, data.d)
-        yield predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there)
+def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+    """Explain values that rounding cannot explain by the other side's values for tokens up to three places away."""
+    off, found = nobodys(data), []
+    # Values are known to be displaced only if most tokens agree.
+    if not 5 <= off.sum() <= data.num_kept / 2 or np.median(logit_error(data)[~off]) > allowed_noise(data):
+        return []
+    error = 4 * unexplained(data).sigma * data.scale + 2 * value_rounding(data)
+
+    def fitting(side: Side, lag: int) -> tuple[np.ndarray, np.ndarray]:
+        at = np.where(off, _lagged(_index(data), lag)[data.seq, data.position], -1)
+        return at, (at >= 0) & (np.abs(_at(side.others, at) - side.values) < error[at])
+
+    for side in sides(data):
+        # How many fit by chance shows in values so far away that nothing displaces them there.
+        far = [fitting(side, lag) for lag in range(-_FAR, _FAR + 1) if abs(lag) > max(LAGS)]
+        chance = (sum(fits.sum() for _, fits in far) + 1) / (sum((at >= 0).sum() for at, _ in far) + 1)
+        source, lags = np.full(data.num_kept, -1), {}
+        for lag in sorted({*LAGS} - {0}, key=abs):
+            at, fits = fitting(side, lag)
+            by_chance, fits = chance * float((at >= 0).sum()), fits & (source < 0)
+            num = int(fits.sum())
+            if num > 2 * by_chance and num * np.log(num / max(by_chance, 1e-3)) - num + by_chance > MIN_FIT_NATS:
+                source[fits], lags[lag] = at[fits], num
+        there, num = source >= 0, int((source >= 0).sum())
+        left = np.abs(_at(side.others, source) - side.values)[there]
+        if num > max(off.sum() / 4, 4) and np.median(left) < 0.1 * np.median(np.abs(data.d[there])):
+            # If both tokens of a pair are off, the pair fits both sides, and the engine's values count as displaced.
+            found.append((num * (1.2 if side.own.name == ROLLOUT else 1.0), side, source, lags))
+    return [_of_neighbours(data, where, *max(found, key=lambda each: each[0])[1:])] if found else []
+
+
+def _of_neighbours(
+    data: PairData, where: Sequence[Where], side: Side, source: np.ndarray, lags: Mapping[int, int]
+) -> Hypothesis:
+    there, off, ids = source >= 0, nobodys(data), data.sample.tokens[data.keep]
+    run = np.cumsum(np.r_[True, (np.diff(off) != 0) | (np.diff(data.seq) != 0)]) - 1
+    beside = off & ~there & (np.bincount(run, there)[run] > 0)
+    moved = np.abs(_at(side.others, source) - side.values)
+    same = (ids == ids[source]) & (side.values == side.values[source])
+    ordered = sorted(lags, key=lambda lag: -lags[lag])
+    numbers: dict[str, Number] = {**side.names, **counts(data, there), "cause": "neighbour", "lag": ordered[0]}
+    numbers |= {"lags": ", ".join(map(str, ordered)), "num_beside": int(beside.sum())}
+    numbers |= {"moved": float(moved[there].mean()), "size": float(np.abs(data.d[there]).mean())}
+    numbers |= {"is_repeated": int(same[there].mean() > 0.9)}
+    tokens = there | beside
+    alike = [place for place in where if (place.inside & tokens).sum() > 0.7 * (place.inside | tokens).sum()]
+    numbers |= alike[0].numbers if alike else {}
+    finding = SHIFT.finding(data, "neighbours", tokens, next=commands.far_tokens(data), numbers=numbers)
+    return predicting(data, finding, np.where(there, np.sign(data.d) * moved, data.d), 8.0, tokens)
 
 
 def _reversed(data: PairData) -> Hypothesis | None:

@@ -62,7 +62,7 @@ _REASONS = {
     "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",
     "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, and all these tokens are the last of their "
     "response, so they were appended after sampling",
-    "after_end": "; these tokens follow the response's first end token, so padding is included in the loss",
+    "after_end": "; these tokens{ids_text} reach to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
 }
@@ -95,7 +95,12 @@ def _displaced(num_late: int) -> str:
 
 
 _WORDS = {
-    "missing": _at, "missing_in_both": _at, "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
+    "missing": _at, "missing_in_both": _at,
+    "constant": lambda n: {
+        "reason_text": _REASONS[n["reason"]].format_map(
+            {**n, "ids_text": f", all with id {n['token_id']}," if "token_id" in n else ""}
+        )
+    },
     "equal_bits": lambda n: {"contracts_text": _CONTRACTS[n["contracts_known"]]},
     "equal_against_contracts": _differences, "copied_rows": _differences,
     "shifted_mask": lambda n: {"displaced_text": n.get("cause") or _displaced(int(n["num_late"]))},
@@ -263,7 +268,9 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                if value == 0.0 and far.sum() < 0.02 * where.sum():  # a token with probability 1 has a logprob of 0
+                # A token with probability 1 has a logprob of 0, and a 16-bit value is right at some tokens by chance.
+                is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
+                if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
                 finding = _constant(data, side, value, where)
                 yield predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where)
@@ -303,11 +310,15 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
     if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
         return False
     if value != 0.0:
-        num = min(len(np.unique(kind[where])) for kind in (ids, data.sample.prefix_keys[data.keep]))
+        num_ids, num = (len(np.unique(kind[where])) for kind in (ids, data.sample.prefix_keys[data.keep]))
         if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
-        # 16-bit logits repeat values: the likelier of two tokens whose logits differ by 1 has a logprob of -0.3133.
-        if num <= _REPEATED_FACTOR * _repeats(side.values[~where], value, 0.5):
+        # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
+        # -0.3133. The value of only one or two ids, such as padding's, must be far more frequent than
+        # any nearby value.
+        few = num_ids < FEW_CONSTANTS
+        usual = _repeats(side.values[~where], value, 0.5, 1.0 if few else 0.9)
+        if (num if few else min(num, num_ids)) <= _REPEATED_FACTOR * usual:
             return False
     elsewhere = np.abs(side.others[~where] - value)
     if value == 0.0:  # correct if the token has probability 1 or is alone in its nucleus
@@ -347,6 +358,7 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
     fault = TRUNCATION if is_cut else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
     numbers = side.names | counts(data, where) | {"value": value, "num_ids": len(ids), "other_mean": mean}
     numbers |= {"other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason, "cause": cause}
+    numbers |= {"token_id": int(ids[0])} if len(ids) == 1 else {}
     effect, next = float(np.sqrt(np.mean(off**2))), commands.tokens(data, f"logprob_{side.key} {chosen}")
     return fault.finding(data, cause if is_cut else "constant", where, effect=effect, next=next, numbers=numbers)
 
@@ -384,9 +396,9 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     return _repeats(data.a[~where], value, width)
 
 
-def _repeats(logprobs: np.ndarray, value: float, width: float) -> float:
+def _repeats(logprobs: np.ndarray, value: float, width: float, quantile: float = 0.9) -> float:
     _, num = np.unique(logprobs[np.abs(logprobs - value) < width], return_counts=True)
-    return float(np.quantile(num, 0.9)) if len(num) else 1.0
+    return float(np.quantile(num, quantile)) if len(num) else 1.0
 
 
 def find_constant_rows(data: PairData) -> Iterator[Hypothesis]:

@@ -74,12 +74,16 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "divided": "{side}'s logprobs are those of temperature 1, divided by {temperature:g} but not normalised again: "
+        "they differ from {other}'s nearly always in the same direction, by {slope:.2g} times 1/T - 1 times the entropy "
+        "(correlation {correlation:.2f}), where T is the recorded temperature",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
         "({num_values} different ones, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
         "{other} uses one temperature for all rows",
     },
     words={"scaled_logits": _recorded_temperatures},
-    causes={"scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"},
+    causes={"divided": "one side's logprobs are divided by the temperature, but not normalised again",
+            "scale": "one side's logits are scaled, e.g. by a temperature, a soft cap, or a factor in the head or its norm"},
 )  # fmt: skip
 TRUNCATION = Fault(
     code="truncation",
@@ -353,6 +357,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     copies = round(float(np.exp(min(np.median(size), 10.0))))
     # The mass that other ids have differs between contexts, but not that of another sum over the same ids.
     is_same = copies > 1 and np.mean(np.abs(size - np.log(copies)) < allowed_noise(data) * data.scale) > 0.99
+    if divided := _divided(data, raised, lowered):
+        return [divided]
     if _is_cut(data, raised) and not is_same:
         fault, signal, known = TRUNCATION, "kept_mass", recorded_filter(data)
         next = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
@@ -368,6 +374,27 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     found = of_signs(data, finding, np.full(data.num_kept, raised.sign), 4.0)
     # An explanation that agrees with a recorded filter takes precedence.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised.own.name, size) else found]
+
+
+def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
+    """Explain d by logprobs ln p that one side divided by the recorded temperature T, while the other normalises p^(1/T).
+
+    Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution, which is at least its entropy
+    if T < 1 and at most if T > 1. Tokens that one side leaves out have no such relation to the temperature.
+    """
+    usual = _temperatures(data).get("recorded_sampling", 1.0)
+    if data.entropy is None or usual <= 0 or recorded_filter(data):
+        return None
+    recorded = data.sample.settings["temperature"][data.seq]
+    factor = np.abs(1 / np.where(recorded > 0, recorded, usual) - 1)
+    side = lowered if usual < 1 else raised
+    size, expected = np.abs(data.d), factor * data.entropy
+    slope, correlation = float(size.mean() / max(expected.mean(), 1e-9)), pearson(size, expected)
+    lowest, highest = (0.9, 2.5) if usual < 1 else (0.4, 1.1)
+    if not (lowest < slope < highest and correlation > 0.9):
+        return None
+    numbers = side.names | {"cause": "divided", "temperature": usual, "slope": slope, "correlation": correlation}
+    return certain(TEMPERATURE.finding(data, "divided", next=commands.tokens(data), numbers=numbers))
 
 
 def _smoothed(data: PairData, side: Side) -> Hypothesis:

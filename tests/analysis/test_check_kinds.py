@@ -1,0 +1,212 @@
+"""Kinds of faults that only a general property shows: repeated values, neighbours, entropies, and a course over steps."""
+
+import numpy as np
+import pytest
+from bigrams import BOTH_FP32, FP32, VLLM_BF16, Recording, bfloat16, in_float32, log_softmax, sample, table
+from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.faults import evidence_text
+from tim_trace.tracer.recorder import Recorder
+
+PADDING = 7
+SOFT = table(sharpness=1.5)
+
+
+def recorded(path, change, *, steps=4, logits=SOFT, contracts=BOTH_FP32, described=None, version=None, **options):
+    """Record steps whose responses and values `change(number, response, train, rollout, draw)` returns for each row."""
+    with Recorder(path) as recorder:
+        for name, contract in contracts.items():
+            recorder.add_contract(name, contract)
+        if described is not None:
+            recorder.describe(model={"config": described})
+        for number in range(1, steps + 1):
+            step, draw = sample(logits, number, **options), np.random.default_rng(number)
+            own = zip(step.responses, step.scored(), in_float32(step, number), strict=True)
+            rows = [change(number, *each, draw) for each in own]
+            known = {} if version is None else {"policy_version": version(number)}
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row[0].tolist() for row in rows], **known
+            )  # fmt: skip
+            recorder.add_scores("train", batch, logprobs=[row[1] for row in rows], **known)
+            recorder.add_scores("rollout", batch, logprobs=[row[2] for row in rows])
+    return check(path)
+
+
+# --- Placeholders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "rounded"), [(-2.5, np.asarray), (-1.0, bfloat16)])
+def test_padding_with_one_id_and_one_value_is_no_bias_on_this_id(tmp_path, value, rounded):
+    def padded(number, response, train, rollout, draw):
+        num = int(draw.integers(2, 20)) * (draw.random() < 0.4)
+        low = draw.normal(-9, 1, num).astype(np.float32)
+        padding = np.full(num, value, np.float32)
+        return np.r_[response, np.full(num, PADDING)], np.r_[train, low], np.r_[rounded(rollout), padding]
+
+    first = recorded(tmp_path / "trace", padded).findings[0]
+    assert (first.code, first.signal, first.numbers["reason"]) == ("mask", "constant", "after_end")
+    assert first.numbers["value"] == value
+    assert f"all with id {PADDING}, reach to the end of their responses" in evidence_text(first)
+
+
+def test_the_values_of_a_frequent_pair_of_tokens_are_no_placeholder(tmp_path):
+    """After the same token, a token has one value, whatever the other side does."""
+
+    def wrong(number, response, train, rollout, draw):
+        pair = (response[1:] == 3) & (response[:-1] == 5)
+        return response, train - np.r_[False, pair] * draw.uniform(3, 6, len(train)).astype(np.float32), rollout
+
+    logits = SOFT.copy()
+    logits[:, 5] += 2.0
+    logits[5, 3] += 8.0
+    found = recorded(tmp_path / "trace", wrong, logits=logits)
+    assert not found.is_valid
+    assert not {"placeholders", "mask"} & {each.code for each in found.findings}
+
+
+# --- Values of neighbours --------------------------------------------------------------------------------------------------
+
+
+def test_a_token_that_is_recorded_twice_is_named(tmp_path):
+    rows = []
+
+    def doubled(number, response, train, rollout, draw):
+        if draw.random() < 0.8:
+            return response, train, rollout
+        at = int(draw.integers(2, len(response) - 2))
+        twice = np.r_[np.arange(at), at - 1, np.arange(at, len(response))]
+        rows.append(at)
+        low = np.float32(draw.uniform(-9, -4))
+        return response[twice], np.where(np.arange(len(twice)) == at, low, train[twice]), rollout[twice]
+
+    found = recorded(tmp_path / "trace", doubled)
+    first, *others = found.findings
+    assert (first.code, first.signal, first.numbers["side"]) == ("shift", "neighbours", "rollout")
+    assert (first.numbers["lag"], first.numbers["num_tokens"]) == (-1, len(rows))
+    assert "recorded twice" in evidence_text(first)
+    assert not any(each.fails for each in others)
+
+
+@pytest.mark.parametrize("side", ["train", "rollout"])
+def test_short_runs_with_the_values_of_earlier_tokens_are_no_other_tokenisation(tmp_path, side):
+    def offset(number, response, train, rollout, draw):
+        values, right = (np.array(rollout), rollout) if side == "rollout" else (np.array(train), train)
+        at = 1
+        while (at := at + int(draw.integers(6, 16))) < len(values) - 5:
+            num = int(draw.integers(2, 5))
+            values[at : at + num] = right[at - 2 : at + num - 2]
+        return (response, train, values) if side == "rollout" else (response, values, rollout)
+
+    found = recorded(tmp_path / "trace", offset, steps=6)
+    first = found.findings[0]
+    assert (first.code, first.signal, first.numbers["side"], first.numbers["lag"]) == ("shift", "neighbours", side, -2)
+    assert "the token 2 places earlier" in evidence_text(first)
+
+
+def test_the_first_values_of_such_runs_can_belong_to_another_row(tmp_path):
+    def offset(number, response, train, rollout, draw):
+        values, at = np.array(rollout), 1
+        while (at := at + int(draw.integers(6, 16))) < len(values) - 5:
+            num = int(draw.integers(2, 5))
+            values[at : at + num] = np.r_[np.float32(-draw.exponential(3.0)), rollout[at : at + num - 1]]
+        return response, train, values
+
+    first, *others = recorded(tmp_path / "trace", offset, steps=6).findings
+    assert (first.code, first.numbers["lag"]) == ("shift", -1)
+    assert 0.2 * first.numbers["num_tokens"] < first.numbers["num_beside"] < first.numbers["num_tokens"]
+    assert "retokenised" not in {each.code for each in others}
+
+
+def test_other_wrong_values_belong_to_no_neighbour(tmp_path):
+    def wrong(number, response, train, rollout, draw):
+        off = draw.random(len(rollout)) < 0.05
+        return response, train, np.where(off, -draw.exponential(2.0, len(rollout)), rollout).astype(np.float32)
+
+    found = recorded(tmp_path / "trace", wrong, steps=6)
+    assert not found.is_valid
+    assert "shift" not in {each.code for each in found.findings}
+
+
+# --- Logprobs divided by the temperature -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_logprobs_divided_by_the_temperature_are_no_extra_vocabulary(tmp_path, temperature):
+    run = Recording(
+        weights=lambda number: table() / temperature,
+        rollout=lambda step, number: [row / np.float32(temperature) for row in step.scored(step.logits * temperature)],
+        sequences=lambda step, number: {"temperature": temperature}, contracts=BOTH_FP32,
+    )  # fmt: skip
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.signal, first.numbers["side"]) == ("temperature", "divided", "rollout")
+    assert first.numbers["temperature"] == pytest.approx(temperature)
+    assert "not normalised again" in evidence_text(first)
+
+
+def test_extra_vocabulary_at_a_recorded_temperature_stays_that(tmp_path):
+    def rollout(step, number):
+        wide = np.concatenate([step.logits, np.zeros((len(step.logits), 40), np.float32)], axis=1)
+        scores, rows = log_softmax(wide), zip(step.prompts, step.responses, strict=True)
+        return [scores[np.r_[p[-1:], r[:-1]].astype(int), r].astype(np.float32) for p, r in rows]
+
+    run = Recording(rollout=rollout, sequences=lambda step, number: {"temperature": 0.6}, contracts=BOTH_FP32)
+    assert check(run.write(tmp_path / "trace")).findings[0].code == "padded_vocabulary"
+
+
+# --- Growth and onset below the largest possible rounding -----------------------------------------------------------------
+
+BF16 = {"train": FP32, "rollout": VLLM_BF16}
+
+
+def rounded(size):
+    """Change the engine's logprobs by errors of the logit of `size(number, position)` nats."""
+
+    def change(number, response, train, rollout, draw):
+        error = draw.normal(size=len(train)) * size(number, np.arange(len(train)))
+        return response, train, np.minimum(train + np.expm1(train) * error, -1e-6).astype(np.float32)
+
+    return change
+
+
+def test_a_mismatch_that_grows_with_the_updates_on_policy_is_no_rounding(tmp_path):
+    path, growing = tmp_path / "trace", rounded(lambda number, position: 0.005 * number)
+    first = recorded(path, growing, steps=5, contracts=BF16, version=lambda number: number - 1).findings[0]
+    assert (first.code, first.signal, first.broken) == ("weights_differ", "grows", "engine")
+    assert first.numbers["ratio"] == pytest.approx(5, rel=0.3)
+    assert "same policy version" in evidence_text(first)
+
+
+@pytest.mark.parametrize(
+    ("size", "version"),
+    [
+        (lambda number, position: 0.005 * number, None),  # the recording does not say that the engine is up to date
+        (lambda number, position: 0.005 * (1 + 0.1 * number), lambda number: number - 1),
+        (lambda number, position: 0.005 * (1 + number % 2), lambda number: number - 1),  # no course
+    ],
+)
+def test_rounding_that_varies_between_steps_is_no_fault(tmp_path, size, version):
+    assert recorded(tmp_path / "trace", rounded(size), steps=6, contracts=BF16, version=version).is_valid
+
+
+def test_rounding_that_grows_while_the_policy_becomes_sharper_is_no_fault(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for name, contract in BF16.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 6):
+            step, draw = sample(table(sharpness=1.0 + 0.6 * number), number), np.random.default_rng(number)
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], policy_version=number - 1,
+                response_ids=[row.tolist() for row in step.responses],
+            )  # fmt: skip
+            change = rounded(lambda number, position: 0.005 * number)
+            rows = [change(number, None, row, row, draw) for row in step.scored()]
+            recorder.add_scores("train", batch, logprobs=[row[1] for row in rows], policy_version=number - 1)
+            recorder.add_scores("rollout", batch, logprobs=[row[2] for row in rows])
+    assert check(tmp_path / "trace").is_valid
+
+
+@pytest.mark.parametrize(("window", "is_told"), [(19, True), (28, False)])
+def test_rounding_that_begins_to_grow_at_the_recorded_window_is_told(tmp_path, window, is_told):
+    change = rounded(lambda number, position: np.where(position + 4 >= 20, 0.015, 0.006))
+    found = recorded(tmp_path / "trace", change, steps=6, contracts=BF16, described={"sliding_window": window})
+    assert found.is_valid
+    assert ("the recorded sliding_window of 19" in evidence_text(found.findings[0])) == is_told
