@@ -905,7 +905,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--loss", metavar="KIND|FIELDS",
-    help="Override the recorded loss: ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo, and fields to set, e.g. "
+    help="Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or both, e.g. "
     "gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence

@@ -53,7 +53,9 @@ def shown_outputs(page: str, text: str) -> list[ShownOutput]:
 def _shown(page: str, match: re.Match[str]) -> ShownOutput:
     lines = match["body"].splitlines()
     if not lines or not lines[0].startswith("$ tim-trace "):
-        raise ValueError(f"{page}: an output must begin with its command, e.g. $ tim-trace info runs/demo")
+        raise ValueError(
+            f"{page}: each output must begin with the command that printed it, e.g. $ tim-trace info runs/demo"
+        )
     length = 1
     while '"' in lines[0] and "\n".join(lines[:length]).count('"') % 2:
         length += 1

@@ -105,7 +105,7 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss can clip ratios. To test single tokens, use analysis.statistics.loss.is_clipped."""
+        """True if the loss can clip ratios. For each token, use analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property

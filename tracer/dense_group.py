@@ -42,7 +42,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     segment = Segment.parse(name)
     if segment is None:
         raise InvalidRecord(
-            f"{group!r} is not a Zarr group of a trace. Pass a value from the column `dense` of `scores`"
+            f"{group!r} is not a Zarr group in a trace. Pass a value from the `dense` column of `scores`"
         )
     check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would point outside the trace
     if is_sealed(store, segment):

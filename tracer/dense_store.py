@@ -210,7 +210,7 @@ def _are_sizes(values: Any) -> bool:
 
 def _names(codecs: Any) -> list[str]:
     if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
-        raise ValueError("it has no codecs, or too many")
+        raise ValueError("the array has no codecs, or too many")
     for codec in codecs:
         if codec["name"] not in CODECS:
             raise ValueError(f"its codec {codec['name']!r:.80} is not one of {', '.join(CODECS)}")

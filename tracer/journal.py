@@ -231,7 +231,7 @@ def _is_compressed(metadata: bytes) -> bool:
         message = struct.unpack_from("<I", metadata, 0)[0]
         kind, header = field(message, _HEADER_TYPE), field(message, _HEADER)
         if kind is None or header is None or metadata[kind] != _RECORD_BATCH:
-            raise ValueError("it is not a record batch")
+            raise ValueError("the message is not a record batch")
         return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
         raise ValueError("it is not an Arrow message") from error

@@ -51,7 +51,7 @@ GROUP BY step ORDER BY step
 """
 _MASKED = "coalesce(sum(num_response_tokens - list_sum(response_mask::TINYINT[])), 0) / sum(num_response_tokens) AS share_masked"
 _ADVANTAGES = """
-SELECT step, CASE WHEN abs(avg(advantage)) < 1e-6 * greatest(max(abs(advantage)), max(abs(reward))) THEN 0 ELSE avg(advantage) END
+SELECT step, CASE WHEN abs(avg(advantage)) < 1e-6 * greatest(max(abs(advantage)), max(abs(reward))) THEN 0 ELSE favg(advantage) END
            AS advantage_mean,
        CASE WHEN stddev_samp(rewarded) > 1e-9 AND stddev_samp(moved) > 1e-9 THEN round(corr(rewarded, moved), 9) END
            AS advantage_correlation,

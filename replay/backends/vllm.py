@@ -69,7 +69,7 @@ class VllmEngine:
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
         """Reload the weights in place if possible. Return True if all of the engine's tensors then match."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On CPU, vLLM would keep using the packed experts of the first version.
+        # On CPU, vLLM would keep using the experts that it packed from the first weights.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False

@@ -42,8 +42,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Judge an attention core on the execution's queries, keys and values [1, N, T, D]. Return its recorded
-        output."""
+        """Check an attention core against the recorded queries, keys and values [1, N, T, D]. Return the recorded output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)

@@ -31,7 +31,7 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings that produced a worker's logprobs, computed in the `loss` or before it (`recomputed`)."""
+    """Return the settings that produced a worker's logprobs. `source` is `loss` if the loss computed them, else `recomputed`."""
     settings = engine.engine_config
     model = _model(engine)
     kind = "micro_batch_size_per_gpu", "max_token_len_per_gpu"
