@@ -124,7 +124,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     lines = [_labelled(name, text, width) for name, text in answers.items() if text]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
     advice = [*of_suspects[:1], *found.next]
-    lines += [_labelled("next", each, None) for each in dict.fromkeys(str(one) for one in advice[:2])]
+    lines += [_labelled("next", each, None) for each in list(dict.fromkeys(map(str, advice)))[:2]]
     return "\n".join(lines)
 
 
