@@ -501,11 +501,8 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
         return
     explanation = _copies(sample.steps[full], rows, first[rows], place[full])
     part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
-    numbers: dict[str, Any] = {
-        "num_asked": int(part.sum()),
-        "expected": expected(part),
-        "notice": not np.isfinite(temperature).any(),
-    }
+    numbers: dict[str, Any] = {"num_asked": int(part.sum()), "expected": expected(part)}
+    numbers |= {"notice": not np.isfinite(temperature).any()}
     numbers["explanation"] = explanation or "several rows share a seed or rows were reused"
     yield from find("samples_repeat", again[part], rows=full[part], **numbers)
 
@@ -513,7 +510,8 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
 def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
     """Explain why `rows` [K] repeat the rows `first` [K] (indices of rows), if their `place` [N] in a step tells."""
     if (steps[rows] == steps[first]).all():
-        num, size = count_of(steps[rows] - steps[0]), count_of(steps - steps[0])[rows]
+        at = np.unique(steps, return_inverse=True)[1]
+        num, size = count_of(at[rows]), count_of(at)[rows]
         if (place[first] < num).all() and (place[rows] - place[first] == size - num).all():
             return "batches are filled up with copies of their first rows"
         apart = np.unique(place[rows] - place[first])

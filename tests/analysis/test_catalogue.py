@@ -299,7 +299,7 @@ def test_the_course_has_the_run_s_quantities_by_step(tmp_path):
             )  # fmt: skip
             lengths = [1, 1, 2, 1] if step == 1 else [1] * 4
             recorder.add_scores("rollout", batch, logprobs=[[-1.0] * n for n in lengths])
-            recorder.add_scores("train", batch, logprobs=[[-1.5] * n for n in lengths])
+            recorder.add_scores("train", batch, logprobs=[[-1.5] * n for n in lengths], policy_version=step - 1)
             recorder.add_metrics(step, {"actor/grad_norm": 2.0 * step, "hyperparameter/lr": 9.0, "actor/lr": 0.5})
     first, second = rows(tmp_path / "run", "course")
     close(first, {"num_sequences": 4, "mean_reward": 0.375, "share_top_reward": 0.25, "share_top_response": 0.75,

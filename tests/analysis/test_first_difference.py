@@ -399,7 +399,7 @@ def rows(step=1, n=10, **columns):
         "first_advantage": place % 4 - 1.5, "length": 10.0 + place, "likelihood": -1 - place / 100,
         "sampled": -1 - place / 100, "reference": -1 - place**2 / 1000, "ending": np.zeros(n, int),
         "goes_on": np.zeros(n, bool), "is_ended": np.zeros(n, bool), "num_masked": np.zeros(n), "opening": np.arange(n),
-        "opening_trained": np.zeros(n), "opening_sampled": np.zeros(n),
+        "opening_trained": np.zeros(n), "opening_sampled": np.zeros(n), "opening_reference": np.zeros(n),
     }  # fmt: skip
     return Rollouts(**usual | columns)
 

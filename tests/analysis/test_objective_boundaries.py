@@ -217,13 +217,13 @@ def test_changes_need_twelve_steps(num_steps, code):
 def test_what_moved_first():
     apart = {"reward": [change(9)], "length": [change(20, before=3.0)]}
     assert told(changes=apart) == (
-        ["moved_first"], ("reward (jumps at step 9; 1 to 2) changed first, before length.",)
+        ["moved_first"], ("reward (rises at step 9; 1 to 2) changed first, before length.",)
     )  # fmt: skip
     together = {"reward": [change(9, margin=2)], "length": [change(10)]}
     codes_, (words,) = told(changes=together)
     assert codes_ == ["first_undecided"]
     assert words.startswith(
-        "Could not determine which changed first: reward (jumps at step 9, 95% CI 7-11; 1 to 2); length"
+        "Could not determine which changed first: reward (rises at step 9, 95% CI 7-11; 1 to 2); length"
     )
 
 

@@ -531,4 +531,5 @@ def test_a_reference_that_suddenly_is_unrelated_to_the_trainer_is_told(tmp_path,
     assert bool(told) == is_told
     if is_told:
         assert abs(told[0].values["step"] - AT) <= 1
-        assert found.suspects[0].code == "reference"
+        (suspect,) = (one for one in found.suspects if one.code == "reference")
+        assert (suspect.for_it[0].code, suspect.for_it[0].points > 2) == ("reference_unrelated", True)
