@@ -144,7 +144,7 @@ _NEAR_STEPS = 4
 
 
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the reference logprobs suddenly stop to resemble the trainer's, although the trainer's hardly change.
+    """Yield whether the reference logprobs suddenly stop resembling the trainer's, although the trainer's hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """

@@ -704,8 +704,9 @@ def rounding(data: PairData) -> Finding:
 
 def _window(data: PairData) -> dict[str, Number]:
     """Return the recorded attention window, if the mismatch becomes larger at exactly the first token that exceeds it."""
-    begins = onset_of(data, "total_position") if data.num_kept >= FEW_TOKENS else None
-    for setting, window in named(data.model.get("config") or {}, *_WINDOWS).items():
+    recorded = named(data.model.get("config") or {}, *_WINDOWS)
+    begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
+    for setting, window in recorded.items():
         # The logprob of a token is computed one position before it.
         if begins is not None and isinstance(window, int) and begins[0] - window in (0, 1):
             return {"setting": setting, "window": window, "onset": begins[0], "times": begins[1]}
