@@ -26,9 +26,10 @@ from .where import rank_of, row_columns, shared_by
 _BATCH, _UNSIGNED = "a constant for the whole batch", "absolute values"
 HALVES = "the mean over the row's half of the group"
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
+_BY_RANK = "a value for each rank within the group"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
-    "multiplied by the response length": "advantages_by_length", HALVES: "baseline",
+    "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
 }  # fmt: skip
 """Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
 PADDED = "their mean over the batch's tokens and padding"
@@ -344,6 +345,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     groups = 1 + rows.of_step(np.maximum, g) - first
     own = [rows.x, rows.x / rows.spread]
     yield _LEAVE_ONE_OUT, [_left_out(r, g)]
+    yield _BY_RANK, [_by_rank(rows)]
 
     def moments(values: np.ndarray, label: np.ndarray, chosen: np.ndarray | None = None) -> list[np.ndarray]:
         weight = np.ones(len(label)) if chosen is None else chosen
@@ -384,6 +386,19 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         yield name.replace("rewards", "advantages"), [np.append(each, np.nan)[place] for each in own]
 
 
+def _by_rank(rows: _Rows) -> np.ndarray:
+    """Return the mean advantage, [N], of the rows of the run with the same rank by reward in a group of the same size.
+
+    Rows with equal rewards rank by advantage. NaN for rows of groups with equal rewards.
+    """
+    order = np.lexsort((rows.a, rows.r, rows.g))
+    rank = np.empty(len(order), np.int64)
+    rank[order] = rank_of(rows.g[order])
+    varies = np.isfinite(rows.spread)
+    label = np.where(varies, 1 + rank + int(rows.n.max()) * rows.n, 0)
+    return np.where(varies, mean_of(label, rows.a), np.nan)
+
+
 def _factor(rows: _Rows) -> np.ndarray:
     """Return the scale of each step's advantages, [S], or NaN if a usual normalisation explains it or none fits."""
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
@@ -395,11 +410,16 @@ def _factor(rows: _Rows) -> np.ndarray:
         (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
     )  # fmt: skip
     factor, is_usual = np.full(len(few), np.nan), np.zeros(len(few), bool)
+    plain = factor
     for given, low, high in usual:
         p, fits = np.nan_to_num(given), rows.fit(given) > 0.999
         own = rows.sums(p * rows.a) / np.maximum(rows.sums(p * p), 1e-300)
         factor = np.where(fits, own, factor)
+        plain = np.where(fits, own, plain) if given is x else plain
         is_usual |= fits & (own > 0.9 * low) & (own < 1.1 * high)
+    if (unusual := np.isfinite(factor) & ~is_usual).any():
+        # A constant factor explains a step better than a normalisation that fits it by chance.
+        is_usual &= ~(np.abs(plain / np.median(factor[unusual]) - 1) < CLOSE)
     return np.where(is_usual, np.nan, factor)
 
 
@@ -557,8 +577,12 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
         "correlation": correlation, "error": error, "low": values.min(), "high": values.max(), "explanation": name,
     }  # fmt: skip
+    # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
+    is_elsewhere_unknown = (rules.name == "").sum() > max(0.05 * num_judged, (rules.name == "own").sum())
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
+    elif name == _BATCH and is_elsewhere_unknown:
+        yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
     elif name == _BATCH:
         # If all groups in a step have the same mean, the batch rule fits as well as the group-mean rule.
         off |= (rules.name == "own") & (data.fit(r) > 0.999)

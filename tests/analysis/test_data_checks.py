@@ -35,6 +35,15 @@ def grpo(reward, group=GROUP, ddof=1, eps=1e-4):
     return centred(reward, group) / (spread(reward, group, ddof) + eps)
 
 
+def pairs(reward):
+    """1 for the best and -1 for the worst response of a group, 0 for the others."""
+    rows = reward.reshape(-1, IN_GROUP)
+    chosen, places = np.zeros(rows.shape), np.arange(GROUPS)
+    chosen[places, rows.argmax(1)] += rows.max(1) > rows.min(1)
+    chosen[places, rows.argmin(1)] -= rows.max(1) > rows.min(1)
+    return chosen.ravel()
+
+
 def binary(step, number, draw):
     """Passes by group-wise difficulty."""
     return (draw.random(len(GROUP)) < draw.uniform(0.2, 0.8, GROUPS)[GROUP]).astype(float)
@@ -314,6 +323,9 @@ FAULTS = {
     "zero from 6": ("advantages_constant", 6, {"advantage": since(6, lambda r: 0 * r)}),
     "scale": ("advantages_scaled", None, {"advantage": lambda r, n: 10 * grpo(r)}),
     "scale from 5": ("advantages_scaled", 5, {"advantage": since(5, lambda r: 30 * grpo(r)), "reward": graded}),
+    "a constant scale": ("advantages_scaled", None, {"advantage": lambda r, n: centred(r) * 16 / 7, "reward": lambda step, n, draw: graded(step, n, draw) * (4.0 if n < 5 else 40.0)}),
+    "best against worst": ("advantages_by_rank", None, {"advantage": lambda r, n: pairs(r), "reward": binary}),
+    "a baseline outside the trace": ("baseline_unknown", None, {"advantage": lambda r, n: r - (np.random.default_rng(n // 2).random(GROUPS) < 0.5 if n < 3 else np.ones(GROUPS))[GROUP], "reward": graded}),
     "clipped": ("advantages_clipped", None, {"advantage": lambda r, n: np.clip(grpo(r), -0.5, 1.5), "reward": graded}),
     "times length": ("advantages_by_length", None, {"advantage": lambda r, n: centred(r) * lengths_of(n), "reward": graded}),
     "halves of the group": ("baseline", None, {"advantage": lambda r, n: centred(r, HALVES), "reward": graded}),
@@ -347,6 +359,9 @@ FAULTS = {
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "a constant scale",
+    "best against worst",
+    "a baseline outside the trace",
     "decaying advantages",
     "whole batch",
     "no baseline",
