@@ -17,7 +17,7 @@ import numpy as np
 from .attribution import SUSPECTS, Evidence, Suspect
 from .divergence import SAMPLING, Divergence, first_divergence
 from .fact import Fact, fact
-from .looks import beside, engine, samples, training
+from .looks import beside, engine, losses, samples, training
 from .run_facts import Facts
 
 _OF_MISMATCH = (
@@ -65,7 +65,7 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 def table(facts: Facts) -> tuple[Fact, ...]:
     if facts.fall is None:
         return ()
-    return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL) for one in look(facts)])
+    return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL) for one in look(facts)])
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:

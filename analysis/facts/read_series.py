@@ -274,9 +274,13 @@ ESTIMATED = "estimated from "
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
     "learning_rate": ("learning_rate", "lr"),
+    "loss": ("loss", "total_loss"),
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
     "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
+
+_OF_OTHERS = re.compile(r"(^|[/._])(value|critic|kl|ref|reference|entropy|aux|balance|sft|reward_model|rm)[/._]")
+"""Prefixes of other models' metrics and of single terms, such as value/loss."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -295,7 +299,7 @@ SELECT name, count(DISTINCT step) FROM metrics
 WHERE run = $run AND step > 0 AND value IS NOT NULL AND name NOT LIKE 'hyperparameter/%'
 GROUP BY name
 """
-_OF_TRAINING = ("loss", *LAST_WORDS["grad_norm"], *LAST_WORDS["learning_rate"])
+_OF_TRAINING = (*LAST_WORDS["loss"], *LAST_WORDS["grad_norm"], *LAST_WORDS["learning_rate"])
 
 
 @cached
@@ -366,7 +370,7 @@ def _chosen(database: Database, run: str, has_tokens: bool) -> dict[str, str]:
     found = {}
     for series in dict.fromkeys((*NAMES, *averages)):
         ends = LAST_WORDS.get(series, ())
-        alike = [name for name in logged if re.split(r"[/.]", name)[-1] in ends]
+        alike = [name for name in logged if re.split(r"[/.]", name)[-1] in ends and not _OF_OTHERS.search(name)]
         named_so = [*NAMES.get(series, ()), *(bare.get(name, name) for name in averages.get(series, ())), *alike]
         name = next((name for name in named_so if name in logged), None)
         if name is not None:

@@ -53,10 +53,10 @@ OWNERS: dict[str, str] = {
     "rewards_of_last_step_part advantages_permuted_part",
     "data": "data_fault.data rewards_differ_by_group prompts_changed prompts_part",
     "truncation": "data_fault.truncation responses_capped stop_ignored rows_left_out endings_change responses_cut_off",
-    "reference": "data_fault.reference reference_unrelated loss_term_inverted.reference loss_term_oversized.reference loss_term_changes.reference loss_term.reference reference_changed returns_to_reference reference_parts gradient_grows",
+    "reference": "data_fault.reference reference_unrelated loss_term_inverted.reference loss_term_unusual.reference loss_term_oversized.reference loss_term_changes.reference loss_term.reference reference_changed returns_to_reference reference_parts gradient_grows",
     "advantages": "data_fault.advantages advantages_inverted advantages_of_other_sign advantages_changed.mean advantages_changed.burst advantages_part "
     "advantages_or_rewards_part",
-    "entropy": "loss_term_inverted.entropy loss_term_oversized.entropy loss_term_changes.entropy loss_term.entropy entropy_climbs entropy_collapses",
+    "entropy": "loss_term_inverted.entropy loss_term_unusual.entropy loss_term_oversized.entropy loss_term_changes.entropy loss_term.entropy entropy_climbs entropy_collapses",
     "length": "data_fault.length length_pays_since length_explains_rewards length_explains_first_rewards length_pays.moves length_costs.moves "
     "rewards_by_length_part",
     "unknown": "entropy_impossible tool_parts scoring_parts trainer_moves_first",

@@ -11,7 +11,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
 from .engine import is_farther_behind, weighs
-from .training import changed_term, read_loss_terms
+from .losses import FEWEST, changed_term, read_loss_terms
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -81,8 +81,7 @@ def loss_term(facts: Facts, control: Facts, parted: Divergence | None) -> Iterat
     (_, names, columns_SF, loss), (_, others, baseline_SF, baseline) = (
         read_loss_terms(run.database, run.pair) for run in (facts, control)
     )
-    fewest = 3 * len(names)
-    if np.array_equal(names, others) and min(len(loss), len(baseline)) >= fewest:
+    if np.array_equal(names, others) and min(len(loss), len(baseline)) >= FEWEST:
         both = np.concatenate([baseline_SF, columns_SF]), np.concatenate([baseline, loss])
         steps = np.full(len(both[1]), facts.steps[0])
         yield from changed_term(names, *both, steps, np.array([len(baseline)]), "loss_term")

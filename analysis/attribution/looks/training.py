@@ -1,32 +1,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.conditions import LOGGED, is_coefficient, is_learning_rate, read_conditions
-from ...facts.read_series import read_series
+from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
-from ...facts.rollouts import read_rollouts
-from ...trace.database import Database, cached
 from ...trace.macros import quoted
-from ...trace.source import Pair
 from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import suspect_of
-
-_KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
-_MOST_LEFT = 0.1
-"""Share of the logged loss's variance that its terms may leave unexplained."""
-_FEWEST_DIFFERENCES = 5
-_LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
-second applies where a changed term is compared with an added constant, which is inexact for the same reason."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -171,153 +157,4 @@ def _unrelated_since(facts: Facts) -> Iterator[Fact]:
         yield max(found, key=lambda one: one.level)
 
 
-def loss_terms(facts: Facts) -> Iterator[Fact]:
-    """Yield the loss term whose coefficient changes.
-
-    The logged loss is fitted as a weighted sum of the recorded terms, in which the coefficient of one term may change
-    once. The term and the step that give the best fit are reported.
-    """
-    assert facts.fall is not None
-    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    last, fewest = int(np.searchsorted(steps, facts.fall.latest, side="right")), 3 * len(names)
-    yield from changed_term(names, columns_SF, loss, steps, np.arange(fewest, min(last, len(steps) - fewest)))
-
-
-@cached
-def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return steps [S], the names [F] and values [S, F] of the loss terms, and the logged loss [S].
-
-    The policy's term is -mean(advantage), which assumes an importance ratio of 1. The last column is constant.
-    """
-    series, conditions, rows = (
-        read_series(database, pair=pair),
-        read_conditions(database),
-        read_rollouts(database, pair),
-    )
-    if "loss" not in series:
-        return np.empty(0, np.int64), np.array([""]), np.empty((0, 1)), np.empty(0)
-    distance = rows.likelihood - rows.reference
-    terms = [("entropy", series["entropy"].steps, series["entropy"].values)] if "entropy" in series else []
-    for weights in (None, rows.length):
-        steps, mean = rows.by_step(rows.advantage, weights)
-        terms += [("policy", steps, -mean), ("reference", *rows.by_step(distance, weights))]
-    terms += [
-        ("reference", one.steps, one.values)
-        for name, one in conditions.items()
-        if name == "reference_k3" or (one.kind == LOGGED and _KL.search(name))
-    ]
-    steps, loss = series["loss"].steps, series["loss"].values
-    kept, known = [], np.isfinite(loss)
-    for name, at, values in terms:
-        there, aligned = np.isin(at, steps), np.full(len(steps), np.nan)
-        aligned[np.searchsorted(steps, at[there])] = values[there]
-        if np.isfinite(aligned).mean() > 0.9:
-            kept.append((name, aligned))
-            known &= np.isfinite(aligned)
-    columns_SF = np.column_stack([*(values[known] for _, values in kept), np.ones(known.sum())])
-    return steps[known], np.array([*(name for name, _ in kept), ""]), columns_SF, loss[known]
-
-
-def changed_term(
-    names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, steps: np.ndarray, places: np.ndarray,
-    code: str = "loss_term_changes",
-) -> Iterator[Fact]:  # fmt: skip
-    """Yield the loss term whose coefficient changes at one of the rows `places`."""
-    if not len(places) or len(names) < 2:
-        return
-    columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0), 1e-30)
-    loss = loss / max(np.abs(loss).max(), 1e-30)
-    basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
-    basis_SK = basis_SK[:, sizes_K > 1e-6 * sizes_K[0]]
-    rest = loss - basis_SK @ (basis_SK.T @ loss)
-
-    def since(values: np.ndarray) -> np.ndarray:
-        """Return, for each of `places`, the sum of `values` from that row to the last."""
-        return np.asarray(np.cumsum(values[::-1], 0)[::-1][places])
-
-    spread, constant, left_FP = float(np.sum((loss - loss.mean()) ** 2)), float(rest @ rest), []
-    for column in columns_SF.T:
-        total = since(column**2)
-        new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part constant coefficients cannot fit
-        gain = np.divide(since(column * rest) ** 2, new, out=np.zeros(len(places)), where=new > 1e-9 * total)
-        left_FP.append(np.maximum(constant - gain, 0.0))
-    term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
-    left, shifted, name = float(left_FP[term][at]), float(np.min(left_FP[-1])), str(names[term])
-    if left < _MOST_LEFT * spread:
-        # The change is weak evidence if the loss fits nearly as well without it or with an added constant instead.
-        others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
-        level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
-        yield fact(code, level, name, term=name, step=int(steps[places[at]]))
-
-
-_SIGNS = {"reference": 1.0, "entropy": -1.0}
-"""Terms of a minimised loss -> sign of their coefficient."""
-_MOST_LEFT_OF_STEPS = 0.5
-"""Share of the variance of the loss's differences between steps that the terms may leave unexplained."""
-_LEAST_ERRORS = 4.0
-"""A coefficient counts only if it is larger than this many standard errors."""
-
-
-def coefficients(facts: Facts) -> Iterator[Fact]:
-    """Yield loss terms whose coefficient has the wrong sign, or is much larger than declared.
-
-    The coefficients are fitted to differences between successive steps, so that common trends do not count.
-    """
-    assert facts.fall is not None
-    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    since = steps >= facts.fall.interval[0] - ft.AHEAD
-    change = np.diff(loss[since])
-    if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
-        return
-    scale, changes_SF = float(np.abs(change).max()), np.diff(columns_SF[since], axis=0)
-    varies = np.count_nonzero(changes_SF, axis=0) >= _FEWEST_DIFFERENCES
-    choices = [(None, *np.flatnonzero(varies & (names == term))) for term in ("policy", *_SIGNS)]
-    fits = [
-        _fitted(changes_SF, change / scale, [at for at in chosen if at is not None]) for chosen in product(*choices)
-    ]
-    left, found = min(fits, key=lambda fit: fit[0])
-    for at, slope, errors in found:
-        term = str(names[at])
-        if term == "policy":
-            continue
-        level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
-        if slope * _SIGNS[term] < 0:
-            yield fact("loss_term_inverted", level, term, term=term, coefficient=slope * scale)
-        elif declared := [
-            abs(value) for name, value in facts.settings.items() if _is_coefficient_of(term, name, value)
-        ]:
-            size = of_ratio(abs(slope * scale), 3 * max(*declared, 1e-6), 10.0)
-            values = {"coefficient": slope * scale, "declared": max(declared)}
-            yield fact("loss_term_oversized", level * max(size, 0.0), term, term=term, **values)
-
-
-def _fitted(
-    columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
-) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `values` [S] by the chosen columns.
-
-    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its place, its
-    coefficient, and the coefficient in standard errors.
-    """
-    free = len(values) - len(chosen)
-    if not chosen or free < _FEWEST_DIFFERENCES:
-        return 1.0, []
-    scales = np.abs(columns_SF[:, chosen]).max(0)
-    columns = columns_SF[:, chosen] / scales
-    q, r = np.linalg.qr(columns)
-    if np.abs(np.diag(r)).min() < 1e-6:
-        return 1.0, []
-    inverse = np.linalg.inv(r)
-    slopes = inverse @ (q.T @ values)
-    variance = float(np.sum((values - columns @ slopes) ** 2)) / free
-    errors = np.sqrt(np.maximum(variance * np.sum(inverse**2, 1), 1e-300))
-    left = variance * len(values) / float(values @ values)
-    return left, list(zip(chosen, (slopes / scales).tolist(), (np.abs(slopes) / errors).tolist(), strict=True))
-
-
-def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
-    is_coefficient_name = is_coefficient(setting) or setting.endswith("beta")
-    return is_coefficient_name and suspect_of(setting) == term and isinstance(value, float)
-
-
-ALL = (settings, rate, updates, entropy, reference, loss_terms, coefficients)
+ALL = (settings, rate, updates, entropy, reference)

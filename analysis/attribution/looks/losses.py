@@ -1,0 +1,297 @@
+"""Explain the logged loss by its terms: the policy loss, the distance to the reference, and the entropy.
+
+Shapes: S steps, F columns. Several columns can have the same name, because frameworks average a term in different ways.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+
+from ....schemas.loss import CURRENT, PPO, REINFORCE, Loss, read_loss
+from ...facts import thresholds as ft
+from ...facts.conditions import LOGGED, is_coefficient, read_conditions
+from ...facts.read_series import read_series
+from ...facts.rollouts import read_rollouts
+from ...trace.columns import read_hyperparameters, scored_passes, sequence_columns
+from ...trace.database import Database, cached
+from ...trace.source import Pair
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from ..settings import suspect_of
+
+_KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
+FEWEST = 12
+"""Minimum number of steps for a fit: three per coefficient."""
+_MOST_LEFT = 0.1
+"""Share of the logged loss's variance that its terms may leave unexplained."""
+_LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
+"""Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
+second applies where a changed term is compared with an added constant, which is inexact for the same reason."""
+_OF_UPDATES = """
+SELECT step, avg(by_token) AS by_token, avg(by_sequence) AS by_sequence, avg(sums) AS sums
+FROM (
+    SELECT step, iteration, -sum(list_sum(terms)) / sum(len(terms)) AS by_token, -avg(list_avg(terms)) AS by_sequence,
+           -avg(list_sum(terms)) AS sums
+    FROM (
+        SELECT step, now.iteration, list_filter(list_transform(now.logprobs, lambda logprob, place: CASE
+            WHEN coalesce(response_mask[place], true)
+            THEN loss_term(
+                clamped_exp(logprob - old.logprobs[place]), coalesce(advantage, advantages[place]), kind := $kind,
+                clip_low := $clip_low, clip_high := $clip_high
+            ) END), lambda term: term IS NOT NULL) AS terms
+        FROM scores AS now
+        JOIN scores AS old USING (run, step, seq_id)
+        JOIN (SELECT run, step, seq_id, {mask} AS response_mask, advantage, {advantages} AS advantages FROM sequences)
+        USING (run, step, seq_id)
+        WHERE now."pass" = 'current' AND old."pass" = $denominator AND old.iteration = 0
+    )
+    GROUP BY step, iteration
+)
+GROUP BY step ORDER BY step
+"""
+"""The policy loss per step, averaged over an update's tokens or sequences, and then over updates."""
+
+
+@cached
+def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return steps [S], the names [F] and values [S, F] of the loss terms, and the logged loss [S].
+
+    The policy's term is the PPO or REINFORCE loss, -mean(advantage), as for an importance ratio of 1, or
+    -mean(advantage * logprob).
+    """
+    series, conditions, rows = (
+        read_series(database, pair=pair),
+        read_conditions(database),
+        read_rollouts(database, pair),
+    )
+    if "loss" not in series:
+        return np.empty(0, np.int64), np.empty(0, str), np.empty((0, 0)), np.empty(0)
+    distance, of_logprob = rows.likelihood - rows.reference, rows.advantage * rows.likelihood
+    terms = [("entropy", series["entropy"].steps, series["entropy"].values)] if "entropy" in series else []
+    terms += [("policy", steps, values) for steps, values in _policy_losses(database)]
+    for weights in (None, rows.length):
+        terms += [("policy", *_negative(rows.by_step(each, weights))) for each in (rows.advantage, of_logprob)]
+        terms.append(("reference", *rows.by_step(distance, weights)))
+    terms.append(("policy", *_negative(rows.by_step(of_logprob * rows.length))))
+    terms += [
+        ("reference", one.steps, one.values)
+        for name, one in conditions.items()
+        if name == "reference_k3" or (one.kind == LOGGED and _KL.search(name))
+    ]
+    steps, loss = series["loss"].steps, series["loss"].values
+    kept, known = [], np.isfinite(loss)
+    for name, at, values in terms:
+        there, aligned = np.isin(at, steps), np.full(len(steps), np.nan)
+        aligned[np.searchsorted(steps, at[there])] = values[there]
+        if np.isfinite(aligned).mean() > 0.9 and np.ptp(aligned[np.isfinite(aligned)]) > 0:
+            kept.append((name, aligned))
+            known &= np.isfinite(aligned)
+    columns_SF = np.column_stack([np.empty((known.sum(), 0)), *(values[known] for _, values in kept)])
+    return steps[known], np.array([name for name, _ in kept], str), columns_SF, loss[known]
+
+
+def _negative(means: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return means[0], -means[1]
+
+
+def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the steps and the policy loss for each aggregation, if the logprobs inside the loss were recorded."""
+    columns, loss = sequence_columns(database), read_loss(read_hyperparameters(database)) or Loss()
+    if CURRENT not in scored_passes(database) or loss.denominator == CURRENT or loss.kind not in (PPO, REINFORCE):
+        return
+    query = _OF_UPDATES.format(
+        mask="response_mask" if columns.mask else "NULL::BOOL[]",
+        advantages="advantages" if columns.advantages else "NULL::DOUBLE[]",
+    )
+    given = {"kind": loss.kind, "clip_low": loss.clip_low, "clip_high": loss.clip_high, "denominator": loss.denominator}
+    step, *values = database.connection.execute(query, given).fetchnumpy().values()
+    yield from ((step, each.astype(float)) for each in values)
+
+
+def _choices(names: np.ndarray, usable: np.ndarray) -> Iterator[list[int]]:
+    """Yield every choice of at most one column per name, as column numbers. `usable` has shape [F]."""
+    of_name = [[None, *np.flatnonzero(usable & (names == name))] for name in ("policy", *_SIGNS)]
+    for chosen in product(*of_name):
+        if places := [int(place) for place in chosen if place is not None]:
+            yield places
+
+
+def loss_terms(facts: Facts) -> Iterator[Fact]:
+    """Yield the loss term whose coefficient changes.
+
+    The logged loss is fitted as a weighted sum of the recorded terms, in which the coefficient of one term may change
+    once. The term and the step that give the best fit are reported.
+    """
+    assert facts.fall is not None
+    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
+    last = int(np.searchsorted(steps, facts.fall.latest, side="right"))
+    places = np.arange(FEWEST, min(last, len(steps) - FEWEST))
+    yield from changed_term(names, columns_SF, loss, steps, places)
+
+
+def changed_term(
+    names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, steps: np.ndarray, places: np.ndarray,
+    code: str = "loss_term_changes",
+) -> Iterator[Fact]:  # fmt: skip
+    """Yield the loss term whose coefficient changes at one of the rows `places`."""
+    fits = [
+        (*_changed(columns_SF[:, chosen], loss, places), chosen)
+        for chosen in _choices(names, np.ones(len(names), bool))
+        if len(places)
+    ]
+    if not fits:
+        return
+    spread = float(np.sum((loss - loss.mean()) ** 2))
+    left, term, at, _, _, chosen = min(fits, key=lambda fit: fit[0])
+    constant, shifted = (min(float(fit[place]) for fit in fits) for place in (3, 4))
+    if left < _MOST_LEFT * spread:
+        name = str(names[chosen[term]])
+        # The change is weak evidence if the loss fits nearly as well without it or with an added constant instead.
+        others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
+        level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
+        yield fact(code, level, name, term=name, step=int(steps[places[at]]))
+
+
+def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
+    """Fit `loss` [S] by a constant and the columns, one of whose coefficients changes at one of the rows `places`.
+
+    Return what the best such fit leaves (sum of squares per degree of freedom, times S), the column, its index in
+    `places`, and what remains with constant coefficients, and with an added constant that changes instead.
+    """
+    columns_SF = np.column_stack([columns_SF / np.abs(columns_SF).max(0), np.ones(len(loss))])
+    basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
+    basis_SK = basis_SK[:, sizes_K > 1e-6 * sizes_K[0]]
+    rest = loss - basis_SK @ (basis_SK.T @ loss)
+
+    def since(values: np.ndarray) -> np.ndarray:
+        """Return, for each of `places`, the sum of `values` from that row to the last."""
+        return np.asarray(np.cumsum(values[::-1], 0)[::-1][places])
+
+    constant, left_FP = float(rest @ rest), []
+    for column in columns_SF.T:
+        total = since(column**2)
+        new = total - np.sum(since(basis_SK * column[:, None]) ** 2, 1)  # the part constant coefficients cannot fit
+        gain = np.divide(since(column * rest) ** 2, new, out=np.zeros(len(places)), where=new > 1e-9 * total)
+        left_FP.append(np.maximum(constant - gain, 0.0))
+    term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
+    free, own = len(loss) / (len(loss) - basis_SK.shape[1]), len(loss) / (len(loss) - basis_SK.shape[1] - 2)
+    return (
+        own * float(left_FP[term][at]), int(term), int(at), free * constant, own * float(np.min(left_FP[-1])),
+    )  # fmt: skip
+
+
+_SIGNS = {"reference": 1.0, "entropy": -1.0}
+"""Terms of a minimised loss -> sign of their coefficient."""
+_USUAL = {"reference": 0.1, "entropy": 0.02}
+"""Coefficients that are not exceeded in published recipes, for runs that declare none."""
+_MOST_LEFT_OF_STEPS = 0.5
+"""Share of the variance of the loss's differences between steps that the terms may leave unexplained."""
+_LEAST_ERRORS = 4.0
+"""A coefficient counts only if it is larger than this many standard errors."""
+_FEWEST_DIFFERENCES = 5
+
+
+def coefficients(facts: Facts) -> Iterator[Fact]:
+    """Yield loss terms whose coefficient has the wrong sign, or is much larger than declared or usual.
+
+    The coefficients are fitted to differences between successive steps, so that common trends do not count.
+    """
+    assert facts.fall is not None
+    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
+    since = steps >= facts.fall.interval[0] - ft.AHEAD
+    change = np.diff(loss[since])
+    if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
+        return
+    scale, changes_SF = float(np.abs(change).max()), np.diff(columns_SF[since], axis=0)
+    varies = np.count_nonzero(changes_SF, axis=0) >= _FEWEST_DIFFERENCES
+    fits = [_fitted(changes_SF, change / scale, chosen) for chosen in _choices(names, varies)]
+    left, found = min(fits, key=lambda fit: fit[0], default=(1.0, []))
+    for at, slope, errors in found:
+        term = str(names[at])
+        if term == "policy":
+            continue
+        level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
+        declared = [abs(value) for name, value in facts.settings.items() if _is_coefficient_of(term, name, value)]
+        if slope * _SIGNS[term] < 0:
+            yield fact("loss_term_inverted", level, term, term=term, coefficient=slope * scale)
+        elif declared:
+            size = of_ratio(abs(slope * scale), 3 * max(*declared, 1e-6), 10.0)
+            values = {"coefficient": slope * scale, "declared": max(declared)}
+            yield fact("loss_term_oversized", level * max(size, 0.0), term, term=term, **values)
+        else:
+            size = of_ratio(abs(slope * scale), 3 * _USUAL[term], 10.0)
+            values = {"coefficient": slope * scale, "usual": _USUAL[term]}
+            yield fact("loss_term_unusual", level * max(size, 0.0), term, term=term, **values)
+
+
+def _fitted(
+    columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
+) -> tuple[float, list[tuple[int, float, float]]]:
+    """Fit `values` [S] by the chosen columns.
+
+    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its place, its
+    coefficient, and the coefficient in standard errors.
+    """
+    free = len(values) - len(chosen)
+    if not chosen or free < _FEWEST_DIFFERENCES:
+        return 1.0, []
+    scales = np.abs(columns_SF[:, chosen]).max(0)
+    columns = columns_SF[:, chosen] / scales
+    q, r = np.linalg.qr(columns)
+    if np.abs(np.diag(r)).min() < 1e-6:
+        return 1.0, []
+    inverse = np.linalg.inv(r)
+    slopes = inverse @ (q.T @ values)
+    variance = float(np.sum((values - columns @ slopes) ** 2)) / free
+    errors = np.sqrt(np.maximum(variance * np.sum(inverse**2, 1), 1e-300))
+    left = variance * len(values) / float(values @ values)
+    return left, list(zip(chosen, (slopes / scales).tolist(), (np.abs(slopes) / errors).tolist(), strict=True))
+
+
+def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
+    is_coefficient_name = is_coefficient(setting) or setting.endswith("beta")
+    return is_coefficient_name and suspect_of(setting) == term and isinstance(value, float)
+
+
+def form(facts: Facts) -> Iterator[Fact]:
+    """Yield whether the logged loss follows from what was recorded: until a step, or throughout."""
+    assert facts.fall is not None
+    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
+    num, last = len(steps), int(np.searchsorted(steps, facts.fall.latest, side="right"))
+    if num < 2 * FEWEST or not np.ptp(loss):
+        return
+    choices = [[*chosen] for chosen in _choices(names, np.ones(len(names), bool)) if "policy" in names[chosen]]
+    whole = min((_left(columns_SF[:, chosen], loss) for chosen in choices), default=1.0)
+    if whole < _MOST_LEFT:
+        yield fact("loss_follows", of_ratio(_MOST_LEFT, max(whole, 1e-4), 1e3))
+        return
+    best: tuple[float, int, float, float] = (0.0, 0, 1.0, 1.0)
+    for chosen in choices:
+        columns = columns_SF[:, chosen]
+        for at in range(FEWEST, min(last, num - FEWEST), max(1, num // 50)):
+            before, after = _left(columns[:at], loss[:at]), _left(columns[at:], loss[at:])
+            level = of_ratio(after, max(before, 1e-3), 1e3) if before < _MOST_LEFT else 0.0
+            if level > best[0]:
+                best = (level, at, before, after)
+    level, at, before, after = best
+    if level > 0:
+        yield fact("loss_breaks", level, step=int(steps[at]), before=1 - before, after=1 - after)
+
+
+def _left(columns_SF: np.ndarray, loss: np.ndarray) -> float:
+    """Return the share of the variance of `loss` [S] that the columns and a constant leave, adjusted for their number."""
+    y, x = loss - loss.mean(), columns_SF - columns_SF.mean(0)
+    total = float(y @ y)
+    if total <= 0 or len(y) <= columns_SF.shape[1] + 2:
+        return 1.0
+    scaled = x / np.maximum(np.abs(x).max(0), 1e-30)
+    rest = y - scaled @ np.linalg.lstsq(scaled, y, rcond=1e-9)[0]
+    return min(float(rest @ rest) / total * (len(y) - 1) / (len(y) - columns_SF.shape[1] - 1), 1.0)
+
+
+ALL = (loss_terms, coefficients, form)
