@@ -110,6 +110,7 @@ def test_no_text_leaves_its_place_on_a_card_however_long_it_is(made, name):
         assert sum(text.endswith("...") for text in texts) == 7
 
 
+@pytest.mark.slow
 def test_a_card_of_several_runs_names_their_lines(made, example, tmp_path):
     make_run(tmp_path / "run")
     figure = card(tim_trace.report([tmp_path / "run", example]))
@@ -214,6 +215,7 @@ def test_python_prints_markdown_too(example, made, capsys):
     assert capsys.readouterr().out == report_markdown(made)
 
 
+@pytest.mark.slow
 def test_figures_are_those_that_report_writes_and_can_be_changed(example, tmp_path):
     figures = tim_trace.figures(example, title=True)
     tim_trace.report(example, png=tmp_path / "figures", title=True)

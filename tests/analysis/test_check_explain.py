@@ -482,6 +482,7 @@ def test_every_query_that_a_finding_proposes_is_in_the_catalogue():
     assert proposed <= {each.name for each in catalogue()}
 
 
+@pytest.mark.slow
 def test_the_command_for_every_column_of_sequences_runs(tmp_path):
     make_rich_trace(tmp_path / "trace")
     data = gather(open_database(tmp_path / "trace"), ("train", "rollout"), trace=str(tmp_path / "trace"))

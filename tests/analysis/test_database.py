@@ -324,6 +324,7 @@ def test_a_column_of_a_later_release_of_any_type_leaves_the_oldest_trace_whole(
     assert [[row["step"], row["num_tokens"], pytest.approx(row["k3"])] for row in steps] == expected
 
 
+@pytest.mark.slow
 def test_a_journal_of_before_a_column_is_read_and_merged_with_it(tmp_path, monkeypatch):
     sealed = make_trace(tmp_path / "sealed") and tmp_path / "sealed"
     recorder = Recorder(tmp_path / "live")

@@ -627,6 +627,7 @@ def test_a_published_alert_is_a_condition_of_the_same_name(late):
     assert {"tim.mean_exp_abs_d>1.05 any step", "tim.|k1|>0.1 any step", None} <= {entry["gate"] for entry in shown}
 
 
+@pytest.mark.slow
 def test_every_figure_of_an_alert_is_a_number_of_a_condition(late):
     for reading in read_alarms(open_database(late), ("train", "rollout")).judged:
         (verdict,) = judged(late, f"tim.{reading.alarm.metric}>1e9 any step")

@@ -117,6 +117,7 @@ def test_a_question_that_is_computed_later_reads_its_own_files(trace):
     assert first.to_arrow_table().to_pylist() == [{"count_star()": 6, "min(step)": 3}]
 
 
+@pytest.mark.slow
 def test_whoever_asks_the_connection_itself_reads_all(trace, recorded):
     for question in QUESTIONS:
         if "fsum" not in question and "stddev" not in question:

@@ -107,6 +107,7 @@ def test_a_query_only_reads_the_given_runs(traces):
     assert listing(traces) == before
 
 
+@pytest.mark.slow
 def test_an_error_names_what_may_have_been_meant(traces):
     found = answers(
         traces,

@@ -175,6 +175,7 @@ def test_errors_are_measured_by_the_nodes_with_the_digits_of_one_process(trace, 
         triangulate(trace, arm=("dtype=bf16",))
 
 
+@pytest.mark.slow
 def test_a_trace_that_grows_is_not_divided(tmp_path):
     recorder = Recorder(tmp_path / "run")
     batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])

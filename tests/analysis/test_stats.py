@@ -442,6 +442,7 @@ def test_an_interrupted_answer_over_many_runs_keeps_the_sums_that_it_made(tmp_pa
     assert all(any((run / "sums").glob("*")) for run in runs)
 
 
+@pytest.mark.slow
 def test_runs_together_have_the_numbers_and_sums_that_each_has_alone(tmp_path, monkeypatch):
     names = ["NULL", "a b", "50%25", "it's=1", "x", "[y]*?", "\u00fc+", "longer", "last"]
     alone, together = tmp_path / "alone", tmp_path / "together"

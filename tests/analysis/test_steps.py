@@ -161,7 +161,7 @@ def broken(tmp_path_factory):
     return incident(tmp_path_factory.mktemp("broken") / "run")
 
 
-@pytest.mark.parametrize("steps", ["30:45", "45:60", "20:60:5"])
+@pytest.mark.parametrize("steps", rest_slow(["30:45", "45:60", "20:60:5"]))
 def test_a_collapse_known_from_the_whole_run_is_the_answer_for_a_part_of_it(broken, steps):
     known = attribute(broken)
     assert known.cause == "advantages"

@@ -107,6 +107,7 @@ def test_a_difference_that_does_not_come_again_is_told_with_its_values(model, tm
     assert (one.repeats, one.num_different > 0, one.value != one.other) == (False, True, True)
 
 
+@pytest.mark.slow
 def test_the_command_that_is_printed_shows_the_difference(model, tmp_path):
     one = search(model, tmp_path, "five_rows").counterexample
     replayed, stats = one.replay.split(" && ")

@@ -66,6 +66,7 @@ def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config
     assert "to the last digit in" in gradient_sentence(found)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_the_norm_under_a_correction_of_vllm_s_logprobs_comes_back():
     run = train("--vllm", "--bf16-engine", config={"temperature": 0.8}, capture="topk:3", fraction="0.5")

@@ -335,6 +335,7 @@ def table(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_triangulate_takes_a_model_factory(table):
     done = tim_trace("triangulate", table, "--model-factory", "factory:build", "--json", cwd=table.parent)
     assert done.code == 0, done.stderr

@@ -99,6 +99,7 @@ def test_a_fault_between_modules_becomes_a_script_of_the_whole_model_with_few_la
     assert (result.file, result.num_lines <= MOST_LINES) == (None, True)
 
 
+@pytest.mark.slow
 def test_two_settings_of_the_same_class_are_both_built_from_it(traces, tmp_path):
     result = made(traces("gemma2"), None, tmp_path / "bug.py", arm="dtype=fp32,attention=math")
     text = (tmp_path / "bug.py").read_text()
@@ -110,6 +111,7 @@ def test_two_settings_of_the_same_class_are_both_built_from_it(traces, tmp_path)
     assert printed(tmp_path / "bug.py")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_script_exits_with_0_once_both_sides_compute_the_same(traces, tmp_path):
     made(traces("llama"), other_epsilon, tmp_path / "bug.py")
     text = (tmp_path / "bug.py").read_text()
@@ -118,6 +120,7 @@ def test_a_script_exits_with_0_once_both_sides_compute_the_same(traces, tmp_path
     assert printed(tmp_path / "bug.py")[0] == 0
 
 
+@pytest.mark.slow
 def test_random_numbers_replace_recorded_ones_where_the_fault_stays(traces, tmp_path):
     made(traces("llama"), own_activation, tmp_path / "bug.py")
     text = (tmp_path / "bug.py").read_text()

@@ -177,6 +177,7 @@ def test_a_tensor_keeps_the_dtype_of_its_file(tmp_path, dumped):
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], mixed.model.norm.weight)
 
 
+@pytest.mark.slow
 def test_a_parquet_file_is_replayed_with_an_attached_model(tmp_path, model):
     rows = [
         {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from builders import PROGRAMS, free_port, make_batch, run, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import Manifest, WriterState, command_exit_code
@@ -123,7 +124,7 @@ def test_two_agents_of_torchrun_record_one_trace_whoever_comes_first(tmp_path, f
     assert {state.host for state in Store(output).writers()[0]} >= ({"node1"} if other_host() else set())
 
 
-@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("last", rest_slow([0, 1], 1))
 def test_a_trace_is_whole_whoever_ends_first(tmp_path, last):
     output = tmp_path / "run"
     second = ranked(1, output, tmp_path / "meet", 3, last)
@@ -138,7 +139,7 @@ def test_a_trace_is_whole_whoever_ends_first(tmp_path, last):
     assert "joining the recording started on" in results[1][2]
 
 
-@pytest.mark.parametrize("option", ["--force", "--resume"])
+@pytest.mark.parametrize("option", rest_slow(["--force", "--resume"], 1))
 def test_both_nodes_may_be_started_again_with_the_same_option(tmp_path, option):
     output = tmp_path / "run"
     for attempt in (1, 2):
@@ -180,6 +181,7 @@ def test_a_further_node_does_not_record_to_object_storage_and_starts_its_command
     assert "Use a folder shared by all nodes" in done[2]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_leaves_its_rows_and_the_other_one_finishes(tmp_path):
     output = tmp_path / "run"
     second = ranked(1, output, tmp_path / "meet", 2, 0, 1)

@@ -62,7 +62,7 @@ def test_recording_says_where_it_writes_and_what_comes_next(on_policy):
     assert f"next: tim-trace info {on_policy.trace}" in on_policy.done.stderr
 
 
-@pytest.mark.parametrize("name", ["off_policy", "vllm", *rest_slow(["on_policy", "rloo"], 0)])
+@pytest.mark.parametrize("name", rest_slow(["vllm", "off_policy", "on_policy", "rloo"], 1))
 def test_nothing_is_missing_from_a_finished_run(request, name):
     found = info(str(request.getfixturevalue(name).trace))
     assert (found.state, found.exit_code, found.damaged) == ("finished", 0, ())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from runs import train
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import Manifest
@@ -44,13 +45,14 @@ def rows(run, query=ENDED):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["eos_token_ids", "self._tokenizer"])
+@pytest.mark.parametrize("name", rest_slow(["eos_token_ids", "self._tokenizer"], 1))
 def test_responses_ended_as_they_did_where_a_release_names_its_end_tokens_otherwise(name):
     plain = rows(train(capture="logprobs"))
     assert {reason for _, reason, _ in plain} == {"stop", "length"}
     assert rows(recorded(name)) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_rewards_without_weights_are_lost_alone_and_a_note_says_so():
     run = recorded("self.reward_weights")
