@@ -211,22 +211,50 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
     varies = np.count_nonzero(changes_SF, axis=0) >= _FEWEST_DIFFERENCES
     fits = [_fitted(changes_SF, change / scale, chosen) for chosen in _choices(names, varies)]
     left, found = min(fits, key=lambda fit: fit[0], default=(1.0, []))
+    found = [(at, slope * scale, errors) for at, slope, errors in found]
+    told = list(_unusual(facts, names, columns_SF[since], loss[since], left, found))
+    yield from told or _unusual(
+        facts, names, columns_SF[since], loss[since], *_implied(names, columns_SF[since], loss[since])
+    )
+
+
+def _unusual(
+    facts: Facts, names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, left: float,
+    found: list[tuple[int, float, float]],
+) -> Iterator[Fact]:  # fmt: skip
     for at, slope, errors in found:
         term = str(names[at])
         if term == "policy":
             continue
         level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
+        level *= min(2 * abs(slope) * float(np.std(columns_SF[:, at]) / max(np.std(loss), 1e-300)), 1.0)
         declared = [abs(value) for name, value in facts.settings.items() if _is_coefficient_of(term, name, value)]
-        if slope * _SIGNS[term] < 0:
-            yield fact("loss_term_inverted", level, term, term=term, coefficient=slope * scale)
-        elif declared:
-            size = of_ratio(abs(slope * scale), 3 * max(*declared, 1e-6), 10.0)
-            values = {"coefficient": slope * scale, "declared": max(declared)}
-            yield fact("loss_term_oversized", level * max(size, 0.0), term, term=term, **values)
-        else:
-            size = of_ratio(abs(slope * scale), 3 * _USUAL[term], 10.0)
-            values = {"coefficient": slope * scale, "usual": _USUAL[term]}
-            yield fact("loss_term_unusual", level * max(size, 0.0), term, term=term, **values)
+        if level and slope * _SIGNS[term] < 0:
+            yield fact("loss_term_inverted", level, term, term=term, coefficient=slope)
+            continue
+        bound, code = (max(*declared, 1e-6), "loss_term_oversized") if declared else (_USUAL[term], "loss_term_unusual")
+        if level and (size := of_ratio(abs(slope), 3 * bound, 10.0)) > 0:
+            values = {"coefficient": slope, "declared" if declared else "usual": bound}
+            yield fact(code, level * size, term, term=term, **values)
+
+
+def _implied(
+    names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray
+) -> tuple[float, list[tuple[int, float, float]]]:
+    """Fit what the policy loss leaves of `loss` [S] by a multiple of one other term, without a constant.
+
+    Return the same as `_fitted`. A trend that has other causes does not fit without a constant.
+    """
+    best: tuple[float, list[tuple[int, float, float]]] = (1.0, [])
+    for policy, other in product(np.flatnonzero(names == "policy"), np.flatnonzero(names != "policy")):
+        y, x = loss - columns_SF[:, policy], columns_SF[:, other]
+        slope = float(x @ y) / max(float(x @ x), 1e-300)
+        rest = float(np.sum((y - slope * x) ** 2))
+        left = rest / max(float(np.sum((y - y.mean()) ** 2)), 1e-300)
+        if left < best[0]:
+            error = math.sqrt(rest / (len(y) - 1) / max(float(x @ x), 1e-300))
+            best = (left, [(int(other), slope, abs(slope) / max(error, 1e-300))])
+    return best
 
 
 def _fitted(
