@@ -213,7 +213,7 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 _SOON = 20
-"""Two occurrences of a prefix are compared only if they are at most this many steps apart."""
+"""Occurrences of a prefix that are more steps apart are compared only if there are too few others."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
@@ -250,8 +250,10 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
     Only prefixes from step `first` on are considered. Return None if too few of them are repeated.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
-    again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
+    again = (opening[1:] == opening[:-1]) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
+    soon = again & (step[1:] - step[:-1] <= _SOON)
+    again = soon if soon.sum() >= _FEWEST_STILL else again
     if again.sum() < _FEWEST_STILL:
         return None
     moved = [np.abs(values[1:] - values[:-1])[again] for values in (sampled, trained)]

@@ -287,28 +287,12 @@ def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
 
 
 def form(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the logged loss follows from what was recorded: until a step, or throughout."""
-    assert facts.fall is not None
-    steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    num, last = len(steps), int(np.searchsorted(steps, facts.fall.latest, side="right"))
-    if num < 2 * FEWEST or not np.ptp(loss):
-        return
-    choices = [[*chosen] for chosen in _choices(names, np.ones(len(names), bool)) if "policy" in names[chosen]]
-    whole = min((_left(columns_SF[:, chosen], loss) for chosen in choices), default=1.0)
-    if whole < _MOST_LEFT:
-        yield fact("loss_follows", of_ratio(_MOST_LEFT, max(whole, 1e-4), 1e3))
-        return
-    best: tuple[float, int, float, float] = (0.0, 0, 1.0, 1.0)
-    for chosen in choices:
-        columns = columns_SF[:, chosen]
-        for at in range(FEWEST, min(last, num - FEWEST), max(1, num // 50)):
-            before, after = _left(columns[:at], loss[:at]), _left(columns[at:], loss[at:])
-            level = of_ratio(after, max(before, 1e-3), 1e3) if before < _MOST_LEFT else 0.0
-            if level > best[0]:
-                best = (level, at, before, after)
-    level, at, before, after = best
-    if level > 0:
-        yield fact("loss_breaks", level, step=int(steps[at]), before=1 - before, after=1 - after)
+    """Yield whether the recorded terms explain the logged loss, so that the cause lies elsewhere."""
+    _, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
+    choices = [chosen for chosen in _choices(names, np.ones(len(names), bool)) if "policy" in names[chosen]]
+    if choices and np.ptp(loss):
+        left = min(_left(columns_SF[:, chosen], loss) for chosen in choices)
+        yield fact("loss_follows", max(of_ratio(_MOST_LEFT, max(left, 1e-4), 1e3), 0.0))
 
 
 def _left(columns_SF: np.ndarray, loss: np.ndarray) -> float:

@@ -182,6 +182,20 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
+def starts(facts: Facts) -> Iterator[Fact]:
+    """Yield whether the first rewards lie below the first evaluation of the same policy."""
+    if facts.outcome is None or not facts.outcome.is_evaluation:
+        return
+    early = facts.steps <= facts.outcome.steps[0] + 2
+    rewards = facts.values("reward")[early & np.isfinite(facts.values("reward"))]
+    if not len(rewards) or early.mean() > 0.2:
+        return
+    first, given = float(facts.outcome.values[0]), float(rewards.mean())
+    if first > 0 and 0 <= given < first:
+        yield fact("reward_starts_below", of_ratio(first, max(given, first / 100), 10.0), outcome=facts.outcome.name,
+                   reward=given, evaluated=first)  # fmt: skip
+
+
 def advantages(facts: Facts) -> Iterator[Fact]:
     since = facts.since_fall if facts.advantages_break is None else facts.rollouts.since(facts.advantages_break)
     now = relation(since, "reward", "advantage").by_group
@@ -327,6 +341,10 @@ def capped(facts: Facts) -> Iterator[Fact]:
         found.append(fact("responses_capped", level, **values))
     if found:
         yield max(found, key=lambda one: one.level)
+    if len(parts) > 3:
+        limit = longest.max()
+        share = min(float(((part == limit) & ~end).mean()) for part, end in zip(parts[:3], ended[:3], strict=True))
+        yield fact("responses_capped_first", share, limit=int(limit), share=share)
 
 
 ALL = (
@@ -338,6 +356,7 @@ ALL = (
     new_values,
     alone,
     hidden,
+    starts,
     advantages,
     sizes,
     length,

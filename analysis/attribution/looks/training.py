@@ -51,10 +51,28 @@ def rate(facts: Facts) -> Iterator[Fact]:
     ratios = np.array([values[at] / np.median(values[:at]) for at in range(3, len(values))])
     at = int(np.argmax(ratios > 3.0)) if (ratios > 3.0).any() else int(ratios.argmax())
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
-    if first > max(facts.fall.high, facts.fall.fallen):
-        return
     # During a linear warm-up, the learning rate is twice its earlier median, so only larger factors count.
-    yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
+    is_early = first <= max(facts.fall.high, facts.fall.fallen)
+    spike = max(of_ratio(factor, 2.0, 10.0), 0.0) if is_early else 0.0
+    given = [
+        value
+        for name, value in facts.settings.items()
+        if is_learning_rate(name) and isinstance(value, float) and value > 0
+    ]
+    # A schedule's peak is the declared learning rate.
+    beyond = max(of_ratio(float(values.max()), 1.1 * max(given), 10.0), 0.0) if given else 0.0
+    if beyond > spike:
+        step = int(steps[np.argmax(values > 1.1 * max(given))])
+        yield fact(
+            "learning_rate_beyond",
+            beyond,
+            "",
+            "learning_rate_spike",
+            factor=float(values.max()) / max(given),
+            step=step,
+        )
+    else:
+        yield fact("learning_rate_spike", spike, factor=factor, step=first)
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
