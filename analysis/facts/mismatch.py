@@ -213,7 +213,8 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 _SOON = 20
-"""Occurrences of a prefix that are more steps apart are compared only if there are too few others."""
+"""Occurrences of a prefix that are more steps apart only show that an engine stands still, because weights that are
+older than this say little about the present ones."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
@@ -253,11 +254,14 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
     again = (opening[1:] == opening[:-1]) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
     soon = again & (step[1:] - step[:-1] <= _SOON)
-    again = soon if soon.sum() >= _FEWEST_STILL else again
+    is_soon = soon.sum() >= _FEWEST_STILL
+    again = soon if is_soon else again
     if again.sum() < _FEWEST_STILL:
         return None
     moved = [np.abs(values[1:] - values[:-1])[again] for values in (sampled, trained)]
     still, of_trainer = (float((each <= _SAME_BITS).mean()) for each in moved)
+    if not is_soon and still < t.STILL:
+        return None
     return StillEngine(num_pairs=int(again.sum()), still=still, of_trainer=of_trainer)
 
 

@@ -111,6 +111,9 @@ class Story:
     """KL coefficient, logged at each step."""
     coefficient: Callable[[int], float] | None = None
     """Coefficient of the entropy in the logged loss."""
+    reinforces: bool = False
+    """Whether the policy's term of the logged loss is advantage times logprob."""
+    loss_name: str = "loss"
     settings: dict[str, Any] = field(default_factory=lambda: {"adam_beta2": 0.999})
     has_rollout: bool = True
     seed: int = 0
@@ -186,8 +189,9 @@ def record_step(recorder, story, step, chance):
         "entropy": story.entropy(step) * (1 + 0.05 * chance.normal()),
     }
     if story.coefficient is not None:
-        metrics["loss"] = -float(advantage.mean()) - story.coefficient(step) * metrics["entropy"]
-        metrics["loss"] += story.offset(step)
+        weights = [one.mean() if story.reinforces else 1.0 for one in train]
+        policy = -float(np.mean(advantage * weights))
+        metrics[story.loss_name] = policy - story.coefficient(step) * metrics["entropy"] + story.offset(step)
     if story.controller is not None:
         metrics["actor/kl_coef"] = story.controller(step)
     if story.evaluation is not None and step % 5 == 0:
@@ -334,6 +338,44 @@ def test_a_loss_that_contradicts_the_declared_coefficient_from_the_first_step_is
     if code:
         assert told[0].values["coefficient"] == pytest.approx(-actual, rel=0.02)
         assert evidence_of(found, "entropy")[code] > 1
+
+
+@pytest.mark.parametrize(("actual", "code"), [(0.01, None), (-0.3, "loss_term_inverted"), (0.5, "loss_term_unusual")])
+def test_a_loss_of_logprobs_times_advantages_tells_an_undeclared_coefficient(tmp_path, actual, code):
+    story = Story(
+        reward=FALLING, entropy=wave, coefficient=level(actual), reinforces=True, loss_name="objective/loss"
+    )
+    found = attribute(record(tmp_path / "run", story))
+    told = [one for one in found.facts if one.code.startswith("loss_term_") and one.level > 0.3]
+    assert [(one.code, one.group) for one in told] == [(code, "entropy")] * (code is not None)
+    assert all(one.values["coefficient"] == pytest.approx(-actual, rel=0.05) for one in told)
+    assert next(one.level for one in found.facts if one.code == "loss_follows") > 0.5
+
+
+def test_the_value_loss_is_not_the_policy_s(tmp_path):
+    story = Story(reward=FALLING, coefficient=level(0.5), entropy=wave, loss_name="value/loss")
+    assert not [one for one in attribute(record(tmp_path / "run", story)).facts if one.code.startswith("loss_")]
+
+
+@pytest.mark.parametrize(("declared", "is_told"), [(1e-3, True), (0.1, False)])
+def test_a_learning_rate_above_the_declared_one_is_told(tmp_path, declared, is_told):
+    story = Story(reward=FALLING, rate=lambda step: 1e-3 * (1 + step), settings={"learning_rate": declared})
+    told = [one for one in attribute(record(tmp_path / "run", story)).facts if one.code == "learning_rate_beyond"]
+    assert [one.values["step"] for one in told] == [1] * is_told
+
+
+@pytest.mark.parametrize(("pays", "is_told"), [(1.0, False), (0.1, True)])
+def test_rewards_that_start_below_the_evaluation_are_told(tmp_path, pays, is_told):
+    story = Story(reward=level(0.8), pays=level(pays), evaluation=drops(60, 0.8, 0.3))
+    told = [one for one in attribute(record(tmp_path / "run", story)).facts if one.code == "reward_starts_below"]
+    assert [one.level > 0.5 for one in told if one.level > 0.2] == [True] * is_told
+
+
+@pytest.mark.parametrize("limit", [3, 20])
+def test_responses_that_are_cut_off_from_the_first_step_are_told(tmp_path, limit):
+    found = attribute(record(tmp_path / "run", Story(reward=FALLING, limit=level(limit), ends=limit > 3)))
+    told = {one.code: one.level for one in found.facts}
+    assert (told.get("responses_capped_first", 0.0) > 0.5) == (limit == 3)
 
 
 def test_equal_prompts_with_unequal_right_responses_point_to_the_prompts(tmp_path):

@@ -503,13 +503,18 @@ def test_the_same_bits_are_equal_to_rounding(by, still):
 
 
 @pytest.mark.parametrize(("n", "apart", "logprob", "first", "is_known"), [
-    (4, 1, -1.0, 30, True), (3, 1, -1.0, 30, False), (4, 20, -1.0, 30, True), (4, 21, -1.0, 30, False),
+    (4, 1, -1.0, 30, True), (3, 1, -1.0, 30, False), (4, 20, -1.0, 30, True), (4, 21, -1.0, 30, True),
     (4, 1, -1.05e-3, 30, True),
     (4, 1, -0.95e-3, 30, False), (4, 1, -1.0, 31, False),
 ])  # fmt: skip
 def test_openings_that_come_again_soon_and_are_not_certain_tell_of_an_engine(n, apart, logprob, first, is_known):
     found = read_still_engine(engine(n=n, apart=apart, logprob=logprob), first)
     assert (found is not None) == is_known
+
+
+def test_openings_that_come_again_late_tell_only_of_an_engine_that_stands_still():
+    assert read_still_engine(engine(n=4, apart=21), 30) == StillEngine(num_pairs=4, still=1.0, of_trainer=0.0)
+    assert read_still_engine(engine(n=4, apart=21, num_moved=4, moved_by=0.1), 30) is None
 
 
 @pytest.mark.parametrize("name", ["opening_sampled", "opening_trained"])
