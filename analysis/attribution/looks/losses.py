@@ -286,24 +286,4 @@ def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
     return is_coefficient_name and suspect_of(setting) == term and isinstance(value, float)
 
 
-def form(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the recorded terms explain the logged loss, so that the cause lies elsewhere."""
-    _, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    choices = [chosen for chosen in _choices(names, np.ones(len(names), bool)) if "policy" in names[chosen]]
-    if choices and np.ptp(loss):
-        left = min(_left(columns_SF[:, chosen], loss) for chosen in choices)
-        yield fact("loss_follows", max(of_ratio(_MOST_LEFT, max(left, 1e-4), 1e3), 0.0))
-
-
-def _left(columns_SF: np.ndarray, loss: np.ndarray) -> float:
-    """Return the share of the variance of `loss` [S] that the columns and a constant leave, adjusted for their number."""
-    y, x = loss - loss.mean(), columns_SF - columns_SF.mean(0)
-    total = float(y @ y)
-    if total <= 0 or len(y) <= columns_SF.shape[1] + 2:
-        return 1.0
-    scaled = x / np.maximum(np.abs(x).max(0), 1e-30)
-    rest = y - scaled @ np.linalg.lstsq(scaled, y, rcond=1e-9)[0]
-    return min(float(rest @ rest) / total * (len(y) - 1) / (len(y) - columns_SF.shape[1] - 1), 1.0)
-
-
-ALL = (loss_terms, coefficients, form)
+ALL = (loss_terms, coefficients)
