@@ -18,7 +18,7 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .advantages import CLOSE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .faults.sampling import TEMPERATURE, find_temperature
 from .finding import DataFinding
 from .pair_data import PairData
@@ -80,6 +80,9 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
     bound = np.fmax(bound, 2 * np.abs(run.left_out))
+    by_mean = np.abs(run.by_mean)
+    if np.mean(np.isclose(size, by_mean, rtol=CLOSE)[by_mean > 0]) > 0.9:
+        bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)

@@ -159,6 +159,27 @@ def rising(step, number, draw):
     return number / 10 + np.linspace(0, 0.1, len(GROUP))
 
 
+def signed(step, number, draw):
+    """Graded rewards whose group means have both signs."""
+    return graded(step, number, draw) + draw.uniform(-1.5, 1.5, GROUPS)[GROUP]
+
+
+def by_mean(r, size=lambda mean: mean):
+    return centred(r) / (size((r - centred(r))) + 1e-4)
+
+
+def best_only(r, rest):
+    """The best row's lead over the second, divided by the deviation (pass@k), and `rest` for the others."""
+    rows = np.sort(r.reshape(-1, IN_GROUP), 1)
+    best = r == rows[:, -1][GROUP]
+    return np.where(best, (rows[:, -1] - rows[:, -2])[GROUP] / spread(r), rest)
+
+
+def scattered(step, number, draw):
+    """Rewards that are all different."""
+    return graded(step, number, draw) + draw.uniform(0.2, 0.3, len(GROUP))
+
+
 SOUND = {
     "grpo": {},
     "grpo of graded rewards": {"reward": graded},
@@ -177,6 +198,8 @@ SOUND = {
     "critic that knows nothing": {"advantage": lambda r, n: [np.full(len(x), v) for x, v in zip(per_token(r, n), r, strict=True)], "groups": lambda step, n: None},
     "several rewards": {"advantage": several},
     "maxrl": {"advantage": maxrl},
+    "divided by the size of the mean": {"advantage": lambda r, n: by_mean(r, np.abs), "reward": signed},
+    "best row only": {"advantage": lambda r, n: best_only(r, 0.0), "reward": scattered},
     "float32": {"advantage": lambda r, n: grpo(r.astype(np.float32)).astype(np.float32), "reward": graded},
     "solved": {"reward": lambda step, n, draw: binary(step, n, draw) if n < 4 else np.ones(len(GROUP)), "metrics": lambda step, r, n: {"reward": r.mean()}},
     "metrics": {"metrics": lambda step, r, n: {"reward": r.mean(), "completion_length": np.mean([len(x) for x in step.responses]), "entropy": np.concatenate(step.entropies()).mean()}},
@@ -279,6 +302,12 @@ def interleaved_scores(recorder, batch, step, number):
 
 
 FAULTS = {
+    "advantages sample-major": ("rewards_of_other_rows", None, {"advantage": lambda r, n: grpo(r)[INTERLEAVED], "reward": graded}),
+    "advantages shuffled from 4": ("rewards_of_other_rows", 4, {"advantage": lambda r, n: np.random.default_rng(n).permutation(grpo(r, eps=0.05)) if n > 3 else grpo(r, eps=0.05)}),
+    "maximum and a margin": ("baseline", None, {"advantage": lambda r, n: 3 * (r - r.reshape(-1, IN_GROUP).max(1)[GROUP]) - 0.4, "reward": graded}),
+    "median": ("baseline", None, {"advantage": lambda r, n: r - np.median(r.reshape(-1, IN_GROUP), 1)[GROUP], "reward": graded}),
+    "divided by means of both signs": ("advantages_mixed", None, {"advantage": lambda r, n: by_mean(r), "reward": signed}),
+    "raw rewards except for the best": ("advantages_mixed", None, {"advantage": lambda r, n: best_only(r, r), "reward": scattered}),
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
     "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
@@ -363,6 +392,7 @@ NOTICES = (
     "best against worst",
     "a baseline outside the trace",
     "decaying advantages",
+    "median",
     "whole batch",
     "no baseline",
     "prompts in two groups",
@@ -427,6 +457,7 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 
 
 EXPLAINED = {
+    "advantages sample-major": "advantages in sample-major order", "advantages shuffled from 4": "advantages of the same step in another order", "maximum and a margin": "the group's maximum",
     "neighbours of other prompts": "the mean of 8 neighbouring rows", "absolute values": "absolute values",
     "advantages of the next row": "advantages moved by -1 rows",
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
@@ -441,6 +472,18 @@ EXPLAINED = {
 def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     (found, *_) = findings(write(tmp_path / "run", **FAULTS[kind][2]))
     assert found.numbers["explanation"] == EXPLAINED[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("divided by means of both signs", "negative mean reward"),
+        ("raw rewards except for the best", "except those at rank 1"),
+    ],
+)
+def test_the_rows_that_follow_another_rule_are_described(tmp_path, kind, rule):
+    found = findings(write(tmp_path / "run", **FAULTS[kind][2]))
+    assert [rule in data_text(each) for each in found] == [True]
 
 
 def test_a_baseline_that_fits_only_roughly_is_not_asserted(tmp_path):
