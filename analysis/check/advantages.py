@@ -89,8 +89,8 @@ class DataRows:
         if sample is not None:
             self.inspected = ", ".join(str(step) for step in np.unique(sample.steps))
         is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
-        asked = f"step IN ({self.inspected})" if is_large else "true"
-        parts = {"list": f"{tokens}::DOUBLE[]", "asked": asked, "own": _OWN if columns.mask else "response_ids"}
+        self.asked = f"step IN ({self.inspected})" if is_large else "true"
+        parts = {"list": f"{tokens}::DOUBLE[]", "asked": self.asked, "own": _OWN if columns.mask else "response_ids"}
         parts["num_loss"] = "list_sum(response_mask::INTEGER[])" if columns.mask else "NULL"
         with database.following("reading rewards and advantages"):
             table = database.connection.sql(_ROWS.format(**parts)).to_arrow_table()

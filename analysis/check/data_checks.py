@@ -22,6 +22,7 @@ from .advantages import CLOSE, TINY, DataRows, check_advantages, count_of, mean_
 from .faults.sampling import TEMPERATURE, find_temperature
 from .finding import DataFinding
 from .pair_data import PairData
+from .returns import check_returns
 from .sample import (
     CHANCE,
     MIN_UNSAMPLED_RUN,
@@ -39,7 +40,8 @@ from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_vary": {"advantages_misplaced"}, "advantages_mixed": {"not_finite"},
+    "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"},
+    "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
@@ -52,7 +54,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
+            _values, _rewards, _groups, check_advantages, check_returns, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -71,8 +73,6 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         least = 1 + max(by_token.sum(), 8) // 2
         yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
-    if run.group_setting:
-        yield from run.find("advantages_vary", by_token, setting=run.group_setting, notice=True)
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of rewards.
     # Only a row that is left out of its own normalisation can exceed that.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)

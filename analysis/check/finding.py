@@ -308,7 +308,7 @@ KINDS = {
     "advantages_by_rank": ("advantages follow the reward's rank", "advantages depend only on the rank of the reward within its group (fit {fit:.4f}; with the group's mean {own:.4f})", _BY_GROUP),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})", _BY_GROUP),
     "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except the {end} ones ({zeros:.3g} on average), which have 0"),
-    "advantages_vary": ("advantages vary within responses", "in {num:,} rows advantages vary within the response, although {setting} implies one advantage per response"),
+    "advantages_vary": ("advantages vary within responses", "in {num:,} rows advantages vary within the response{explanation}"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains", _BY_GROUP),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}", _BY_STEP),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {explanation}"),
