@@ -350,6 +350,7 @@ FAULTS = {
     "returns that end at masked tokens": ("advantages_mixed", None, {"advantage": lambda r, n: returns(r, n, kl=0.0, passes=0.0), **RETURNS}),
     "a penalty of the other sign from 5": ("advantages_mixed", 5, {"advantage": lambda r, n: returns(r, n, kl=0.1 if n < 5 else -0.2), **RETURNS}),
     "a larger penalty from 4": ("advantages_mixed", 4, {"advantage": lambda r, n: returns(r, n, kl=0.1 if n < 4 else 4.0), **RETURNS}),
+    "absolute returns from 6": ("advantages_mixed", 6, {"advantage": lambda r, n: [np.abs(row) if n > 5 else row for row in returns(r, n)], "steps": 12, **RETURNS}),
     "discounted returns": ("advantages_vary", None, {"advantage": lambda r, n: returns(r, n, 0.95, kl=0.0), **RETURNS}),
     "raw rewards except for the best": ("advantages_mixed", None, {"advantage": lambda r, n: best_only(r, r), "reward": scattered}),
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
@@ -527,7 +528,7 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
         ("returns with a penalty of masked tokens", "the KL penalty of masked tokens added"),
         ("returns that end at masked tokens", "no share of the return before masked tokens"),
         ("a penalty of the other sign from 5", "the wrong sign: its coefficient on train - reference is +0.2"),
-        ("a larger penalty from 4", "is -4 in units of the reward, while it is -0.1 at the other steps"),
+        ("a larger penalty from 4", "is -4 in units of the reward, while it is -0.1 at other steps"),
         ("discounted returns", "by a factor of 0.95 per token"),
     ],
 )
