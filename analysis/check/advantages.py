@@ -156,16 +156,6 @@ class DataRows:
         return _left_out(rewards, numbered(self.labels, self.at))
 
     @cached_property
-    def by_mean(self) -> np.ndarray:
-        """Rewards minus their group's mean, divided by that mean, [N]. NaN where that is not defined."""
-        rewards, label = (
-            np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan),
-            numbered(self.labels, self.at),
-        )
-        mean = mean_of(label, rewards)
-        return np.asarray(np.divide(rewards - mean, mean, out=np.full(len(mean), np.nan), where=mean != 0))
-
-    @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices of rows whose prompt and response begin another prompt of their group, and of those others, [K] each."""
         rows, cell = self.rows, numbered(self.labels, self.at)
@@ -216,10 +206,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
-    """Map each way of misplacing rewards to [N] indices: for each row, the row whose reward it gets, or -1 for none.
-
-    With more than one row `in_group`, the ways include the two orders of a table of groups and their rows.
-    """
+    """Map each way of misplacing rewards to [N] indices: for each row, the row whose reward it gets, or -1 for none."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -404,24 +391,16 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         yield f"the {name} group's mean", against(r, *(each[other] for each in moments(r, g)), rows.spread)
     size = int(np.median(count_of(rows.merged)))
     yield f"the mean of {size} rows from several groups", against(r, *moments(r, rows.merged))
-    moves = shifted(rows.at, in_group=int(np.median(n)))
-    for name, place in moves.items():
+    # In another order, advantages have the sizes that the group-mean rule gives.
+    usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
+    by_size = np.argsort(np.lexsort((a, rows.at)))
+    reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
+    best = int(np.argmax([rows.fit(values).mean() for values in reordered]))
+    for name, place in shifted(rows.at, in_group=int(np.median(n))).items():
         moved = np.append(r, np.nan)[place]
         yield name, against(moved, *moments(moved, g))
-    # Sorted by size, advantages in another order equal those of the group-mean rule.
-    usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
-    by_size, reordered = np.lexsort((a, rows.at)), np.empty((len(usual), len(r)))
-    for values, given in zip(reordered, usual, strict=True):
-        values[by_size] = given[np.lexsort((given, rows.at))]
-    best = int(np.argmax([rows.fit(values).mean() for values in reordered]))
-    given, moved = usual[best], ~np.isclose(reordered[best], usual[best], rtol=CLOSE)
-    if moved.any():
-        same = {
-            name: np.isclose(np.append(given, np.nan)[place], reordered[best], rtol=CLOSE)
-            for name, place in moves.items()
-        }
-        names = (name.replace("rewards", "advantages") for name, each in same.items() if each[moved].mean() > 0.9)
-        yield next(names, "advantages of the same step in another order"), [*reordered]
+        yield name.replace("rewards", "advantages"), [np.append(usual[best], np.nan)[place]]
+    yield "advantages of the same step in another order", [reordered[best]]
 
 
 def _by_rank(rows: _Rows) -> np.ndarray:
@@ -513,21 +492,18 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
-            return (
-                "advantages_mixed",
-                only,
-                {"rule": text, "rest": "all other advantages follow the group's mean and scale"},
-            )
-    raw = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r))
-    order = np.lexsort((a, -r, g))
+            return "advantages_mixed", only, {"rule": f"{text}, while all others follow the group's mean and scale"}
+    asked &= (r != 0) & ~usual[0] & ~usual[1]
+    raw, order = asked & (np.abs(a - r) < TINY * np.abs(r)), np.lexsort((a, -r, g))
     rank = rank_of(g[order])[np.argsort(order)]
-    share = np.bincount(rank, raw) / np.maximum(np.bincount(rank, asked & (r != 0)), 1)
-    is_raw = share > 0.95
-    is_other = 2 * (raw & (usual[0] | usual[1])).sum() < raw.sum()
-    if is_other and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.05)):
-        ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
-        text = f"the raw reward as their value, in every group all except those at rank {ranks} by reward"
-        return "advantages_mixed", raw, {"rule": text, "rest": "the others follow another rule"}
+    share = np.bincount(rank, raw) / np.maximum(np.bincount(rank, asked), 1)
+    if raw.sum() >= 30 and share.min() < 0.05 and np.all((share > 0.95) | (share < 0.05)):
+        ranks = ", ".join(str(each + 1) for each in np.flatnonzero(share < 0.05))
+        return (
+            "advantages_mixed",
+            raw,
+            {"rule": f"the raw reward as their value: in every group all but rank {ranks} by reward"},
+        )
     return None
 
 
@@ -661,8 +637,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
     elif name:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
-        usual = name == _LEVELS[-1]  # some algorithms subtract the median
-        yield from found("rewards_of_other_rows" if is_moved else "baseline", off, notice_if_whole=usual, **numbers)
+        code = "rewards_of_other_rows" if is_moved else "baseline"
+        yield from found(code, off, notice_if_whole="median" in name, **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (

@@ -40,8 +40,7 @@ from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"},
-    "advantages_mixed": {"not_finite"},
+    "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
@@ -80,9 +79,11 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
     bound = np.fmax(bound, 2 * np.abs(run.left_out))
-    by_mean = np.abs(run.by_mean)
-    if np.mean(np.isclose(size, by_mean, rtol=CLOSE)[by_mean > 0]) > 0.9:
-        bound = np.fmax(bound, 2 * by_mean)
+    with np.errstate(all="ignore"):  # rewards divided by their group's mean, which may be near 0
+        by_mean = np.abs(rows["reward"] / mean_of(numbered(run.labels, run.at), rows["reward"]) - 1)
+        varied = (by_mean > TINY) & np.isfinite(by_mean)
+        if np.isclose(size, by_mean, rtol=CLOSE)[varied].sum() > 0.9 * varied.sum():
+            bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)

@@ -298,7 +298,7 @@ KINDS = {
     "turns_differ": ("turns of a trajectory get different advantages", "{num:,} rows have a different advantage from the row that continues them"),
     "rewards_of_nothing": ("rewards that no reward function gave", "{num:,} rows have a reward although no reward function gave one", "SELECT step, seq_id, reward, rewards FROM {rows} WHERE reward IS NOT NULL ORDER BY step"),
     "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead:.0f} ahead of the trainer's, although the trainer does not have these weights yet, so one counter is wrong", BY_VERSION),
-    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}, while {rest}"),
+    "advantages_mixed": ("some advantages follow a different rule", "in {num:,} rows, advantages have {rule}"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)", _BY_GROUP),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow other rows' rewards ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups", _BY_GROUP),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})", _BY_GROUP),

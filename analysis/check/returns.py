@@ -1,7 +1,4 @@
-"""Find how per-token advantages follow from the reward and from a KL penalty on each token.
-
-Shapes: T tokens in the loss, P pairs of such a token and the next one of its row, R rows, S steps.
-"""
+"""Find how per-token advantages follow from the reward and from a KL penalty on each token."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ SELECT step, row, coalesce(reward, 'nan') AS reward, a, coalesce(kl, 0) AS kl, p
     FROM (SELECT *, row_number() OVER () AS row FROM sequences WHERE {asked}) LEFT JOIN (
         SELECT run, step, seq_id, list_transform(list_zip(train.logprobs, other.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS kl
         FROM scores AS train JOIN scores AS other USING (run, step, seq_id, iteration) WHERE train."pass" = 'train' AND other."pass" = 'reference' AND iteration = 0
-    ) USING (run, step, seq_id)
-) WHERE isfinite(a) ORDER BY step, row, place
+    ) USING (run, step, seq_id)) WHERE isfinite(a) ORDER BY step, row, place
 """
 _EXACT = 1e-4
 """Error that rounding leaves, relative to the standard deviation of a step's advantages."""
@@ -75,24 +71,11 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     here, elsewhere = (
         f"{np.median(size[each]):+.3g}" if each.any() else "negative in a penalty" for each in (off, ~off)
     )
-    rule = f"a KL term of {which}: its coefficient on train - reference is {here} in units of the reward"
     is_lost = min(holds.sum(), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
-    for affected, text, rest in (
-        (np.isin(at, steps[known[off]]), rule, f"it is {elsewhere} at other steps"),
-        (
-            np.isin(rows, row[resets]),
-            "no share of the return before masked tokens",
-            "those after them follow the reward",
-        ),
-        (
-            np.isin(rows, row[leaks]),
-            "the KL penalty of masked tokens added",
-            "these tokens do not count toward the loss",
-        ),
-        (
-            np.isin(at, steps[fails & is_lost]),
-            "no relation to the next token's",
-            "before, they follow from it and the KL penalty",
-        ),
-    ):
-        yield from run.find("advantages_mixed", affected, at, least=8, rule=text, rest=rest)
+    for affected, rule in (
+        (np.isin(at, steps[known[off]]), f"a KL term of {which}: its coefficient on train - reference is {here} in units of the reward, while it is {elsewhere} at other steps"),
+        (np.isin(rows, row[resets]), "no share of the return before masked tokens, while those after them follow the reward"),
+        (np.isin(rows, row[leaks]), "the KL penalty of masked tokens added, while these tokens do not count toward the loss"),
+        (np.isin(at, steps[fails & is_lost]), "no relation to the next token's, while they follow from it and the KL penalty before"),
+    ):  # fmt: skip
+        yield from run.find("advantages_mixed", affected, at, least=8, rule=rule)

@@ -165,7 +165,7 @@ def signed(step, number, draw):
 
 
 def by_mean(r, size=lambda mean: mean):
-    return centred(r) / (size((r - centred(r))) + 1e-4)
+    return centred(r) / (size(r - centred(r)) + 1e-4)
 
 
 def best_only(r, rest):
@@ -524,7 +524,7 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     ("kind", "rule"),
     [
         ("divided by means of both signs", "negative mean reward"),
-        ("raw rewards except for the best", "except those at rank 1"),
+        ("raw rewards except for the best", "all but rank 1 by reward"),
         ("returns with a penalty of masked tokens", "the KL penalty of masked tokens added"),
         ("returns that end at masked tokens", "no share of the return before masked tokens"),
         ("a penalty of the other sign from 5", "the wrong sign: its coefficient on train - reference is +0.2"),
