@@ -30,11 +30,8 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
         return
     table = run.database.connection.execute(_TOKENS.format(asked=run.asked)).fetchnumpy()
     step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
-    penalties, (step, row, reward, a, place) = (
-        np.cumsum(kl) - kl,
-        (each[counts] for each in (step, row, reward, a, place)),
-    )
-    before, kl = penalties[counts], kl[counts]
+    before = np.cumsum(kl) - kl
+    step, row, reward, a, kl, place, before = (each[counts] for each in (step, row, reward, a, kl, place, before))
     steps, starts = np.unique(step, return_index=True)
     rows, first = np.unique(row, return_index=True)
     at = step[first]
@@ -69,9 +66,9 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     if not off.any() and jumps[2:-2].any():
         off, which = np.arange(len(known)) > np.argmax(jumps), "another size"
     here, elsewhere = (
-        f"{np.median(size[each]):+.3g}" if each.any() else "negative in a penalty" for each in (off, ~off)
+        f"{np.median(size[each]):+.3g}" if each.any() else "that of a penalty, negative," for each in (off, ~off)
     )
-    is_lost = min(holds.sum(), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
+    is_lost = min(len(known), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
     for affected, rule in (
         (np.isin(at, steps[known[off]]), f"a KL term of {which}: its coefficient on train - reference is {here} in units of the reward, while it is {elsewhere} at other steps"),
         (np.isin(rows, row[resets]), "no share of the return before masked tokens, while those after them follow the reward"),
