@@ -25,6 +25,7 @@ from .where import rank_of, row_columns, shared_by
 
 _BATCH, _UNSIGNED = "a constant for the whole batch", "absolute values"
 HALVES = "the mean over the row's half of the group"
+_LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
 _OF_OWN = {
@@ -37,6 +38,8 @@ _ERRORS = 4.0
 """Random variation stays within this many standard errors even in a thousand steps."""
 TINY = 1e-6
 """Relative size of rounding errors in float32 rewards and advantages."""
+_EPS = (0.0, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1)
+"""Usual values that are added to a standard deviation before dividing by it."""
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
 _INEXACT = 2.0**-15
@@ -86,8 +89,8 @@ class DataRows:
         if sample is not None:
             self.inspected = ", ".join(str(step) for step in np.unique(sample.steps))
         is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
-        asked = f"step IN ({self.inspected})" if is_large else "true"
-        parts = {"list": f"{tokens}::DOUBLE[]", "asked": asked, "own": _OWN if columns.mask else "response_ids"}
+        self.asked = f"step IN ({self.inspected})" if is_large else "true"
+        parts = {"list": f"{tokens}::DOUBLE[]", "asked": self.asked, "own": _OWN if columns.mask else "response_ids"}
         parts["num_loss"] = "list_sum(response_mask::INTEGER[])" if columns.mask else "NULL"
         with database.following("reading rewards and advantages"):
             table = database.connection.sql(_ROWS.format(**parts)).to_arrow_table()
@@ -202,13 +205,16 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
-def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
+def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
     """Map each way of misplacing rewards to [N] indices: for each row, the row whose reward it gets, or -1 for none."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
         for by in sorted(range(-most, most + 1), key=abs)[1:]
     }
+    for name, by in (("sample", np.maximum(size // in_group, 1)), ("prompt", in_group)) if in_group > 1 else ():
+        row = (place - first) % by * (size // by) + (place - first) // by
+        moves[f"rewards in {name}-major order"] = np.where(size % in_group == 0, first + row, -1)
     for name, by in (("next", 1), ("previous", -1)):
         other, end = np.searchsorted(at, at + by), np.searchsorted(at, at + by, "right")
         moves[f"the rewards of the {name} step"] = np.where(end - other == size, other + place - first, -1)
@@ -358,6 +364,11 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         return [values - mean, *((values - mean) / each for each in deviations)]
 
     yield _BATCH, [r]
+    count, ordered = np.bincount(g), r[np.lexsort((r, g))]
+    last, half = np.cumsum(count) - 1, count // 2
+    median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
+    for name, level in zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True):
+        yield name, against(r, level[g], rows.spread)
     low, high = rows.of_step(np.minimum, a), rows.of_step(np.maximum, a)
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
@@ -380,10 +391,16 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         yield f"the {name} group's mean", against(r, *(each[other] for each in moments(r, g)), rows.spread)
     size = int(np.median(count_of(rows.merged)))
     yield f"the mean of {size} rows from several groups", against(r, *moments(r, rows.merged))
-    for name, place in shifted(rows.at).items():
+    # In another order, advantages have the sizes that the group-mean rule gives.
+    usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
+    by_size = np.argsort(np.lexsort((a, rows.at)))
+    reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
+    best = int(np.argmax([rows.fit(values).mean() for values in reordered]))
+    for name, place in shifted(rows.at, in_group=int(np.median(n))).items():
         moved = np.append(r, np.nan)[place]
         yield name, against(moved, *moments(moved, g))
-        yield name.replace("rewards", "advantages"), [np.append(each, np.nan)[place] for each in own]
+        yield name.replace("rewards", "advantages"), [np.append(usual[best], np.nan)[place]]
+    yield "advantages of the same step in another order", [reordered[best]]
 
 
 def _by_rank(rows: _Rows) -> np.ndarray:
@@ -441,8 +458,8 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows that follow a second rule: another factor, the other normalisation, or an advantage of 0."""
-    a, at, size = rows.a, rows.at, np.abs(rows.x)
+    """Find rows that follow a second rule: another factor or sign, the other normalisation, 0, or the raw reward."""
+    r, a, g, at, size = rows.r, rows.a, rows.g, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3
     if asked.sum() < 30:
         return None
@@ -463,13 +480,30 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     pairs += [(usual[1 - fewer], usual[fewer], text)]
     if max(each[asked].mean() for each in usual) > 0.97:
         return None
+    # A group of more than two rows is linear in its rewards only by a rule, whatever its scale depends on.
+    slope = mean_of(g, rows.x * a) / rows.spread**2
+    linear = (rows.n > 2) & (mean_of(g, np.abs(a - slope * rows.x) < CLOSE * np.abs(slope) * rows.spread) == 1)
+    falls = linear & (slope < 0)
+    of = ", in all groups with a negative mean reward" if (falls == (mean_of(g, r) < 0))[linear].all() else ""
+    pairs += [(linear & (slope > 0), falls, f"the wrong sign{of}")]
     for one, two, text in pairs:
         only = two & ~one
         # If the second rule covers whole steps, another finding reports it and its first step.
         within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
-            return "advantages_mixed", only, {"rule": text}
+            return "advantages_mixed", only, {"rule": f"{text}, while all others follow the group's mean and scale"}
+    asked &= (r != 0) & ~usual[0] & ~usual[1]
+    raw, order = asked & (np.abs(a - r) < TINY * np.abs(r)), np.lexsort((a, -r, g))
+    rank = rank_of(g[order])[np.argsort(order)]
+    share = np.bincount(rank, raw) / np.maximum(np.bincount(rank, asked), 1)
+    if raw.sum() >= 30 and share.min() < 0.05 and np.all((share > 0.95) | (share < 0.05)):
+        ranks = ", ".join(str(each + 1) for each in np.flatnonzero(share < 0.05))
+        return (
+            "advantages_mixed",
+            raw,
+            {"rule": f"the raw reward as their value: in every group all but rank {ranks} by reward"},
+        )
     return None
 
 
@@ -560,6 +594,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
             yield from found("advantages_unlike_settings", is_wrong, **numbers)
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
+    level = max(_LEVELS, key=others.__getitem__)
+    if 4 * others[level] > others[_BATCH]:
+        others[level] += others.pop(_BATCH, 0)  # the same rule at steps where all groups have the same level
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # if there are only a few small steps, some rule fits by chance
@@ -568,7 +605,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         if rest:
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
-    off = rules.name == name
+    off = (rules.name == name) | ((name in _LEVELS) & (rules.name == _BATCH))
     freedom = float(rules.freedom[off].sum())
     if not freedom:
         return
@@ -600,7 +637,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         yield from found(_OF_OWN[name], off, notice=name != HALVES, **numbers)
     elif name:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
-        yield from found("rewards_of_other_rows" if is_moved else "baseline", off, **numbers)
+        code = "rewards_of_other_rows" if is_moved else "baseline"
+        yield from found(code, off, notice_if_whole="median" in name, **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (

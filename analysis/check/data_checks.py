@@ -18,10 +18,11 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .advantages import CLOSE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
 from .faults.sampling import TEMPERATURE, find_temperature
 from .finding import DataFinding
 from .pair_data import PairData
+from .returns import check_returns
 from .sample import (
     CHANCE,
     MIN_UNSAMPLED_RUN,
@@ -39,7 +40,7 @@ from .where import part_of_rows, rank_of, recorded_order
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_vary": {"advantages_misplaced"}, "advantages_mixed": {"not_finite"},
+    "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
@@ -52,7 +53,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
+            _values, _rewards, _groups, check_advantages, check_returns, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -71,8 +72,6 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         least = 1 + max(by_token.sum(), 8) // 2
         yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
-    if run.group_setting:
-        yield from run.find("advantages_vary", by_token, setting=run.group_setting, notice=True)
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of rewards.
     # Only a row that is left out of its own normalisation can exceed that.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
@@ -80,6 +79,11 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
     bound = np.fmax(bound, 2 * np.abs(run.left_out))
+    with np.errstate(all="ignore"):  # rewards divided by their group's mean, which may be near 0
+        by_mean = np.abs(rows["reward"] / mean_of(numbered(run.labels, run.at), rows["reward"]) - 1)
+        varied = (by_mean > TINY) & np.isfinite(by_mean)
+        if np.isclose(size, by_mean, rtol=CLOSE)[varied].sum() > 0.9 * varied.sum():
+            bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
     yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)

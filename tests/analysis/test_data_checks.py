@@ -159,7 +159,67 @@ def rising(step, number, draw):
     return number / 10 + np.linspace(0, 0.1, len(GROUP))
 
 
+def signed(step, number, draw):
+    """Graded rewards whose group means have both signs."""
+    return graded(step, number, draw) + draw.uniform(-1.5, 1.5, GROUPS)[GROUP]
+
+
+def by_mean(r, size=lambda mean: mean):
+    return centred(r) / (size(r - centred(r)) + 1e-4)
+
+
+def best_only(r, rest):
+    """The best row's lead over the second, divided by the deviation (pass@k), and `rest` for the others."""
+    rows = np.sort(r.reshape(-1, IN_GROUP), 1)
+    best = r == rows[:, -1][GROUP]
+    return np.where(best, (rows[:, -1] - rows[:, -2])[GROUP] / spread(r), rest)
+
+
+def scattered(step, number, draw):
+    """Rewards that are all different."""
+    return graded(step, number, draw) + draw.uniform(0.2, 0.3, len(GROUP))
+
+
+def kl_of(number):
+    """Differences between train and reference, one for each token of a step."""
+    draw = np.random.default_rng(300 + number)
+    return [draw.exponential(0.1, length) for length in lengths_of(number)]
+
+
+def turns_of(number):
+    """Masks with the third and the fourth of more than five tokens left out, as if a tool had written them."""
+    return [(np.arange(length) // 2 != 1) | (length < 6) for length in lengths_of(number)]
+
+
+def returns(r, number, gamma=1.0, kl=0.1, leaks=False, passes=1.0):
+    """Sums of later rewards of each token, whitened. Over masked tokens, a sum is multiplied by `passes`."""
+    rows = []
+    for value, penalty, mask in zip(r, kl_of(number), turns_of(number), strict=True):
+        rewards, total = -kl * penalty * (mask | leaks), 0.0
+        rewards[-1] += value
+        row = np.zeros(len(rewards))
+        for at in reversed(range(len(row))):
+            total = row[at] = rewards[at] + gamma * total
+            total *= 1.0 if mask[at] else passes
+        rows.append(row)
+    inside = np.concatenate([row[mask] for row, mask in zip(rows, turns_of(number), strict=True)])
+    return [(row - inside.mean()) / inside.std() * mask for row, mask in zip(rows, turns_of(number), strict=True)]
+
+
+def of_returns(recorder, batch, step, number):
+    recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+    recorder.add_scores("train", batch, logprobs=step.scored())
+    reference = [row - part for row, part in zip(step.scored(), kl_of(number), strict=True)]
+    recorder.add_scores("reference", batch, logprobs=reference)
+
+
+RETURNS = {"columns": lambda step, n: {"response_mask": turns_of(n)}, "passes": of_returns, "reward": graded}
+
+
 SOUND = {
+    "returns with a penalty": {"advantage": lambda r, n: returns(r, n), **RETURNS},
+    "returns with a changing penalty": {"advantage": lambda r, n: returns(r, n, kl=0.05 * 1.3**n), **RETURNS},
+    "returns": {"advantage": lambda r, n: returns(r, n, kl=0.0), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, **RETURNS},
     "grpo": {},
     "grpo of graded rewards": {"reward": graded},
     "grpo with the other standard deviation": {"advantage": lambda r, n: grpo(r, ddof=0, eps=1e-6)},
@@ -177,6 +237,8 @@ SOUND = {
     "critic that knows nothing": {"advantage": lambda r, n: [np.full(len(x), v) for x, v in zip(per_token(r, n), r, strict=True)], "groups": lambda step, n: None},
     "several rewards": {"advantage": several},
     "maxrl": {"advantage": maxrl},
+    "divided by the size of the mean": {"advantage": lambda r, n: by_mean(r, np.abs), "reward": signed},
+    "best row only": {"advantage": lambda r, n: best_only(r, 0.0), "reward": scattered},
     "float32": {"advantage": lambda r, n: grpo(r.astype(np.float32)).astype(np.float32), "reward": graded},
     "solved": {"reward": lambda step, n, draw: binary(step, n, draw) if n < 4 else np.ones(len(GROUP)), "metrics": lambda step, r, n: {"reward": r.mean()}},
     "metrics": {"metrics": lambda step, r, n: {"reward": r.mean(), "completion_length": np.mean([len(x) for x in step.responses]), "entropy": np.concatenate(step.entropies()).mean()}},
@@ -279,6 +341,18 @@ def interleaved_scores(recorder, batch, step, number):
 
 
 FAULTS = {
+    "advantages sample-major": ("rewards_of_other_rows", None, {"advantage": lambda r, n: grpo(r)[INTERLEAVED], "reward": graded}),
+    "advantages shuffled from 4": ("rewards_of_other_rows", 4, {"advantage": lambda r, n: np.random.default_rng(n).permutation(grpo(r, eps=0.05)) if n > 3 else grpo(r, eps=0.05)}),
+    "maximum and a margin": ("baseline", None, {"advantage": lambda r, n: 3 * (r - r.reshape(-1, IN_GROUP).max(1)[GROUP]) - 0.4, "reward": graded}),
+    "median": ("baseline", None, {"advantage": lambda r, n: r - np.median(r.reshape(-1, IN_GROUP), 1)[GROUP], "reward": graded}),
+    "divided by means of both signs": ("advantages_mixed", None, {"advantage": lambda r, n: by_mean(r), "reward": signed}),
+    "returns with a penalty of masked tokens": ("advantages_mixed", None, {"advantage": lambda r, n: returns(r, n, leaks=True), **RETURNS}),
+    "returns that end at masked tokens": ("advantages_mixed", None, {"advantage": lambda r, n: returns(r, n, kl=0.0, passes=0.0), **RETURNS}),
+    "a penalty of the other sign from 5": ("advantages_mixed", 5, {"advantage": lambda r, n: returns(r, n, kl=0.1 if n < 5 else -0.2), **RETURNS}),
+    "a larger penalty from 4": ("advantages_mixed", 4, {"advantage": lambda r, n: returns(r, n, kl=0.1 if n < 4 else 4.0), **RETURNS}),
+    "absolute returns from 6": ("advantages_mixed", 6, {"advantage": lambda r, n: [np.abs(row) if n > 5 else row for row in returns(r, n)], "steps": 12, **RETURNS}),
+    "discounted returns": ("advantages_vary", None, {"advantage": lambda r, n: returns(r, n, 0.95, kl=0.0), **RETURNS}),
+    "raw rewards except for the best": ("advantages_mixed", None, {"advantage": lambda r, n: best_only(r, r), "reward": scattered}),
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
     "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
@@ -363,6 +437,8 @@ NOTICES = (
     "best against worst",
     "a baseline outside the trace",
     "decaying advantages",
+    "median",
+    "discounted returns",
     "whole batch",
     "no baseline",
     "prompts in two groups",
@@ -427,6 +503,7 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 
 
 EXPLAINED = {
+    "advantages sample-major": "advantages in sample-major order", "advantages shuffled from 4": "advantages of the same step in another order", "maximum and a margin": "the group's maximum",
     "neighbours of other prompts": "the mean of 8 neighbouring rows", "absolute values": "absolute values",
     "advantages of the next row": "advantages moved by -1 rows",
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
@@ -441,6 +518,23 @@ EXPLAINED = {
 def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     (found, *_) = findings(write(tmp_path / "run", **FAULTS[kind][2]))
     assert found.numbers["explanation"] == EXPLAINED[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("divided by means of both signs", "negative mean reward"),
+        ("raw rewards except for the best", "all but rank 1 by reward"),
+        ("returns with a penalty of masked tokens", "the KL penalty of masked tokens added"),
+        ("returns that end at masked tokens", "no share of the return before masked tokens"),
+        ("a penalty of the other sign from 5", "the wrong sign: its coefficient on train - reference is +0.2"),
+        ("a larger penalty from 4", "is -4 in units of the reward, while it is -0.1 at other steps"),
+        ("discounted returns", "by a factor of 0.95 per token"),
+    ],
+)
+def test_the_rows_that_follow_another_rule_are_described(tmp_path, kind, rule):
+    found = findings(write(tmp_path / "run", **FAULTS[kind][2]))
+    assert [rule in data_text(each) for each in found] == [True]
 
 
 def test_a_baseline_that_fits_only_roughly_is_not_asserted(tmp_path):
