@@ -299,14 +299,11 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
                 known = [f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data)]
-                numbers = {
-                    "size": size,
-                    "name": name,
-                    "what": "differs from the initial policy",
-                    "when": "before the first update, ",
-                }
-                numbers["explanation"] = "".join(known) or _WEIGHTS + _place_text(run, data)
-                yield from run.find("reference_apart", run.at >= 0, notice=True, **numbers)
+                what, text = (
+                    ("other temperature", known[0]) if known else ("other weights", _WEIGHTS + _place_text(run, data))
+                )
+                find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
+                yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
 _WEIGHTS = "so the reference has other weights than the initial policy, for example those without an adapter"
@@ -346,9 +343,9 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
         if not first:
             break
         steps = f"{known[first - 1]}:{known[first]}"
-    what, explanation, size = found[int(known[first])]
-    numbers = {"size": size, "name": name, "what": what, "when": "", "explanation": f"because {explanation}"}
-    yield from run.find("reference_apart", is_moved, known, **numbers)
+    what, explanation, size = found[int(known[first])] or ("", "", 0.0)
+    find = partial(run.find, name=name, what=what, when="", explanation=f"because {explanation}")
+    yield from find("reference_apart", is_moved, known, size=size)
 
 
 def _place_of(data: PairData) -> tuple[str, str, float] | None:
@@ -360,10 +357,12 @@ def _place_of(data: PairData) -> tuple[str, str, float] | None:
         moved, own, lag = best
         tokens = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
         text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train {moved:.2f} there, {own:.2f} as recorded)"
-        return f"is shifted by {tokens}", text, size
-    fits = [each for each in find_placement(data) if each.gain > PLACE_NATS and (each.left or 0.0) < REALIGNED_SHARE]
+        return f"shifted by {tokens}", text, size
+    # A few rows may resemble others by chance, for example because their texts are alike.
+    fits = [each for each in find_placement(data) if each.tokens[data.keep].mean() > 0.5 and each.gain > PLACE_NATS]
+    fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE]
     best_fit = max(fits, key=lambda each: each.gain, default=None)
-    return best_fit and ("holds the values of other tokens", evidence_text(best_fit.finding), size)
+    return ("values of other tokens", evidence_text(best_fit.finding), size) if best_fit else None
 
 
 def _best_lag(

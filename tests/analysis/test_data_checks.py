@@ -798,7 +798,7 @@ def test_a_shifted_pass_of_other_weights_is_a_fault(tmp_path, name, lag, since, 
     path = write(tmp_path / "trace", passes=other_pass(name, later(lag, since)), longest=longest)
     (found,) = (one for one in findings(path) if one.code == "reference_apart")
     assert (found.is_notice, found.since) == (False, since if since > 1 else None)
-    assert found.title == f"the {name} pass is shifted by {abs(lag)} token{'s' * (abs(lag) > 1)}"
+    assert found.title == f"the {name} pass does not match train: shifted by {abs(lag)} token{'s' * (abs(lag) > 1)}"
     assert f"too {'late' if lag > 0 else 'early'}" in data_text(found)
 
 
@@ -814,7 +814,7 @@ def test_a_reference_in_other_rows_is_a_fault(tmp_path):
 
     path = write(tmp_path / "trace", passes=other_pass("reference", change, apart=0.02), longest=40)
     (found,) = (one for one in findings(path) if one.code == "reference_apart")
-    assert (found.is_notice, found.title) == (False, "the reference pass holds the values of other tokens")
+    assert (found.is_notice, found.title) == (False, "the reference pass does not match train: values of other tokens")
 
 
 def test_a_reference_that_is_off_in_short_rows_says_so(tmp_path):
