@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,9 @@ from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from .advantages import CLOSE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .faults import evidence_text
+from .faults.kinds import BY_TIME
+from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
 from .faults.sampling import TEMPERATURE, find_temperature
 from .finding import DataFinding
 from .pair_data import PairData
@@ -36,7 +39,7 @@ from .sample import (
     run_lengths,
     template_tokens,
 )
-from .where import part_of_rows, rank_of, recorded_order
+from .where import PLACE_NATS, part_of_rows, places, rank_of, recorded_order, where_text
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
@@ -292,24 +295,97 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
-    if {"train", "reference"} <= {*scored_passes(run.database)}:
-        for step, size in run.database.connection.execute(_AT_START).fetchall():
-            if (size or 0.0) > _OTHER_WEIGHTS:
-                numbers = {"size": size, "explanation": _one_factor(run, step) or _WEIGHTS}
-                yield from run.find("reference_apart", np.ones(len(run.rows["step"]), bool), notice=True, **numbers)
+    passes = scored_passes(run.database)
+    for name in (each for each in ("reference", "current") if {"train", each} <= {*passes}):
+        moved = [*_moved(run, name)]
+        yield from moved
+        for step, size in run.database.connection.execute(_AT_START).fetchall() if name == "reference" else ():
+            if (size or 0.0) > _OTHER_WEIGHTS and not moved:
+                data = _other_pass(run.database, name, f"{step}:{step}")
+                known = [f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data)]
+                what, text = (
+                    ("other temperature", known[0]) if known else ("other weights", _WEIGHTS + _place_text(run, data))
+                )
+                find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
+                yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
 _WEIGHTS = "so the reference has other weights than the initial policy, for example those without an adapter"
 
 
-def _one_factor(run: DataRows, step: int) -> str:
-    """Describe the factor on the logits that the reference differs by from train, or return an empty string."""
-    sample = read_sample(run.database.of_steps(f"{step}:{step}"), ("train", "reference"), [])
-    data = PairData(
-        trace=run.database.given[0], sample=sample, sums=PairSums(steps=np.zeros(0), columns={}), contracts={}, passes=[],
+def _other_pass(database: Database, name: str, steps: str) -> PairData:
+    sample = read_sample(database.of_steps(steps), ("train", name), [])
+    return PairData(
+        trace=database.given[0], sample=sample, sums=PairSums(steps=np.zeros(0), columns={}), contracts={}, passes=[],
         has_weights=False, is_import=False, model={}, keep=sample.compared,
     )  # fmt: skip
-    return "".join(f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data))
+
+
+def _place_text(run: DataRows, first: PairData) -> str:
+    """Describe where the reference differs most, in the whole run, if at the `first` step it does so somewhere."""
+    data = _other_pass(run.database, "reference", run.database.steps) if places(first) else first
+    for place in [each for each in places(data) if each.feature not in BY_TIME][:1]:
+        rest = float(np.abs(data.d[~place.inside]).mean())
+        there = f"{where_text(place.numbers)} ({place.inside.mean():.0%} of the tokens)"
+        return f"; it differs most, by {np.abs(data.d[place.inside]).mean():.2g} nats against {rest:.2g} elsewhere, {there}"
+    return ""
+
+
+def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
+    """Find a pass whose values belong to other tokens, from some step on."""
+    found: dict[int, tuple[str, str, float] | None] = {}
+    steps = run.database.steps
+    for _ in range(2):  # then between the last good step and the first bad one
+        data = _other_pass(run.database, name, steps)
+        step_of = data.sample.steps[data.seq]
+        found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
+        known = np.array(sorted(found))
+        is_moved = np.array([found[step] is not None for step in known])
+        first = int(is_moved.argmax())
+        if not is_moved.any() or is_moved[first:].mean() < 0.8:
+            return
+        if not first:
+            break
+        steps = f"{known[first - 1]}:{known[first]}"
+    what, explanation, size = found[int(known[first])] or ("", "", 0.0)
+    find = partial(run.find, name=name, what=what, when="", explanation=f"because {explanation}")
+    yield from find("reference_apart", is_moved, known, size=size)
+
+
+def _place_of(data: PairData) -> tuple[str, str, float] | None:
+    """Describe where the other pass's values belong, and return their mean |d| (nats), or None if they are in place."""
+    size = float(np.abs(data.d).mean())
+    if size < MIN_OFF_NATS:
+        return None
+    if best := _best_lag(data.sample.a.logprobs, data.sample.b.logprobs, data.keep, data.sample.seq, LAGS):
+        moved, own, lag = best
+        tokens = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
+        text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train {moved:.2f} there, {own:.2f} as recorded)"
+        return f"shifted by {tokens}", text, size
+    # A few rows may resemble others by chance, for example because their texts are alike.
+    fits = [each for each in find_placement(data) if each.tokens[data.keep].mean() > 0.5 and each.gain > PLACE_NATS]
+    fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE]
+    best_fit = max(fits, key=lambda each: each.gain, default=None)
+    return ("values of other tokens", evidence_text(best_fit.finding), size) if best_fit else None
+
+
+def _best_lag(
+    values: np.ndarray, others: np.ndarray, there: np.ndarray, seq: np.ndarray, lags: Sequence[int]
+) -> tuple[float, float, int] | None:
+    """Return the correlation of `values` with `others` ([N] each) at the distance in tokens where it is largest, that at
+    the same token, and the distance, or None if chance explains the difference. Equal values count once."""
+    found = []
+    for lag in lags:
+        at = np.flatnonzero(there)
+        at = at[(at + lag >= 0) & (at + lag < len(there))]
+        at = at[there[at + lag] & (seq[at + lag] == seq[at])]
+        rows = np.unique(np.stack([values[at], others[at], others[at + lag]]), axis=1)
+        if len(at) < 30 or (np.std(rows, axis=1) < 0.05).any():
+            continue
+        own, moved = (float(each) for each in np.corrcoef(rows)[0, 1:])
+        if moved > 0.2 and moved > 3 * own and (moved - own) * np.sqrt(rows.shape[1]) > 8:
+            found.append((moved, own, lag))
+    return max(found, default=None)
 
 
 def _ratios(run: DataRows) -> Iterator[DataFinding]:
@@ -633,7 +709,7 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
             # If this ratio holds only in some rows, the others were sampled from another distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
-        own, before, after = (float(np.corrcoef(surprise, side.entropy[place + lag])[0, 1]) for lag in (0, -1, 1))
-        best, which = max((before, "next"), (after, "previous"))
-        if best > 0.2 and best > 3 * own and (best - own) * np.sqrt(len(place)) > 8:
+        if shift := _best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):
+            best, own, lag = shift
+            which = "next" if lag < 0 else "previous"
             yield from find("entropies_shifted", every, name=side.name, which=which, own=own, best=best)

@@ -245,6 +245,8 @@ def predicting(
     right = data.spread_out(np.where(tokens, residual, data.d)) if is_right else None
     share = np.sqrt(np.sum(left[tokens] ** 2) / max(np.sum(data.d[tokens] ** 2), 1e-30))
     worth = _fit(data, left).log_likelihood - unexplained(data).log_likelihood - (cost + CLAIM_NATS)
+    if not is_right and share**2 > 0.5 and _fit(data, left, tokens).sigma > allowed_noise(data):
+        worth = 0.0  # a formula is exact, so what it leaves is less than what it explains, or rounding
     return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=worth, right=right, left=float(share))
 
 
@@ -327,7 +329,7 @@ KINDS = {
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}", _BY_STEP),
     "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} is logged one step {late} the rows that it averages, so values are assigned to the wrong step", _BY_STEP),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP),
-    "reference_apart": ("the reference differs from the initial policy", "before the first update, the logprobs of train and reference differ by {size:.2g} nats on average, more than rounding explains, {explanation}", BY_VERSION),
+    "reference_apart": ("the {name} pass does not match train: {what}", "{when}the logprobs of train and {name} differ by {size:.2g} nats on average, more than rounding explains, {explanation}", BY_VERSION),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than any distribution with the token's logprob has", _ENTROPIES),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),

@@ -684,6 +684,23 @@ def test_a_frequency_penalty_has_its_size_per_occurrence(tmp_path):
     assert "for each time it occurred earlier in the response" in evidence_text(first)
 
 
+def test_repeated_tokens_that_differ_by_no_fixed_amount_have_no_penalty(tmp_path):
+    sizes = np.random.default_rng(3).normal(0.8, 1.0, (60, 60))
+
+    def train(step, number):
+        out = step.scored(moved(step.logits, 7, 0.1))
+        for prompt, response, row in zip(step.prompts, step.responses, out, strict=True):
+            ids = np.concatenate([prompt[-1:], response]).astype(int)
+            for place in range(1, len(response)):
+                if ids[place + 1] in ids[1 : place + 1]:
+                    odds = row[place] - np.log(-np.expm1(row[place])) - sizes[ids[place], ids[place + 1]]
+                    row[place] = -np.logaddexp(0.0, -odds)
+        return out
+
+    found = codes(Recording(train=train, contracts=BOTH_FP32, options={"longest": 40}), tmp_path / "trace")
+    assert found[0] == "computation_differs"
+
+
 def test_a_factor_on_the_logits_is_no_penalty(tmp_path):
     run = Recording(rollout=lambda step, number: step.scored(step.logits * 1.3), contracts=BOTH_FP32)
     assert "penalty" not in codes(run, tmp_path / "trace")

@@ -861,6 +861,67 @@ def test_a_reference_at_another_temperature_has_the_same_weights(tmp_path, tempe
     assert f"reference's logits equal train's divided by {temperature:g} (" in data_text(found)
 
 
+def other_pass(name, change, apart=0.3):
+    """Write the passes, and one with other weights than the policy, whose rows are changed."""
+
+    def passes(recorder, batch, step, number):
+        recorder.add_scores("rollout", batch, logprobs=step.scored())
+        recorder.add_scores("train", batch, logprobs=in_float32(step, number), policy_version=number - 1)
+        rows = step.scored(moved(table(), 50, apart))
+        recorder.add_scores(name, batch, logprobs=change(rows, step, number))
+
+    return passes
+
+
+def later(lag, since):
+    """Rows that are shifted by a number of tokens from a step on, and filled up with 0."""
+
+    def change(rows, step, number):
+        out = [np.zeros_like(row) for row in rows]
+        for old, new in zip(rows, out, strict=True):
+            new[max(lag, 0) : len(old) + min(lag, 0)] = old[max(-lag, 0) : len(old) - max(lag, 0)]
+        return out if number >= since else rows
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "lag", "since", "longest"), [("reference", 1, 1, 12), ("reference", -2, 4, 30), ("current", 1, 3, 12)]
+)
+def test_a_shifted_pass_of_other_weights_is_a_fault(tmp_path, name, lag, since, longest):
+    path = write(tmp_path / "trace", passes=other_pass(name, later(lag, since)), longest=longest)
+    (found,) = (one for one in findings(path) if one.code == "reference_apart")
+    assert (found.is_notice, found.since) == (False, since if since > 1 else None)
+    assert found.title == f"the {name} pass does not match train: shifted by {abs(lag)} token{'s' * (abs(lag) > 1)}"
+    assert f"too {'late' if lag > 0 else 'early'}" in data_text(found)
+
+
+def test_the_first_step_of_a_shift_is_found_between_inspected_steps(tmp_path):
+    path = write(tmp_path / "trace", passes=other_pass("reference", later(1, 22)), steps=40)
+    assert [one.since for one in findings(path) if one.code == "reference_apart" and not one.is_notice] == [22]
+
+
+def test_a_reference_in_other_rows_is_a_fault(tmp_path):
+    def change(rows, step, number):
+        order = np.roll(np.arange(len(rows)), 3)
+        return [np.resize(rows[other], len(row)) for row, other in zip(rows, order, strict=True)]
+
+    path = write(tmp_path / "trace", passes=other_pass("reference", change, apart=0.02), longest=40)
+    (found,) = (one for one in findings(path) if one.code == "reference_apart")
+    assert (found.is_notice, found.title) == (False, "the reference pass does not match train: values of other tokens")
+
+
+def test_a_reference_that_is_off_in_short_rows_says_so(tmp_path):
+    def change(rows, step, number):
+        others = step.scored(moved(table(), 70, 1.5))
+        return [other if len(row) < 16 else row for row, other in zip(rows, others, strict=True)]
+
+    path = write(tmp_path / "trace", passes=other_pass("reference", change), longest=40)
+    (found,) = (one for one in findings(path) if one.code == "reference_apart")
+    assert found.is_notice
+    assert "all where the response length in tokens is below 16" in data_text(found)
+
+
 def copied(num, counted=True):
     """A batch whose last rows are copies of its first rows."""
 

@@ -32,7 +32,7 @@ DATA_FAULTS = {
     "length": "advantages_by_length",
     "truncation": "limit_exceeded limit_contradicts finish_contradicts tokens_after_end padding_counts mask_cuts finished_masked",
     "data": "batch_repeats prompt_padding",
-    "reference": "reference_is_policy",
+    "reference": "reference_is_policy reference_apart",
 }
 """Suspect -> `check` codes of the data faults that point to the suspect."""
 
