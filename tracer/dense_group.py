@@ -92,7 +92,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
             f"{store.shown(where)}: its writer's state is missing. Restore writers/ from a backup"
         ) from error
     if where not in files:
-        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove the folder")
+        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove its folder")
     return files[where]
 
 
@@ -156,7 +156,10 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
         raise ValueError(f"unexpected array {group!a}/{array!a} of type {typed!a}")
     values = np.frombuffer(row["data"].as_buffer(), storage)
     if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
-        raise ValueError(f"it claims {num_rows:,} rows of {typed!a} from row {start:,}, but has {values.size:,} values")
+        raise ValueError(
+            f"it should hold {num_rows:,} rows of type {typed!a} starting at row {start:,}, but it has {values.size:,} "
+            "values"
+        )
     return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 
 

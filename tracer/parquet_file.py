@@ -171,7 +171,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
             raise DamagedTrace(
-                f"{where} cannot be read as Parquet (its footer cannot have {length - 8:,} bytes). Restore it from a "
+                f"{where} cannot be read as Parquet (invalid footer size, {length - 8:,} bytes). Restore it from a "
                 "backup"
             )
         return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)

@@ -41,7 +41,7 @@ class Patience:
         self, changed: threading.Condition, is_blocked: Callable[[], bool], *, is_excused: Callable[[], bool],
         signs: Callable[[], Any] | None = None, every_s: float = math.inf, counts: bool = True,
     ) -> None:  # fmt: skip
-        """Wait while `is_blocked` returns True. The caller holds `changed`. Raises StorageStalled at the limit.
+        """Wait while `is_blocked` returns True. The caller holds `changed`. Raises StorageStalled after `max_wait_s`.
 
         Time does not count towards the limit while `is_excused` returns True. The limit restarts whenever the value
         returned by `signs` changes.

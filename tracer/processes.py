@@ -57,7 +57,7 @@ def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
 def running_launchers(
     folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
 ) -> list[WriterState]:
-    """Wait up to `wait_s` for `tim-trace record` processes on this folder and return those that are running.
+    """Wait up to `wait_s` for `tim-trace record` processes that use this folder, and return the running ones.
 
     A process on another machine counts only if it sends a heartbeat during the wait, because a process that was killed
     a moment ago still looks alive. If `beside` is given, only the writers that it names are considered, and those that

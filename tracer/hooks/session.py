@@ -61,7 +61,7 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    An error in a call made through `record` ends the recording of one `Part`, and an error in a block under `guard` ends all
+    An error in a call made through `record` ends the recording of one `Part`, and an error in a `guard` block ends all
     recording in this process. Neither error reaches the program. Recording never calls a collective operation, because
     processes that have stopped recording would not take part in it.
     """
@@ -160,7 +160,7 @@ class Session:
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Prevent recording errors from reaching the program.
 
-        `what` names the data that is lost. An error ends this process's recording, unless `otherwise` handles it.
+        An error ends this process's recording, unless `otherwise` handles it. `what` names the data lost in that case.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:

@@ -78,7 +78,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook, unless the trainer's class is a hooked subclass, whose hook already covers calls via super()."""
+        """Run a hook. Skip it for a hooked subclass, whose own hook already covers calls via super()."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)

@@ -91,7 +91,7 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the name of TRL's function that adds a fused head, or None before TRL 1.15. Replays call it too."""
+    """Return the name of TRL's function that adds a fused head, or None before TRL 1.15. Replays call that function."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None

@@ -99,7 +99,7 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` by its module name, so that Ray runs the hooked trainer."""
+    """Give Ray the task runner of verl's imported entry module, because the copy run by `python -m` is not hooked."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -211,7 +211,7 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """Return the update. `rows` has (position in `data`, key) pairs, `lengths` [B] response lengths in tokens."""
+        """Return the update. `rows` lists (position in `data`, key). `lengths` [B] are response lengths in tokens."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -276,7 +276,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract for a pass whose scores the driver records. One process records it, once per pass."""
+        """Record the contract of a pass whose scores the driver records. Only one process does this, once per pass."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

@@ -44,7 +44,7 @@ def import_dump(
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
     `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Pass several paths to
-    import the values that several engines gave for the same prompts: each path becomes a pass, and sequences are
+    import the values that several engines computed for the same prompts: each path becomes a pass, and sequences are
     matched by prompt. `map` maps field names in the files to columns, including columns that the format lacks. A field
     mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing
     their names. Incomplete steps and half-written files are skipped and listed in the result. To add them later, import
@@ -72,7 +72,7 @@ def import_dump(
                 raise ImportFailed(f"{folder.url} contains no dump. {hint}{curves_in(folder)}")
     reads_one = folder is None or format in (PARQUET, SCALARS.name) or FORMATS[format].parts is not None
     if reads_one and not isinstance(path, (str, os.PathLike)):
-        raise ImportFailed(f"the {format} format reads one path, but got {len(path)}. Pass a folder or a pattern")
+        raise ImportFailed(f"the {format} format reads one path, but got {len(path)} paths. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
@@ -91,7 +91,7 @@ def import_dump(
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
     mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
-    # These must match in every import into the same trace.
+    # Every import into the same trace must use the same options.
     options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
@@ -157,8 +157,8 @@ def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
     for part in parts:
         for name in part.files if part.step is not None else ():
             place, base = os.path.split(name)
-            # A step's files may be in differently named folders. If the names of both folder and file are the same, the
-            # files are from two runs.
+            # A step's files may be in differently named folders. But if two files have the same name and their folders
+            # do too, they are from two runs.
             key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
             if (other := places.setdefault((part.step or 0, key), place)) != place:
                 raise ImportFailed(
@@ -174,7 +174,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each part is one step and steps increase, so that the names of earlier steps can be dropped."""
+    """Return True if each part is one step and steps increase. Sequence names from earlier steps are then not kept."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase

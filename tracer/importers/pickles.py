@@ -35,7 +35,7 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Deduct bytes about to be allocated from the budget. Raises ImportFailed if too few are left."""
+        """Deduct `num_bytes`, which are about to be allocated. Raises ImportFailed if the budget is exceeded."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
@@ -254,7 +254,7 @@ class _Machine:
             self._budget.take(CONTAINER_BYTES)
             known = (stack.pop(), stack.pop(), stack.pop())[2]
             if type(known) is not Foreign:
-                raise NotPlain("it calls something with keyword arguments")
+                raise NotPlain("it creates an object with keyword arguments")
             stack.append(Foreign(known.module, known.name))
         elif code == 0x30:  # POP
             stack.pop()

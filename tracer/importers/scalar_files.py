@@ -318,7 +318,10 @@ _FULL, _LAST = 1, 4
 
 
 def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
-    """Yield a run file's records, in LevelDB's log format after the first 7 bytes (wandb/sdk/internal/datastore.py)."""
+    """Yield the records of a W&B run file.
+
+    After its first 7 bytes, the file is in LevelDB's log format (wandb/sdk/internal/datastore.py).
+    """
     parts, at, size = list[bytes](), 7, path.stat().st_size
     with opened(path) as file:
         if file.read(7)[:4] != b":W&B":

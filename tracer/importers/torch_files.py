@@ -51,7 +51,9 @@ def is_cut(path: Path) -> bool:
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
     if depth > _MAX_INSIDE:
-        raise ImportFailed(f"{where} contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
+        raise ImportFailed(
+            f"{where} contains pickles nested more than {_MAX_INSIDE} levels deep, which no framework writes"
+        )
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
@@ -180,7 +182,7 @@ class _StorageKind(Known):
 
 
 class _DtypeName(_StorageKind):
-    """A torch dtype. Files mention dtypes but never call them."""
+    """A torch dtype. Files refer to dtypes, but do not call them."""
 
 
 def _item_size(dtype: str | None) -> int:

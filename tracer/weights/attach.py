@@ -133,7 +133,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
-                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it is a complete {name}"
+                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it contains a complete {name}"
             )
     with torch.no_grad():
         _put_own_dtypes(model, path)

@@ -224,7 +224,7 @@ class WeightReader:
             return self._read(*parts[0]).reshape(first.shape)
         whole = np.zeros(first.whole_shape, bits_type(first.dtype))
         for record, tensor in parts:
-            # An FSDP1 shard is a contiguous range of elements.
+            # An FSDP1 shard is a contiguous range of the flattened tensor's elements.
             target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
             offsets = zip(tensor.offsets or (), tensor.shape, strict=True)
             place = tuple(slice(start, start + length) for start, length in offsets)
