@@ -233,7 +233,7 @@ def logged_names():
 
 
 def pages():
-    """Return the generated texts as page -> marker -> text."""
+    """Return the generated texts in a nested dict, by page and marker."""
     return {
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {

@@ -155,7 +155,7 @@ def schema_of(verb):
     found = schemas.object(kind)
     if not kinds:
         return enclosed(found, schemas.definitions, title)
-    # One trace is printed as an object, several as rows.
+    # The command prints an object for one trace, and rows for several.
     return any_of([enclosed(found, schemas.definitions, title), enclosed(rows, {}, title)], title)
 
 

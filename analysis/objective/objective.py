@@ -50,7 +50,7 @@ def objective(
     in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
-        raise InvalidOption(f"got {confidence}; pass a share between 0 and 1, e.g. 0.95", option="confidence")
+        raise InvalidOption(f"got {confidence}; pass a number between 0 and 1, e.g. 0.95", option="confidence")
     database = open_database(trace, steps, ray)
     chosen, basis = choose_loss(database, loss)
     sides = choose_sides(database, chosen)

@@ -161,7 +161,8 @@ class Database:
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use computed sums instead of stored ones: per-sequence sums, or with `runs`, sums over whole runs."""
+        """Make queries use computed sums in place of the pair's stored per-sequence sums or, with `runs`, of its stored
+        sums over whole runs."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:

@@ -210,7 +210,8 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     for spec, write in ((SEQUENCE_SUMS, write_sums), (STEP_HISTOGRAMS, write_histograms)):
         columns = ", ".join(spec.schema.names)
         write(connection.sql(f"SELECT {columns} FROM {spec.name} WHERE {within} ORDER BY ALL").to_arrow_table())
-    # The view includes the table that rows are inserted into. DuckDB reads the whole view before it inserts.
+    # The view includes the table that this statement inserts into, which is safe because DuckDB reads the whole view
+    # first.
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
@@ -306,7 +307,8 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Delete outdated sums. The files just replaced are kept, because other processes may still read them."""
+    """Delete the sums that were outdated when the trace was opened. Files replaced since then are kept, because other
+    processes may still read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 

@@ -30,7 +30,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
             console.print(WatchedView(seen), crop=False)
         return
     last = None
-    # Like Ctrl-C, these signals raise KeyboardInterrupt so that the terminal is restored.
+    # Make these signals raise KeyboardInterrupt, as Ctrl-C does, so that the terminal is restored.
     with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         try:
             with (

@@ -50,7 +50,7 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and the charts' data as CSV files to a folder next to the PDF.
+    """Write a PDF with a cover and one page per chart, and write the charts' data as CSV files to a folder next to it.
     Return the paths, the PDF's first."""
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
