@@ -121,8 +121,8 @@ class Database:
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
-                f"the trace is damaged or incomplete, so the remaining data proves nothing: {self.damaged[0]}{more}; "
-                f"restore it, or use {option('partial')} to analyze the rest anyway"
+                f"the trace is damaged or incomplete, so a verdict on the rest would be unreliable: "
+                f"{self.damaged[0]}{more}; restore the trace, or use {option('partial')} to analyze the rest anyway"
             )
 
     def define_named(self, words: frozenset[str]) -> None:

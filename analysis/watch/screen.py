@@ -22,7 +22,7 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Print each view below the previous one. If `again`, redraw the view in place, and print the last view in full at
+    """Print each view below the previous one or, if `again`, redraw the view in place and print the last one in full at
     the end or after Ctrl-C."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:

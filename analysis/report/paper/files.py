@@ -32,9 +32,9 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart to `folder` in the formats `kinds` (png, svg, pdf), and its data as CSV. A file's name is the
-    chart's key. Return the paths. Raises FileThere if an output file exists and `force` is off, and StorageError if
-    writing fails."""
+    """Write each chart to `folder` in the formats `kinds` (png, svg, pdf), and its data as CSV. Each file is named
+    after its chart's key. Return the paths. Raises FileThere if an output file exists and `force` is off, and
+    StorageError if writing fails."""
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
     refuse(paths, force)
