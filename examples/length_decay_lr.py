@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class LengthDecayLR(LRScheduler):
-    """Scales the current learning rates, and so can be combined with other schedulers and with parameter groups.
+    """Scales the current learning rates, so it can be combined with other schedulers and with parameter groups.
 
     Let L_t be the mean response length at step t, and base_t the median of L over [t - window - gap, t - gap). The
     surge step is the first step t for which L / base was at least `kappa` in at least `above` of the last `of` steps.
@@ -57,8 +57,8 @@ class LengthDecayLR(LRScheduler):
         self._length = float(mean_response_length)
 
     def step(self, mean_response_length=None):
-        """Finish an update. If no length was passed here or to `observe`, the update counts as one without
-        responses."""
+        """Advance the schedule by one update. If no length is passed here or to `observe`, the update is treated as
+        having no responses."""
         self.num_steps += 1
         self._detect(self._length if mean_response_length is None else float(mean_response_length))
         before = self.scale

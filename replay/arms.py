@@ -185,7 +185,7 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not among them."""
+        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` does not prevent this."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
@@ -244,7 +244,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
                 f"got {key if value is None else f'{key}={value}'!r}; write comma-separated name=value changes such as "
-                f"dtype=fp16,batch-size=1, with these names: "
+                f"dtype=fp16,batch-size=1. Valid names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )

@@ -211,7 +211,8 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Split rows, in order, into groups for which `fits` is true. A row that exceeds the limit gets its own group."""
+    """Split rows, in order, into groups for which `fits` is true. A row that is too large by itself forms its own
+    group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):

@@ -279,7 +279,8 @@ class _UnitScorer:
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
         """Score a unit and write its scores. Return the results and the number of scored tokens.
 
-        In this process, tokens are reported as progress while they are scored, and the returned number is 0.
+        In this process (not in an actor), tokens are reported as progress while they are scored, and 0 is returned
+        instead.
         """
         if self._opened is None:
             torch.set_num_threads(self._threads)

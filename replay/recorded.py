@@ -265,8 +265,8 @@ class RecordedRun:
         if lacking:
             is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
-                f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
-                "not recorded, so the forward pass cannot be rebuilt"
+                f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: the trace "
+                f"does not contain {', '.join(lacking)}, so the forward pass cannot be rebuilt"
                 + ("; attach the weights: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]

@@ -44,7 +44,7 @@ class VllmScorer:
 
     @property
     def dtype(self) -> str:
-        """Engine dtype (torch name): that of the arm, else of the recorded engine, else of the trainer."""
+        """Engine dtype (torch name): the arm's, else the recorded engine's, else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype

@@ -69,7 +69,8 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """Wrap a function to raise WrongType if an argument does not match its annotation. Return classes unchanged."""
+    """Wrap a function so that it raises WrongType if an argument does not match its annotation. Return classes
+    unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
     from inspect import signature as signature_of  # importing it at the top would slow every process down

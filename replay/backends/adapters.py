@@ -125,8 +125,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return the weights under the base model's names, with the adapter merged into them. PEFT merges it, as when TRL
-    sends weights to an engine (trl.generation.vllm_generation)."""
+    """Return the weights under the base model's names, with the adapter merged into them. PEFT does the merging, as it
+    does when TRL sends weights to an engine (trl.generation.vllm_generation)."""
     import torch
 
     model = wrapped.get_base_model()

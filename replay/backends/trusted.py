@@ -177,8 +177,8 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run, and the key in WHY with the reason if it differs from the recorded one (else
-    None)."""
+    """Return the attention to run. If it differs from the recorded one, also return the reason (a key in WHY), else
+    None."""
     name = name.removeprefix("paged|")  # this prefix matters only when generating
     cls = model_class(path)
     code = None

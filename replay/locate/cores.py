@@ -117,7 +117,8 @@ class Cores:
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
     """Return the permutation from the float64 model's query and key dimensions [D] to the execution's, or None if the
-    order is the same or no permutation fits. Scores do not depend on the order as long as queries and keys agree."""
+    order is the same or no permutation fits. Scores do not depend on this order, as long as it is the same for queries
+    and keys."""
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

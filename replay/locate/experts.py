@@ -67,7 +67,7 @@ def judge_router(
         unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
         made_right = follows(again, outputs[of_all], given_TE, ids_TS, ids_slot, max(unit, 2.0**-24))
         if made_right is None:
-            # Each logit may be off by the bound, so logits may change places if they differ by up to twice the bound.
+            # Each logit may be off by the bound, so two logits may swap places if they differ by up to twice the bound.
             least = exact_TE.gather(-1, exact_TS).amin(-1) - exact_TE.gather(-1, ids_TS).amin(-1)
             made_right = least <= 2.0 * bound_TE.amax(-1)
         differs_T &= ~made_right

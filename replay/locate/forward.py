@@ -49,7 +49,8 @@ class Forward:
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, judge each operator, and continue with the values recorded from the execution."""
+        """Within the context, judge each operator and replace its inputs and outputs with those recorded from the
+        execution."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)

@@ -43,7 +43,8 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the operators that both executions have, plus attention if rows are padded."""
+        """Return the operators that both executions have. If batches are padded rather than packed, attention is
+        included."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))

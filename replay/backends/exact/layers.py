@@ -131,7 +131,7 @@ class Mixture:
 
 class ExactHead:
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """Logits are first rounded to `projection_dtype` (default: the activations' dtype)."""
+        """Logits are rounded to `projection_dtype` (default: the activations' dtype)."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))

@@ -75,7 +75,8 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, or None for a model without adapters. Exact layers need the adapters merged or off."""
+        """`off` or `merged`, or None for a model without adapters. The exact layers support adapters only if they are
+        merged or turned off."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:

@@ -26,7 +26,8 @@ UNITS = 1 << (53 - _UNIT_BITS)
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Vectors along the last axis as truncated sums: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...)."""
+    """Vectors along the last axis, stored as truncated sums: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] +
+    ...)."""
 
     parts: tuple[Any, ...]
     """Integers stored as float64, with magnitudes up to 2**bits in the first tensor and 2**(bits - 1) in the others."""
@@ -36,7 +37,7 @@ class Slices:
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the largest number of bits per slice with which a sum of `length` slice products is exact."""
+    """Return the largest number of bits per slice for which a sum of `length` slice products is exact."""
     # Sums of first-slice products require 2 * bits + log2(length) <= 53. With three slices, sums of later slice
     # products can be a quarter larger, which requires one more bit.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
@@ -90,7 +91,8 @@ def sum_of_squares(x: Any, count: int) -> Any:
 
 
 def sum_of_units(x: Any) -> Any:
-    """Round numbers from 0 to 1 to multiples of 2**-66, and return the sum of up to UNITS along the last axis."""
+    """Round numbers from 0 to 1 to multiples of 2**-66, and return their sum along the last axis, which has at most
+    UNITS elements."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
