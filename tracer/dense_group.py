@@ -37,7 +37,10 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open the group named in a score's `dense` or `routing` column. Raises DamagedTrace."""
+    """Open the group named in a score's `dense` or `routing` column.
+
+    Raises InvalidRecord for an invalid name, and DamagedTrace if the group is missing or damaged.
+    """
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:

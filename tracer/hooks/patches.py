@@ -76,7 +76,10 @@ def _put_back(owner: Any, name: str, original: Any) -> None:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, including those in **kwargs, but without `self`. Raises TypeError."""
+    """Return a call's arguments by name, including those in **kwargs, but without `self`.
+
+    Raises TypeError if the arguments do not match the function's signature.
+    """
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})

@@ -255,7 +255,10 @@ _HOOKS = {
 
 
 def activate() -> Session | None:
-    """Hook supported libraries as soon as they are imported. Return None if not started by `tim-trace record`."""
+    """Hook supported libraries as soon as they are imported.
+
+    Returns None if `tim-trace record` did not start this process.
+    """
     order = Order.from_environment()
     if order is None:
         return None

@@ -44,7 +44,7 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths of a tokenizer attribute in TRL 1.3 and newer, in older releases, and with image processors."""
+    """Return the paths where a tokenizer attribute may be: TRL 1.3 and newer, older releases, multimodal processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 

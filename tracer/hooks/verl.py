@@ -196,7 +196,7 @@ class TrainerHooks:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Only this class always samples with the previous step's weights. Subclasses may use older ones.
+            # Only RayPPOTrainer itself always samples with the previous step's weights. Subclasses may use older ones.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -266,7 +266,7 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here `old_log_probs` is a copy of the rollout's logprobs. The trainer computes its own only in the loss.
+            # In bypass mode, `old_log_probs` copies the rollout's logprobs. The trainer computes its own only in the loss.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)

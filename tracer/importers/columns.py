@@ -20,7 +20,7 @@ from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, pla
 
 
 class Columns:
-    """Imported rows by trace column. Missing columns are None."""
+    """Columns of imported rows, by their names in the trace. Missing columns are None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int):
         self._arrays = arrays

@@ -29,7 +29,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
+    """A record's fields, read by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],

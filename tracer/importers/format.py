@@ -46,7 +46,7 @@ class DumpFolder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files in a folder, or only `path` if it is a file. Links out of the folder are not followed."""
+        """List the files in a folder, or only `path` if it is a file. Links that leave the folder are not followed."""
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(

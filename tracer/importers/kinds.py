@@ -39,7 +39,7 @@ class Kind:
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array with one element. Unlike in Arrow, a list may contain several types."""
+        """Convert one Python value to an array with one element. Unlike in Arrow, a list may mix types."""
         try:
             return self.column(pa.array([value]))
         except WRONG:

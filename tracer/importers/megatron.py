@@ -26,7 +26,7 @@ _FILE = r"(?:[^/]*__)?golden_values[^/]*\.json"
 
 
 def _case(path: str) -> tuple[list[str], str, str]:
-    """Return the folders, case and environment (such as `dev_dgx_h100`) in a path.
+    """Return the folders, case and environment (such as `dev_dgx_h100`) named in a path.
 
     Paths have the form `<family>/<case>/golden_values_<env>.json`. A file that was copied out of its folders may have
     `__` instead of each `/`.

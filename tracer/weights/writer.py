@@ -104,10 +104,11 @@ class WeightWriter:
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Store a policy version once. `tensors` maps state_dict names to tensors on any device.
+        """Store a policy version, unless it is stored already.
 
-        Returns as soon as the caller may modify the tensors. For CUDA tensors, the current stream waits for the copy,
-        but the caller does not, unless the weights exceed PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
+        `tensors` maps state_dict names to tensors on any device. Returns as soon as the caller may modify them. For CUDA
+        tensors, the current stream waits for the copy, but the caller does not, unless the weights exceed PINNED_BYTES.
+        Raises InvalidRecord for an unsupported dtype.
         """
         if version == self._version:
             return
