@@ -55,7 +55,7 @@ def published(
     a: str = "train", b: str = "rollout", *, token_threshold: float = 2.0, sequence_threshold: float = 2.0,
     icepop: tuple[float, float] = (0.5, 5.0), geometric: tuple[float, float] = (0.999, 1.002), veto: float = 1e-4,
 ) -> list[Correction]:  # fmt: skip
-    """Return the published corrections. The thresholds in verl's presets are fixed, whatever the arguments."""
+    """Return the published corrections. The arguments do not affect the thresholds in verl's presets."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [

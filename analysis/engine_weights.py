@@ -127,7 +127,7 @@ def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterat
     """Yield each engine's state at every policy version it sampled with, in version order.
 
     If a step was repeated, only its newest attempt is used. Tensors that the engine always received unchanged are
-    counted rather than listed, unless `every_tensor`.
+    counted rather than listed, unless `every_tensor` is set.
     """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
     words = {"view": view, "every": "true" if every_tensor else "false"}
@@ -277,7 +277,7 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
 
     `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
     whose trainer tensor is bitwise equal to the engine's. `num_differ` counts the versions at which the two differed.
-    by="module" groups layers, and shows each group's most often differing tensor.
+    by="module" groups layers and shows the tensor that differs most often.
 
     Raises WeightsMissing if the trace has no digests of engine weights, TraceNotFound or NewerTrace.
     """

@@ -31,7 +31,8 @@ NOT_FINITE = "num_not_finite"
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE per step, over the same tokens as `read_series`."""
+    """Read the metrics in OF_TOKENS (means of |exp(a) - exp(b)| and exp(|d|), over the tokens that `read_series` uses)
+    and NOT_FINITE at each step."""
     if not tokens_by_step(database, run):
         return read_averages(database, run)
     lists = ["mask"] if sequence_columns(database, run).mask else []
@@ -72,7 +73,7 @@ def is_of_pair(name: str) -> bool:
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read a metric in FIGURES for the open run, or None if it was not recorded. Recorded infinities become NaN."""
+    """Return the open run's values of a metric in FIGURES, or None if it was not recorded. Infinities become NaN."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -90,7 +91,7 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return the steps at which a metric has a value, and the values, or None if it has none or is only estimated.
+    """Return a metric's values and their steps, or None if it has no values or is only estimated.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """

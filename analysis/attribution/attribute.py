@@ -60,7 +60,7 @@ def attribute(
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to settle it. A single run is only an observation,
+    evidence for and against it, and the cheapest replay or rerun to settle it. A single run gives only observations,
     because what changed first need not be the cause. `control` is a baseline run with the same seeds and one deliberate
     change, ideally to an exact engine. Comparing with it counts as an intervention. If only the baseline improves, the
     drop is reported as `flat`. A mismatch that begins after the drop is never its cause.
@@ -162,7 +162,7 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """Judge each of `steps` as if a drop began there. Return the likeliest cause and the facts it was judged on."""
+    """Judge each of `steps` as if a drop began there. Return the likeliest cause and the facts behind it."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)

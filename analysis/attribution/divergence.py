@@ -64,8 +64,8 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # If only some prompts are shared, the prompts that are not can explain differences in sampling, tools and
-        # advantages. If few are shared, they can explain every difference except one between the weights.
+        # Prompts that the runs do not share can explain differences in sampling, tools and advantages. If only a few
+        # prompts are shared, the other prompts can explain every difference except one between the weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):

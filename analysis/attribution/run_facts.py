@@ -68,7 +68,7 @@ class Facts:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        # Comparing with a baseline may have shifted the onset, so whether each change precedes it is checked again.
+        # Comparing with a baseline may have shifted the onset, so check again which changes precede it.
         ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 

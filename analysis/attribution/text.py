@@ -198,9 +198,9 @@ def unsure_clause(result: Attribution) -> str:
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
-        return f"Cause unknown. None of those tested explains it ({first.probability:.0%}){why}"
+        return f"Cause unknown. None of the causes tested explains it ({first.probability:.0%}){why}"
     if named is not first:
-        return f"Cause unknown. Probably none of those tested ({first.probability:.0%}); the likeliest of them is {named.titled()}"
+        return f"Cause unknown. Probably none of the causes tested ({first.probability:.0%}); the likeliest of them is {named.titled()}"
     return f"Cause unknown. Most likely of those tested: {named.titled()}; {result.suspects[1].titled()}"
 
 
@@ -228,7 +228,8 @@ def _first_suspect(result: Attribution) -> str | None:
 
 
 def _shown_evidence(suspect: Suspect) -> tuple[Evidence, ...] | None:
-    """Evidence for and against the suspect, null if it is unlikely (below 2%). `diagnose --verbose` shows it anyway."""
+    """Evidence for and against the suspect, or null if the suspect is unlikely (below 2%). `diagnose --verbose` always
+    shows it."""
     return suspect.evidence if suspect.probability >= _SHOWN else None
 
 

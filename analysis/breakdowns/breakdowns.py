@@ -160,7 +160,7 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the first open run's mismatch. None if no token in the loss has a finite logprob in both passes.
+    """Break down the first open run's mismatch. Return None if no loss token has a finite logprob in both passes.
 
     Only the first use of each sequence (iteration 0) is read, at up to `max_steps` steps: the `notable` ones, and
     evenly spaced others. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash over step

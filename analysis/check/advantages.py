@@ -103,9 +103,10 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        `steps` holds the step of each element of `affected`. Without it, its elements are the rows of the run or of
-        `sample`, or those that `rows` selects, and what the affected ones share is described. Arrays in `numbers` are
-        reduced to medians. If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
+        `steps` holds the step of each element of `affected`. Without `steps`, each element of `affected` stands for a
+        row of the run or of `sample` (if `rows` is given, for one of the rows that it selects), and the finding says
+        what the affected rows have in common. Arrays in `numbers` are reduced to medians over the affected elements. If
+        `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -153,7 +154,8 @@ class DataRows:
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of rows whose prompt and response begin another prompt of their group, and of those others, [K] each."""
+        """Pairs of row indices, [K] each: in the same group, the second row's prompt begins with the first row's prompt
+        and response."""
         rows, cell = self.rows, numbered(self.labels, self.at)
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
@@ -181,7 +183,10 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return rewards [N] minus the mean of the group's other rewards, divided by their standard deviation, [N] (or NaN)."""
+    """Return each reward minus the mean of the other rewards in its group, divided by their standard deviation, [N].
+
+    NaN if these other rewards are equal.
+    """
     n, x = count_of(g), r - mean_of(g, r)
     others = np.maximum(n - 1, 1)
     deviation = np.sqrt(np.maximum(n * mean_of(g, x * x) - x * x * n / others, 0.0) / others)
@@ -202,7 +207,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
-    """Map each way of misplacing rewards to [N] indices: for each row, the row whose reward it gets, or -1 for none."""
+    """Map each way of misplacing rewards to the index of the row whose reward each row then gets, [N], -1 for none."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -242,8 +247,8 @@ class _Rows:
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """Number of the set of groups, [N], that share a baseline and a scale: those that map the group's rewards to its
-        advantages. A group with equal rewards joins the nearest set of its step that gives them its advantage."""
+        """Number of the set to which each row's group belongs, [N]. The groups in a set share a step, and the baseline
+        and scale that turn rewards into advantages. A group with equal rewards joins the nearest set that fits it."""
         firsts = np.unique(self.g, return_index=True)[1]
         r, a, covariance = (mean_of(self.g, each)[firsts] for each in (self.r, self.a, self.x * self.a))
         with np.errstate(all="ignore"):
@@ -263,7 +268,7 @@ class _Rows:
         return np.asarray(label[self.g])
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Return [N] minima or maxima of `values` over each row's step."""
+        """Return the minimum or maximum (`reduce`) of `values` over each row's step, [N]."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -321,14 +326,15 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
         divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
         own = np.maximum(rows.fit(rows.x), scales[1])
-        # With any baseline but the group's mean, the groups' mean advantages scatter by 1 / sqrt(n) of the advantages.
+        # With any baseline but the group's mean, the standard deviation of the groups' mean advantages is about
+        # 1 / sqrt(n) times that of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
         if (has_both & ~(has_own & (own > 0.99))).any():
             fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
         best = np.argmax(np.round([*fits.values()], 3), 0)  # the first rule wins a tie
         fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
-        # Advantages that a rule reproduces only roughly follow an unknown rule, which may be sound.
+        # If a rule reproduces advantages only roughly, they follow an unknown rule, which may be correct.
         is_clear = (fit > 1 - _INEXACT) & (own < 0.99)
         has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
@@ -338,7 +344,10 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield every rule except `own`: its name and variants of its advantages [N], up to a factor and a constant."""
+    """Yield the name of every rule except `own`, and the advantages that its variants give, [N] each.
+
+    Advantages are correct only up to a factor and a constant.
+    """
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -385,11 +394,12 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
 
 
 def _factor(rows: _Rows) -> np.ndarray:
-    """Return the scale of each step's advantages, [S], or NaN if a usual normalisation explains it or none fits."""
+    """Return the scale of each step's advantages, [S]. NaN if it is unknown or a usual normalisation explains it."""
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
     size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
-    # Leave-one-out baselines multiply by n / (n - 1), a batch may be normalised over tokens, and eps is up to 0.1.
+    # Usual normalisations, with the range of their factors: a leave-one-out baseline multiplies advantages by
+    # n / (n - 1), normalising over tokens changes the standard deviation, and the eps added to it is up to 0.1.
     usual = (
         (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
         (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
@@ -404,7 +414,7 @@ def _factor(rows: _Rows) -> np.ndarray:
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
-    """Name the constant that is subtracted from rewards at most of the steps in `off` ([S] bool)."""
+    """Name the constant that best explains what was subtracted from the rewards at the steps `off` ([S] bool)."""
     num, tokens = rows.sums(rows.at >= 0), rows.of_step(np.maximum, rows.length)
     (r, spread), (a, unit) = (
         (rows.sums(values) / num, np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30))
@@ -421,7 +431,8 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows that follow a second rule: another factor, the other normalisation, or an advantage of 0."""
+    """Find rows whose advantages follow a second rule: another factor, division by the group's standard deviation (or
+    the lack of it), or an advantage of 0."""
     a, at, size = rows.a, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3
     if asked.sum() < 30:
@@ -435,7 +446,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         rest = ratio[asked & ~usual[-1] & ~zero]
         factor = float(np.median(rest)) if len(rest) else 1.0
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
-        # Factors near 1 do not count, because groups of different sizes can differ by n / (n - 1).
+        # Factors near 1 do not count, because the factor n / (n - 1) differs between groups of different sizes.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
         pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
     fewer = int(usual[1].sum() < usual[0].sum())
@@ -464,8 +475,8 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups where equal rewards have different advantages, all rewards are equal and advantages are not 0, or
-    advantages do not sum to 0 because rows were removed."""
+    """Find groups where equal rewards have different advantages, groups where all rewards are equal but advantages are
+    not 0, and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
@@ -481,7 +492,8 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     # If advantages are whitened over tokens, the mean advantage of a group need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
     loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
-    # Advantages that depend on more than the reward vary in such groups, so only nearly constant ones count.
+    # If advantages depend on more than the reward, they vary even in groups with equal rewards. Only groups with nearly
+    # constant advantages then count.
     if off[~is_equal].any():
         loose &= scale < 1e-3 * np.abs(a)
     has_own = (rules.name == "own") | (rules.name == "none") | (rules.own > 0.99)
@@ -564,7 +576,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
-        # A wrong centre cannot be intended, but an unknown one may be a running mean.
+        # A mean that includes padding is never intended, but an unknown baseline may be a running mean.
         is_padded, is_unknown = (numbers["explanation"] == name for name in (PADDED, _BATCH))
         is_unknown &= not run.setting(ALGORITHM, "running|critic|ema|moving")
         can_be_right = not is_padded and bool(is_other or not run.group_setting)

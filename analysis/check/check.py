@@ -182,7 +182,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Those after `unexplained` are guesses and explain none."""
+    """Count the sampled tokens explained by each finding. Findings after `unexplained` are guesses and explain none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept
@@ -311,7 +311,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the place of nearly all tokens of `best` that rounding cannot explain, if there is one."""
+    """Add a place to the first finding if it contains nearly all tokens of `best` that rounding cannot explain."""
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -342,8 +342,8 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Add findings with a new code or cause. Those visible only after the fault `behind` has been corrected have no
-    command, because it would read the uncorrected trace."""
+    """Add findings with a new code or cause. If `behind` is given, they are visible only once that fault is corrected,
+    so they get no command: it would read the uncorrected trace."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
     if behind is not None:
@@ -358,8 +358,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Keep only explanations that predict values if one place contains nearly all tokens that rounding cannot explain
-    and the sides agree elsewhere."""
+    """Return all explanations or, if nearly all tokens that rounding cannot explain are in one place and the sides
+    agree elsewhere, only those that predict values."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
         is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0
@@ -369,7 +369,7 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
-    """Return explanations for the tokens inside the best places."""
+    """Yield explanations for the tokens inside the best places."""
     most = 0.97 * data.num_kept
     parts = [
         each for each in placed
@@ -379,7 +379,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
         if inside.num_kept < FEW:
             continue
-        # No explanation predicts rounding errors, so it may leave as large an error unexplained as there is elsewhere.
+        # No explanation predicts rounding errors, so the error left unexplained may be as large as the error elsewhere.
         noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
         is_narrow = place.finding.numbers.get("kind") == "from" or len(np.unique(inside.position)) < 5
         by_position = "position" in str(place.finding.numbers.get("feature")) and is_narrow
@@ -406,7 +406,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, if it is large enough, or a simpler one with at least half of it."""
+    """Return the explanation with the largest gain, or a simpler one with at least half that gain. None if the largest
+    gain is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
 
     def is_predicted(one: Hypothesis) -> bool:
@@ -433,7 +434,8 @@ def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
 def _is_told(data: PairData, place: Where) -> bool:
     """Return True if rounding explains the mismatch outside a place, but not that inside.
 
-    For a writer, contract or setting, a factor of three is enough, because rounding does not depend on these.
+    If the place is a writer, contract or setting, a mismatch three times as large inside as outside is enough, because
+    rounding does not depend on these.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:

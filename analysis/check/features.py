@@ -85,7 +85,7 @@ def _rows(data: PairData) -> dict[str, float]:
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
-    """Return the mean of `values` [K] in each group, NaN for groups without values. There are at least `num` groups."""
+    """Return the mean of `values` [K] in each group, NaN for empty groups. `num` is the minimum number of groups."""
     count = np.bincount(group, minlength=num)
     return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
 
@@ -281,8 +281,8 @@ class Onset(NamedTuple):
 
 @once
 def onset(data: PairData) -> Onset | None:
-    """Return the column where the mismatch starts to exceed rounding, if any: the offset from the start of the response,
-    of the prompt, or of the padding to the left of it."""
+    """Return the token position from which the mismatch exceeds rounding, if there is one. It is counted from the start
+    of the response, of the prompt, or of the padding to the left of the prompt."""
     log, noise, num = levels(data), logit_error(data), data.num_kept
     total = data.position + data.sample.prompt_lengths[data.seq]
     padding = [np.nan_to_num(side.pad_left)[data.seq] for side in (data.sample.a, data.sample.b)]
@@ -315,7 +315,7 @@ def onset(data: PairData) -> Onset | None:
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences.
 
-    The share is 0 if the medians of the two groups hardly differ, or the larger one is within rounding.
+    The share is 0 if the two groups hardly differ, or if no sequences clearly exceed rounding.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))

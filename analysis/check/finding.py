@@ -227,7 +227,7 @@ class Hypothesis:
 
 
 def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
-    """Return a hypothesis that explains the finding's tokens and that nothing, or only a larger `gain` (nats), beats."""
+    """Return a hypothesis that explains the finding's tokens with a given `gain` (nats). By default, none beats it."""
     assert finding.tokens is not None
     return Hypothesis(finding=finding, tokens=finding.tokens, gain=gain)
 
@@ -278,8 +278,8 @@ _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
 
-# Code -> title, sentence template, and a query that shows the evidence (default: BY_ROW). The finding's numbers are
-# inserted into both templates.
+# Code -> title, sentence, and a query that shows the evidence (default: BY_ROW). The finding's numbers are inserted
+# into all three.
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),

@@ -75,7 +75,7 @@ class PairData:
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
 
-        Rows with other tokens of a similarly large d are probably misplaced as a whole, so only their `tokens` are kept.
+        A row where other tokens also have a large d is probably misplaced as a whole, so only its `tokens` are kept.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -111,9 +111,9 @@ class PairData:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Ratio of d to the logit change that would explain it, [K]: the difference in log-odds. For small d, it is 1 - p.
+        """Ratio of d to the difference in log-odds, [K], which is the logit change that explains d. For small d, 1 - p.
 
-        It lies between the two passes' values of 1 - p, which are raised to at least 0.001.
+        The ratio lies between the two passes' values of 1 - p, where smaller values count as 0.001.
         """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
@@ -130,7 +130,8 @@ class PairData:
     def level_beyond_tokens(self) -> np.ndarray:
         """[K] log of `noise`, minus its mean over all tokens with the same id. What remains is the effect of location.
 
-        2% of its median is added to `noise`, and each mean includes ten more tokens with the overall mean.
+        Before taking the log, 2% of the median is added to `noise`. Each id's mean is shrunk towards the overall mean,
+        as if ten more tokens had that mean.
         """
         there = np.isfinite(self.noise)
         known = self.noise[there]
@@ -341,7 +342,7 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
-        # Any smaller probability may have been stored as the smallest one, so its error can be large.
+        # The smallest stored probability may stand for any smaller one, so its error can be large.
         return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), 8.0))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 

@@ -230,8 +230,8 @@ def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
 def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
     """Return [N] bool: tokens in the loss that `side` did not sample, because a chat template inserted them.
 
-    They have no logprob, border on tokens outside the loss that have none either, and have a few ids that the other
-    tokens rarely have.
+    They have no logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare among
+    the other tokens.
     """
     null, ids = side.is_null, sample.tokens
     run = np.cumsum(np.r_[True, (np.diff(null) != 0) | (np.diff(sample.seq) != 0)]) - 1
@@ -245,7 +245,7 @@ def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
 
 
 def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
-    """Return mean(-logprob) / mean(entropy), [K] each, if it is ln 2 at all levels of entropy (which are then bits), else 0."""
+    """Return mean(-logprob) / mean(entropy) if it is ln 2 at all levels of entropy (the unit is then bits), else 0."""
     parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
     ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
     is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03
@@ -348,7 +348,8 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
-    """Return the largest entropy (nats) of a distribution over `num_ids` ids in which one has this logprob, plus 1%."""
+    """Return the largest possible entropy (nats), plus 1%, of a distribution over `num_ids` ids that gives one of them
+    this logprob."""
     p = np.exp(np.minimum(logprobs, 0.0))
     rest = np.maximum(1 - p, 1e-12)
     return np.asarray(1.01 * (-p * np.log(np.maximum(p, 1e-300)) + rest * (np.log(num_ids) - np.log(rest))))

@@ -216,7 +216,8 @@ def _split(
 ) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones.
 
-    Gain, kind, distinct values, indices of those inside, and masks of the units inside and of the units with a value.
+    The result holds the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units
+    inside, and the units with a value.
     """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
@@ -264,7 +265,8 @@ def _split(
 
 
 def onset_of(data: PairData, name: str) -> tuple[int, float] | None:
-    """Return the value of a token feature from which the mismatch is larger, and by which factor, if there is evidence."""
+    """Return the value of a token feature at which the mismatch starts to be larger, and by what factor. None without
+    evidence."""
     values, level = token_columns(data)[name], levels(data)
     if (best := _split(name, values, level)) is None or best[1] != "from":
         return None
@@ -367,7 +369,7 @@ def _seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Map each possible batch size (rows) to the sequences' batch numbers, [S]. For `step`, a batch is a step."""
+    """Map each possible batch size (rows) to the sequences' batch numbers, [S]. `step` treats each step as a batch."""
     sizes = PERIODS[:-1]
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
 
@@ -409,8 +411,8 @@ _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "rew
 
 
 def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
-    """Name the first column ([S]) with a value, or a range, that nearly all `affected` rows ([S] bool), and hardly any
-    others, share. Empty if chance may explain it."""
+    """Describe what nearly all `affected` rows ([S] bool) and hardly any others have in common: a value, or a range of
+    values, in one of the columns ([S] each). Empty if it may be due to chance."""
     num, total = int(affected.sum()), len(affected)
     tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
     if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:
@@ -419,7 +421,7 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
         column, own = columns[name], columns[name][affected]
         usual = Counter(own.tolist()).most_common(1)[0][0]
         options = [(f"{usual:.10g}" if isinstance(usual, float) else str(usual), column == usual)]
-        # Steps up to the last one are described by the finding's first step.
+        # A range that extends to the last step is left out: the finding's first step already describes it.
         if name in ("reward", "response_length") or (name == "step" and own.max() < column.max()):
             options += [(f"{own.min():g} to {own.max():g}", (column >= own.min()) & (column <= own.max()))]
         for values, inside in options if usual is not None else ():
@@ -430,8 +432,8 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the rows (as text, and as [S] bool) where finite `values` [S] differ most from all others, or None if chance
-    can explain the difference. Only features known before sampling are tried."""
+    """Return the rows (as text, and as [S] bool) whose finite `values` [S] differ most from the others, or None if
+    chance can explain the difference. Only features known before sampling are tried."""
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():

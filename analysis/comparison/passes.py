@@ -67,7 +67,7 @@ class PassClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingContradiction:
-    """Passes whose stated settings contradict their bits."""
+    """Passes whose stated settings are contradicted by a bitwise comparison of their logprobs."""
 
     code: str
     passes: tuple[str, ...]
@@ -128,7 +128,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """A trace's passes grouped by equal bits, with odd tokens and with passes whose bits contradict their settings."""
+    """A trace's passes grouped by equal bits, odd tokens, and passes whose bits contradict their settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -313,9 +313,9 @@ class _Group:
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
         """Compare each pair of passes with other pairs that differ in the same single setting, by the same two values.
 
-        Whether a setting changes the bits depends on model and prompt, so only pairs in this group are evidence that it
-        does. Pairs in all groups are evidence that it does not. A pair with different bits is a contradiction if the
-        pairs with equal bits outnumber those with different bits, including this pair.
+        Whether a setting changes the bits depends on the model and the prompts. Pairs in other groups therefore cannot
+        show that it does, only that it does not. A pair with different bits is a contradiction if the pairs with equal
+        bits outnumber those with different bits, including this pair.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
         class_of = {name: tuple(passes) for passes in self.classes for name in passes}

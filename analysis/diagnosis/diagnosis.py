@@ -23,7 +23,7 @@ ADDS_LITTLE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Dtypes for pass a and pass b, or None if unknown."""
+    """Dtypes of pass a and pass b, each None if unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]

@@ -231,7 +231,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract with hidden states lacks the output head; record it with the contract"
+                f"{self.store.url}: a contract with hidden states lacks the output head; record the head with the contract"
             )
         if version is None:
             raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")

@@ -125,8 +125,8 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return a column for each of b's tokens [C, K]: its index in a's list if listed there, otherwise one after a's
-    list."""
+    """Return a column for each of b's tokens, [C, K]: its index in a's list if listed there, otherwise a column after
+    those of a's list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

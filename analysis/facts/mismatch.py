@@ -172,7 +172,8 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (identical weights until then) or `later`."""
+        """When the mismatch begins: `from the start`, `with the first updates` (until then, the weights are identical),
+        or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START

@@ -37,7 +37,8 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _correlations(x: np.ndarray, y: np.ndarray, place: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Return the sums of xy, xx and yy at each place, where both vary, and their correlations at these places."""
+    """Return the sums of xy, xx and yy at each place, a mask of the places where both x and y vary, and the correlation
+    of x and y at each of those."""
     sums = [np.bincount(place, product) for product in (x * y, x**2, y**2)]
     spread = (sums[1] > 1e-12) & (sums[2] > 1e-12)
     xy, xx, yy = (each[spread] for each in sums)
@@ -125,11 +126,11 @@ _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:
-    """Find the step, at most `last`, at which the variance of rewards that length explains within a step grows most.
+    """Find the step, at most `last`, at which length starts to explain much more of the reward variance within steps.
 
-    Return the step and the explained shares of the variance before and after it, or None if there are too few steps.
-    The share before the first step is 0. Both shares refer to the larger of the two variances before and after, so a
-    large share of the little variance that is left once all responses are right counts little.
+    Return the step, and the explained variance before and after it, both as shares of the larger of the two total
+    variances. If nearly all rewards become equal, the little variance that is left therefore counts little. The share
+    before the first step is 0. Return None if there are too few steps.
     """
     rows = rollouts.ordered(np.isfinite(rollouts.reward))
     steps, at = np.unique(rows.step, return_inverse=True)
@@ -146,7 +147,7 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
     )
 
     def explained(first: int, end: int) -> tuple[float, float]:
-        """Return the variance that length explains, adjusted for the number of lengths, and the whole variance."""
+        """Return the variance that length explains, adjusted for the number of lengths, and the total variance."""
         counts, sums = counts_SL[end] - counts_SL[first], sums_SL[end] - sums_SL[first]
         known, n = counts > 0, float(counts.sum())
         whole = float((squares_SL[end] - squares_SL[first]).sum()) / max(n - (end - first), 1.0)
@@ -166,10 +167,10 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
 
 
 def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]:
-    """Find the step, at most `last`, since which rewards take values that never occurred before.
+    """Find the step, at most `last`, from which on rewards take values that never occurred before.
 
-    Return the step, the share of such values in the steps before it (those that first occur in these steps), and their
-    share from the step on. If rewards are continuous, both shares are near 1.
+    Return the step, and the share of new values before it and from it on. A value is new if it first occurs in the few
+    steps over which the share is taken. If rewards are continuous, both shares are near 1.
     """
     rows = rollouts.ordered(np.isfinite(rollouts.reward))
     steps, at = np.unique(rows.step, return_inverse=True)

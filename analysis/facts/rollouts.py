@@ -170,7 +170,7 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def _keyed(hashes: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return hashes [N] of the pairs of a hash and a number."""
+    """Combine each hash with a number into a new hash, [N]."""
     return np.asarray(hashes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + number.astype(np.uint64))
 
 
@@ -249,10 +249,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the ways of reordering rewards that undo known bugs, and the row [N] from which each row's reward comes.
-
-    Each phrase is written to follow the word "with".
-    """
+    """Yield the orders of rewards that undo known bugs: a phrase that can follow "with", and the row from which each
+    row's reward comes, [N]."""
     step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
     first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
     size, place = end - first, row - first

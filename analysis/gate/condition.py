@@ -143,7 +143,7 @@ class Verdict:
 
     @property
     def warns(self) -> bool:
-        """True if the condition's steps pass when taken together, although single steps violate it."""
+        """True if the condition passes over its steps taken together, but is violated at single steps."""
         return not self.fails and bool(self.steps_beyond)
 
 

@@ -85,7 +85,7 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
 
 
 def mixed(facts: Facts) -> Iterator[Fact]:
-    """Yield whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
+    """Report whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
     assert facts.fall is not None
     first, found = facts.breaks - _LONG, dict[int, Fact]()
     rows = facts.rollouts.until(facts.fall.latest).since(first - _LONG)
@@ -143,7 +143,7 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def new_values(facts: Facts) -> Iterator[Fact]:
-    """Yield whether rewards suddenly take values that the reward function never gave before."""
+    """Report whether rewards suddenly take values that never occurred before."""
     assert facts.fall is not None
     step, before, share = new_reward_values(facts.rollouts, facts.fall.latest)
     if share > before:
@@ -310,12 +310,12 @@ def endings(facts: Facts) -> Iterator[Fact]:
 
 
 def capped(facts: Facts) -> Iterator[Fact]:
-    """Yield whether responses suddenly end at a length that many earlier responses exceeded."""
+    """Report whether responses suddenly end at a length that many earlier responses exceeded."""
     assert facts.fall is not None
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])
     longest = np.array([part.max(initial=0) for part in parts])
-    # A policy may also learn to end all responses at one length. A limit cuts them off before the end token.
+    # A policy may also learn to end all responses at one length, but only a limit cuts them off before the end token.
     ended = np.split(facts.rollouts.is_ended, first[1:])
     found = []
     for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):

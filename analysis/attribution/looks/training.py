@@ -144,7 +144,7 @@ _NEAR_STEPS = 4
 
 
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the reference logprobs suddenly stop resembling the trainer's, although the trainer's hardly change.
+    """Report whether the reference logprobs suddenly stop resembling the trainer's, which themselves hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """
@@ -244,7 +244,7 @@ def changed_term(
     term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
     left, shifted, name = float(left_FP[term][at]), float(np.min(left_FP[-1])), str(names[term])
     if left < _MOST_LEFT * spread:
-        # The change is weak evidence if the loss fits nearly as well without it or with an added constant instead.
+        # The change is weak evidence if the loss can be fitted nearly as well without it, or with an added constant.
         others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
         level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))
@@ -294,9 +294,9 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
 def _fitted(
     columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `values` [S] by the chosen columns.
+    """Fit `values` [S] with the chosen columns.
 
-    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its place, its
+    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its index, its
     coefficient, and the coefficient in standard errors.
     """
     free = len(values) - len(chosen)

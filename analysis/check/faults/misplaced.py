@@ -191,7 +191,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or where WIDTH values from its middle fit best."""
+    """Return the best shift of pass b in each row (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive
+    values of the row fit best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -224,9 +225,9 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain values that rounding cannot explain by the other side's values for tokens up to three places away."""
+    """Explain values that rounding cannot explain but that match the other side's values up to three tokens away."""
     off, found = nobodys(data), []
-    # Values are known to be displaced only if most tokens agree.
+    # Only if most tokens agree can the other values be recognised as displaced.
     if not 5 <= off.sum() <= data.num_kept / 2 or np.median(logit_error(data)[~off]) > allowed_noise(data):
         return []
     error = 4 * unexplained(data).sigma * data.scale + 2 * value_rounding(data)
@@ -236,7 +237,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         return at, (at >= 0) & (np.abs(_at(side.others, at) - side.values) < error[at])
 
     for side in sides(data):
-        # How many fit by chance shows in values so far away that nothing displaces them there.
+        # Lags too large for any real displacement show how many values fit by chance.
         far = [fitting(side, lag) for lag in range(-_FAR, _FAR + 1) if abs(lag) > max(LAGS)]
         chance = (sum(fits.sum() for _, fits in far) + 1) / (sum((at >= 0).sum() for at, _ in far) + 1)
         source, lags = np.full(data.num_kept, -1), {}
@@ -249,7 +250,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         there, num = source >= 0, int((source >= 0).sum())
         left = np.abs(_at(side.others, source) - side.values)[there]
         if num > max(off.sum() / 4, 4) and np.median(left) < 0.1 * np.median(np.abs(data.d[there])):
-            # If both tokens of a pair are off, the pair fits both sides, and the engine's values count as displaced.
+            # If both tokens of a pair are off, displacing either side explains them. The engine's is then preferred.
             found.append((num * (1.2 if side.own.name == ROLLOUT else 1.0), side, source, lags))
     return [_of_neighbours(data, where, *max(found, key=lambda each: each[0])[1:])] if found else []
 
@@ -381,7 +382,7 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's cheapest sequence of lags of pass b, [R, T], and the nats it saves compared with no lag, [R].
 
-    A nonzero lag at the start costs as much as two nats, and so does each lag change. A token without a partner costs
+    A nonzero lag at the start costs two nats, and so does each change of the lag. A token without a partner costs
     CAP_NATS / 2.
     """
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0

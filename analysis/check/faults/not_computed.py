@@ -143,9 +143,10 @@ def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL (if the other pass has a value), NaN and infinite logprobs (also at steps that are not inspected).
+    """Detect logprobs that are NaN, infinite, or NULL although the other pass has a value.
 
-    At the ends of sequences they indicate truncation, elsewhere lost values.
+    At the ends of sequences, they indicate truncation, elsewhere lost values. NaN and infinities are also counted at
+    steps that are not inspected.
     """
     sample = data.sample
     a, b = sample.a, sample.b
@@ -208,8 +209,10 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a finding that the loss mask is inverted, or displaced: in each row, it excludes about as many tokens that have logprobs
-    as it includes tokens that lack them."""
+    """Return a finding that the loss mask is inverted or shifted, if there is evidence.
+
+    A shifted mask excludes, in each row, about as many tokens with logprobs as it includes tokens without them.
+    """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
@@ -268,7 +271,7 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                # A token with probability 1 has a logprob of 0, and a 16-bit value is right at some tokens by chance.
+                # A logprob of 0 is right for tokens with probability 1, and a 16-bit value for some tokens by chance.
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
@@ -381,7 +384,7 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many times a value can repeat by chance, or infinity if `value` can be the logprob of many tokens."""
+    """Return how often `value` can repeat by chance, or infinity if it can be the logprob of many tokens."""
     if value == 0.0:
         # A token with probability 1 has an entropy of 0, unless the entropy is that of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
@@ -430,7 +433,7 @@ def find_equal(data: PairData) -> list[Finding]:
     if not data.d.any():
         numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
         if differing:
-            # Two engines can be built to give equal bits, but two dtypes cannot.
+            # Two engines may be designed to give the same bits, but two dtypes never give the same bits everywhere.
             next, is_expected = commands.replay(data, "", "as-recorded"), "dtype_a" not in differing
             known = {**numbers, **differing}
             return [COPIES.finding(data, "equal_against_contracts", is_expected=is_expected, next=next, numbers=known)]

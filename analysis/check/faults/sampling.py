@@ -225,7 +225,7 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
 
 
 def _scale(data: PairData) -> ScaleFit | None:
-    """Fit the factor on the logits to the log-odds, which scale by exactly it only if just two tokens are possible."""
+    """Estimate the factor between the logits from the log-odds. With more than two possible tokens, it is approximate."""
     odds = [log_odds(values) for values in (data.a, data.b)]
     off = odds[1] - odds[0]
     there = (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
@@ -355,7 +355,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     if (1 - mass.mean()) * np.sqrt(len(mass)) < (4 if clear else 8) * max(float(mass.std()), 1e-12):
         return []
     copies = round(float(np.exp(min(np.median(size), 10.0))))
-    # The mass that other ids have differs between contexts, but not that of another sum over the same ids.
+    # Mass on other ids would differ between contexts. If |d| is the log of the same integer everywhere, the normaliser
+    # counts the same ids several times.
     is_same = copies > 1 and np.mean(np.abs(size - np.log(copies)) < allowed_noise(data) * data.scale) > 0.99
     if divided := _divided(data, raised, lowered):
         return [divided]
@@ -377,10 +378,11 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
-    """Explain d by logprobs ln p that one side divided by the recorded temperature T, while the other normalises p^(1/T).
+    """Explain d by one side dividing logprobs ln p by the recorded temperature T, while the other normalises p^(1/T).
 
-    Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution, which is at least its entropy
-    if T < 1 and at most if T > 1. Tokens that one side leaves out have no such relation to the temperature.
+    Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution. This is at least the
+    distribution's entropy if T < 1, and at most its entropy if T > 1. If one side leaves out tokens, d has no such
+    relation to T.
     """
     usual = _temperatures(data).get("recorded_sampling", 1.0)
     if data.entropy is None or usual <= 0 or recorded_filter(data):
@@ -438,7 +440,7 @@ def _is_cut(data: PairData, raised: Side) -> bool:
 
 
 def find_grammar(data: PairData) -> Iterator[Hypothesis]:
-    """Explain d by a grammar that one contract declares. It raises every logprob, so lower ones are evidence against it."""
+    """Explain d by a grammar that one contract declares. A grammar raises every logprob, so lower ones rule it out."""
     named = sorted(name for name, each in data.contracts.items() if each.get("structured_outputs") is True)
     under = {side.key: np.isin(np.array(side.own.contracts, str), named) for side in sides(data)}
     for key, other in ("ab", "ba"):
@@ -471,7 +473,8 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or once it has occurred.
+    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
+    first occurrence.
 
     The fit compares tokens with the same id and has the log-odds as a second regressor, to exclude biases and factors.
     """
@@ -582,7 +585,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
     numbers: dict[str, Number] = {"num_pairs": len(differ), "num_equal": int((~shifted).sum())}
     numbers |= {"num_shifted": int(near.sum()), "bias": bias}
     finding = PENALTY.finding(data, "one_shift", next=commands.far_tokens(data), numbers=numbers)
-    # Without a fixed shift, the differences would be spread evenly between 0 and twice this value.
+    # Without a fixed shift, the differences would be spread evenly between 0 and twice the bias.
     gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
     return [certain(finding, gain)]
 
@@ -590,7 +593,8 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows.
 
-    The passes agree, so this is no fault of the comparison, except that values in another unit can have the same sign.
+    The passes agree, so this does not invalidate the comparison, unless both hold values in another unit, which look
+    the same.
     """
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
@@ -607,8 +611,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
     elif ratio_in_bits(-side.values, entropy):
         return []  # data_checks reports this
-    # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely ones
-    # also come from slightly different weights.
+    # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
+    # tokens need more evidence, because slightly different weights can cause them, too.
     elif abs(side.sampled_score) >= CLEAR * (1 if recorded or is_sharper else 2) and abs(side.sampled_mean) >= 0.05:
         signal = "sampled_elsewhere"
         if is_sharper and not _is_plain(data):

@@ -239,7 +239,10 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Predict the other side's logprobs [K] by interpolating between tokens with other bigrams, NaN if not monotone."""
+    """Predict the other side's logprobs, [K], by interpolating between tokens of other bigrams.
+
+    NaN if the relation between the sides is not monotone.
+    """
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -342,7 +345,7 @@ def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
-    # This predicts only each side's distribution, not d, so the gain is small, as for uncorrelated values.
+    # This explanation does not predict d, so its gain is set as low as for uncorrelated values.
     return [certain(finding, 0.1 * data.num_kept)]
 
 
@@ -369,7 +372,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # Values from different contexts correlate because each id has its own mean, so those of one id must correlate too.
+        # Each id has its own mean, so even values from different contexts correlate. They count as related only if they
+        # also correlate among tokens with the same id.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
@@ -411,8 +415,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Report tokens `off` ([K] bool) if, like those of other tokens, their values are uncorrelated with the other pass,
-    lie above and below it equally often, and have the usual spread."""
+    """Report tokens `off` ([K] bool) whose values look like those of other tokens: they are uncorrelated with the other
+    pass, above and below it about equally often, and have the usual spread."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])
