@@ -55,7 +55,8 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # A logit error affects the forward pass only through the scores, so no `point` is passed.
+            # A logit error affects the forward pass only through the scores, so it is not propagated separately (no
+            # `point` is passed).
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:

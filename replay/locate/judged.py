@@ -54,7 +54,8 @@ class Judgement:
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error at `point`."""
+        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error under `point`, if
+        given."""
         if not self._owns(layer):
             return
         off = found.double() - exact
