@@ -363,7 +363,7 @@ BLOSC = {
 def test_an_array_that_is_not_written_here_is_not_opened(captured, change):
     change_document(only(captured, "dense/*/train/logprobs/zarr.json"), change)
     reseal(captured)
-    with pytest.raises(DamagedTrace, match="not an array written by tim-trace") as caught:
+    with pytest.raises(DamagedTrace, match="does not describe an array that tim-trace writes") as caught:
         read_dense(Store(captured), group_of(captured), 0, 3)
     assert str(caught.value).isprintable()
 
