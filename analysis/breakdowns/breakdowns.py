@@ -151,7 +151,7 @@ class Breakdowns:
     """Profiles by `position`, `length` and, if recorded, `entropy`, which excludes tokens with a non-finite entropy."""
     envelope: float | None
     """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
-    to c / 2 would cause such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
+    to c / 2 lead to this bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
     """SQL queries that return the same numbers for the whole run. Keys: `density`, `position`, `length`, `entropy`."""
 

@@ -301,7 +301,7 @@ class _Rules(NamedTuple):
     between: np.ndarray
     """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation of the recorded advantages with those of the best rule. `own` uses those of the group-mean rule."""
+    """Correlation of the recorded advantages with those of the best rule. `own` is the same for the group-mean rule."""
     own: np.ndarray
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""

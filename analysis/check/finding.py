@@ -328,7 +328,7 @@ KINDS = {
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP),
     "reference_apart": ("the reference differs from the initial policy", "before the first update, the logprobs of train and reference differ by {size:.2g} nats on average, more than rounding explains, {explanation}", BY_VERSION),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}"),
-    "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than any distribution with the token's logprob has", _ENTROPIES),
+    "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than the token's logprob allows", _ENTROPIES),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{ids} at the {end} of {num_rows:,} rows do not count toward the loss"),

@@ -117,7 +117,7 @@ class PassSample:
     entropy: np.ndarray | None
     """[N] float64 (nats), NaN where missing. None if no entropy is finite."""
     share_lost: float
-    """Share of the recorded entropies that are not finite, or larger than any distribution with the token's logprob has."""
+    """Share of the recorded entropies that are not finite, or larger than the token's logprob allows."""
     versions: np.ma.MaskedArray
     """[S] int64 policy version of the scoring weights. Masked where unknown."""
     contracts: list[str | None]
@@ -327,7 +327,7 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
 
 
 MOST_LOST = 0.2
-"""Maximum share of lost entropies for which the entropies can still belong to the logprobs."""
+"""If more than this share of a pass's entropies is lost, they are reported as not belonging to its logprobs."""
 
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:

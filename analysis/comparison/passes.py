@@ -404,7 +404,8 @@ class _Group:
                 self.odd_tokens.append(odd)
 
     def _abs(self, number: int, median_T: np.ndarray) -> np.ndarray:
-        """Return [T]: a class's distance from the median at each token, 0 where either is missing or not finite."""
+        """Return a class's distance from the median at each token, [T]. 0 where its logprob or the median is missing or
+        not finite."""
         abs_T = median_T.copy()
         for block in self.values.blocks([self.firsts[number]]):
             abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]

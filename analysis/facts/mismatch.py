@@ -295,7 +295,7 @@ class EarlierWeights:
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
     """Match the engine's logprobs of prefixes from step `first` on against the trainer's at earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
-    # Only prefixes at which engine and trainer differ are matched, because just one of several replicas may lag.
+    # Just one of several replicas may lag, so only prefixes at which engine and trainer differ are matched.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts

@@ -22,11 +22,11 @@ from ..settings import suspect_of
 
 _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 _MOST_LEFT = 0.1
-"""Share of the logged loss's variance that its terms may leave unexplained."""
+"""If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
 _FEWEST_DIFFERENCES = 5
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
 """Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
-second applies where a changed term is compared with an added constant, which is inexact for the same reason."""
+second is for comparing a changed coefficient with an added constant."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -253,7 +253,8 @@ def changed_term(
 _SIGNS = {"reference": 1.0, "entropy": -1.0}
 """Terms of a minimised loss -> sign of their coefficient."""
 _MOST_LEFT_OF_STEPS = 0.5
-"""Share of the variance of the loss's differences between steps that the terms may leave unexplained."""
+"""If the terms leave more than this share of the variance of the loss's step-to-step differences unexplained, their
+coefficients are not judged."""
 _LEAST_ERRORS = 4.0
 """A coefficient counts only if it is larger than this many standard errors."""
 

@@ -54,8 +54,8 @@ from .values import UNRELATED
 MIN_COURSE = 4
 """Minimum number of steps for judging whether the mismatch grows with the updates."""
 MIN_GROWTH = 2.0
-"""Minimum factor by which it grows. In 64 healthy runs with enough steps of about the same mean logprob, it is at most 1.6,
-and in none of them does it grow steadily."""
+"""A growing mismatch is reported only if it grows by at least this factor. In 64 healthy runs with enough steps of
+about the same mean logprob, it grows at most 1.6-fold, and in none of them steadily."""
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -191,7 +191,7 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 def find_growth(data: PairData) -> list[Finding]:
     """Detect a mismatch within rounding that grows with the updates where both sides record the same policy version.
 
-    Only steps with about the first step's mean logprob count, because rounding grows as distributions become sharper.
+    Only steps whose mean logprob is close to the first step's count, because rounding grows as distributions sharpen.
     """
     sample, steps, noise = data.sample, data.sample.steps[data.seq], logit_error(data)
     fresh = ((sample.a.versions - sample.b.versions).filled(1) == 0)[data.seq]  # an unknown version is not on policy
