@@ -160,8 +160,7 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
     values = np.frombuffer(row["data"].as_buffer(), storage)
     if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
         raise ValueError(
-            f"it should hold {num_rows:,} rows of type {typed!a} starting at row {start:,}, but it has {values.size:,} "
-            "values"
+            f"expected {num_rows:,} rows of type {typed!a} starting at row {start:,}, got {values.size:,} values"
         )
     return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 

@@ -234,4 +234,4 @@ def _is_compressed(metadata: bytes) -> bool:
             raise ValueError("the message is not a record batch")
         return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
-        raise ValueError("it is not an Arrow message") from error
+        raise ValueError("the record is not an Arrow message") from error

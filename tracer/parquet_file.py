@@ -189,12 +189,12 @@ def _check_counts(found: Any, num_bytes: int) -> None:
     groups = [found.row_group(number) for number in range(found.num_row_groups)]
     rows = [group.num_rows for group in groups]
     if min(rows, default=0) < 0 or sum(rows) != found.num_rows or found.num_rows > most:
-        raise ValueError(f"it claims {found.num_rows:,} rows in {num_bytes:,} bytes")
+        raise ValueError(f"the footer claims {found.num_rows:,} rows in {num_bytes:,} bytes")
     for index in range(found.num_columns):
         columns = [group.column(index) for group in groups]
         values = [column.num_values for column in columns]
         if min(values, default=0) < 0 or sum(values) > most:
-            raise ValueError(f"it claims {sum(values):,} values in {num_bytes:,} bytes")
+            raise ValueError(f"the footer claims {sum(values):,} values in {num_bytes:,} bytes")
 
 
 PROTOCOL = "tim"

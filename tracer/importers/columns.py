@@ -252,7 +252,7 @@ class Selection:
 def check_sample(share: float) -> float:
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
-            f"got {share}, expected a share of sequences above 0 and at most 1, e.g. 0.1",
+            f"got {share}, expected a fraction greater than 0 and at most 1, e.g. 0.1",
             option="sample",
         )
     return share

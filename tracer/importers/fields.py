@@ -36,7 +36,7 @@ class Fields:
         budget: Budget, added: tuple[str, ...] = (),
     ):  # fmt: skip
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where} is not a record with named fields. Check that the file has this format")
+            raise ImportFailed(f"{where} is not a record with named fields. Check the file's format")
         self.record = record
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
         self.added_per_token = tuple(column for column in added if _reader(column) == Fields.values)

@@ -187,7 +187,7 @@ def _add_parts(
     seen: set[str] = set()
     shared, without, num_text = SharedRows(), list[str](), 0
     if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
-        raise ImportFailed(f"{folder.url}: {said}. All files are matched together, so import fewer at once")
+        raise ImportFailed(f"{folder.url}: {said}. All files are matched in memory, so import fewer at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}

@@ -118,8 +118,8 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
                 f". For curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN" if is_curves else ""
             )
             raise ImportFailed(
-                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map your columns "
-                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}{remedy}"
+                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map "
+                f"{'a column to it' if len(lacking) == 1 else 'columns to them'}, e.g. theirs={lacking[0]}{remedy}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)

@@ -96,7 +96,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
                 if key not in storages:
                     entry = entries.get(f"{root}data/{key}")
                     if entry is None:
-                        raise NotPlain(f"its storage {key!r} is missing")
+                        raise NotPlain(f"storage {key!r} is missing")
                     budget.take(entry.file_size)
                     storages[key] = Storage(dtype, _stored(content, entry))
                     if entry.file_size < numel * _item_size(dtype):

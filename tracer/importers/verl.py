@@ -126,7 +126,7 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
     if len(batch) != 3 or not isinstance(batch[2], dict):
-        raise NotPlain("its tensors have an unexpected form")
+        raise NotPlain("the tensors have an unexpected form")
     encoded = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
     foreign = {name: value for name, value in batch[2].items() if isinstance(value, Foreign)}
     return {name: raw_tensor(*value) for name, value in encoded.items()} | foreign
