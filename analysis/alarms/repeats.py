@@ -44,7 +44,7 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """For each step, return the share of the last WINDOW steps' repeated responses that got a different reward.
+    """For each step, return the share of repeated responses in the last WINDOW steps whose reward differs from before.
 
     Rows are in recording order. `place` [N] is the step index, and `whole` [N] is a hash of prompt and response.
     """

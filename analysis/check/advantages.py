@@ -344,10 +344,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield the name of every rule except `own`, and the advantages that its variants give, [N] each.
-
-    Advantages are correct only up to a factor and a constant.
-    """
+    """Yield the name of every rule except `own`, and the advantages that each variant of the rule gives, [N], up to a
+    factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first

@@ -343,7 +343,7 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
     """Add findings with a new code or cause. If `behind` is given, they are visible only once that fault is corrected,
-    so they get no command: it would read the uncorrected trace."""
+    so they get no command, because commands read the uncorrected trace."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
     if behind is not None:

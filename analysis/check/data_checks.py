@@ -251,8 +251,8 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
     is_sample = most and not (at_end and off.argmax() >= 2)
-    # If the steps that differ are scattered over the run, or are most of it, the logged means were computed over other
-    # rows. Differences within the sampling error then do not count.
+    # If the steps that differ are scattered over the run, or make up most of it, the logged means were computed over
+    # other rows. Differences within the sampling error then do not count.
     if most or not at_end:
         off &= distance > np.maximum(errors, errors.mean())[ends]
     return np.isin(np.arange(len(value)), ends[off]), is_sample

@@ -113,7 +113,7 @@ class PairData:
     def scale(self) -> np.ndarray:
         """Ratio of d to the difference in log-odds, [K], which is the logit change that explains d. For small d, 1 - p.
 
-        The ratio lies between the two passes' values of 1 - p, where smaller values count as 0.001.
+        The ratio lies between the two passes' values of 1 - p, where values below 0.001 count as 0.001.
         """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])

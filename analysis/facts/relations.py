@@ -126,7 +126,7 @@ _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:
-    """Find the step, at most `last`, at which length starts to explain much more of the reward variance within steps.
+    """Find the step, at most `last`, at which the reward variance that length explains within steps grows most.
 
     Return the step, and the explained variance before and after it, both as shares of the larger of the two total
     variances. If nearly all rewards become equal, the little variance that is left therefore counts little. The share

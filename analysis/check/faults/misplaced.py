@@ -225,9 +225,9 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain values that rounding cannot explain but that match the other side's values up to three tokens away."""
+    """Detect values that rounding cannot explain but that match the other side's values up to three tokens away."""
     off, found = nobodys(data), []
-    # Only if most tokens agree can the other values be recognised as displaced.
+    # Displaced values can be recognised only if most tokens agree.
     if not 5 <= off.sum() <= data.num_kept / 2 or np.median(logit_error(data)[~off]) > allowed_noise(data):
         return []
     error = 4 * unexplained(data).sigma * data.scale + 2 * value_rounding(data)
@@ -250,7 +250,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         there, num = source >= 0, int((source >= 0).sum())
         left = np.abs(_at(side.others, source) - side.values)[there]
         if num > max(off.sum() / 4, 4) and np.median(left) < 0.1 * np.median(np.abs(data.d[there])):
-            # If both tokens of a pair are off, displacing either side explains them. The engine's is then preferred.
+            # If both tokens of a pair are off, either side may be displaced. The engine's side is then preferred.
             found.append((num * (1.2 if side.own.name == ROLLOUT else 1.0), side, source, lags))
     return [_of_neighbours(data, where, *max(found, key=lambda each: each[0])[1:])] if found else []
 

@@ -271,7 +271,7 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                # A logprob of 0 is right for tokens with probability 1, and a 16-bit value for some tokens by chance.
+                # A placeholder of 0 is correct at tokens with probability 1, a 16-bit one at some tokens by chance.
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far

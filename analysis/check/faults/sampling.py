@@ -378,7 +378,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
-    """Explain d by one side dividing logprobs ln p by the recorded temperature T, while the other normalises p^(1/T).
+    """Explain d by a recorded temperature T that one side applied as ln(p) / T, while the other normalised p^(1/T).
 
     Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution. This is at least the
     distribution's entropy if T < 1, and at most its entropy if T > 1. If one side leaves out tokens, d has no such
