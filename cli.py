@@ -72,7 +72,7 @@ SECTIONS = {
         "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces with DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
-        "gate": "Fail CI if a run violates a condition.",
+        "gate": "Fail CI if a run meets a failure condition.",
     },
     "inspecting and exporting traces": {
         "info": "Show what a trace contains, who wrote it, and what is missing.",
@@ -147,14 +147,14 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", TimTraceWarning)
-        # NumPy warns about infinities in recorded values such as rewards.
+        # Hide NumPy's warnings about infinities in recorded values such as rewards.
         warnings.filterwarnings("ignore", r"(invalid value|overflow|divide by zero) encountered in ", RuntimeWarning)
         warnings.showwarning = show
         yield
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames, because they can keep a DuckDB connection open, which then prints an error at exit."""
+    """Clear an error's frames. Otherwise, they can keep a DuckDB connection open, which prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -511,7 +511,7 @@ def example_(path: str, force: bool) -> None:
     "--weights-from", metavar="DIR",
     help="Use the Hugging Face checkpoints that the run saves in this folder, instead of recording weights.",
 )  # fmt: skip
-@click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture of experts.")
+@click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture-of-experts model.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
     help="Record digests of the weights sent to vLLM (given), or also of the weights that vLLM holds (held).",
@@ -539,8 +539,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            # A record-only installation has no DuckDB. In that case, the first query from a full installation computes
-            # the sums.
+            # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
+            # installation.
             if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
@@ -1111,7 +1111,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--arm", metavar="CHANGES", help="Execution a, in replay's --arm syntax.  [default: the recorded settings]"
 )
 @click.option(
-    "--against", metavar="CHANGES", help="Execution b, in --arm syntax.  [default: each sequence alone, under --arm]"
+    "--against", metavar="CHANGES", help="Execution b, in --arm syntax.  [default: --arm, one sequence per batch]"
 )
 @click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
 @click.option(
@@ -1373,15 +1373,15 @@ def export_(trace: str, **options: Any) -> None:
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Fail if a run violates a condition, for the CI of training code.
+    """Fail if a run meets a failure condition, for the CI of training code.
 
     Like stats, gate stores per-sequence sums in the trace.
 
-    A condition describes which values of a metric fail the gate. The metric is tim.NAME (a column in stats, or a
-    per-step metric from the alerts), verl.NAME (a column in stats --like verl) or check (the result from the check
-    command). A condition covers all tokens in the run, each step separately (any step), or the last N steps together
-    (last N steps). A run that passes as a whole gets a warning if individual steps fail. The exit code is 1 if a
-    condition fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
+    A condition is either check (met if the check command finds a fault), or a metric and a threshold. The metric is
+    tim.NAME (a column in stats, or a per-step metric from the alerts) or verl.NAME (a column in stats --like verl). A
+    condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
+    steps). If only individual steps meet a condition, gate passes with a warning. The exit code is 1 if the gate
+    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
     tell` if the confidence interval over groups contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
@@ -1395,7 +1395,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 @contextmanager
 def _ended_after(timeout: float | None) -> Iterator[None]:
-    """End the process if a query ignores an interrupt, because DuckDB cannot stop in the middle of an expression."""
+    """End the process if a query still runs 2 s after `timeout`: DuckDB cannot stop in the middle of an expression."""
     from .analysis.trace.limits import too_long
 
     def end() -> None:

@@ -163,7 +163,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return verl 0.9.0's RolloutCorrectionConfig presets. Bounds on verl's k1 = -d are bounds on 1 / rho."""
+    """Return verl 0.9.0's RolloutCorrectionConfig presets. verl's k1 is -d, so bounds on it are bounds on 1 / rho."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

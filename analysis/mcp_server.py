@@ -135,8 +135,8 @@ class RunTools:
         detail: Literal["none", "suspects", "alarms", "figures"] = "none",
     ) -> dict[str, Any]:  # fmt: skip
         """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
-        control: a healthy baseline run. A suspect's probability is that of its cause, not of the text after the
-        percentage. detail adds the evidence for each suspect, the alerts that fired, or published reference values.
+        control: a healthy baseline run. A suspect's percentage is the probability of its cause, not of the details
+        after it. detail adds the evidence for each suspect, the alerts that fired, or published reference values.
         """
         from .diagnosis.diagnose import diagnose
 

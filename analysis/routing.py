@@ -98,7 +98,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read Zarr groups in the traces.
 
-    Both functions open only the traces' dense/ folders, so confined queries may call them.
+    Both functions open only the traces' dense/ folders, so queries that may read only the traces can call them.
     """
     stores = {source.run: source.store for source in sources}
 

@@ -140,8 +140,8 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with one line per row and numbers to six digits. If the table is too wide but has only a few rows,
-    each row is rendered as a list.
+    """Render a table with one line per row, and round numbers to six digits. If the table is too wide but has only a
+    few rows, each row is rendered as a list.
 
     If a longer table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in
     `main` are kept first, in that order, then the others from left to right.

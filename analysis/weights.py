@@ -193,7 +193,7 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the rows. Unless `verbose`, rows that agree at every version are counted but not listed."""
+    """Render the rows. Unless `verbose`, tensors that agree at every version are counted but not listed."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []

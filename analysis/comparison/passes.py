@@ -87,7 +87,7 @@ class SettingContradiction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddToken:
-    """A token at which one class is much farther from the others than it is at other tokens."""
+    """A token at which one class is much farther from the other classes than it usually is."""
 
     passes: tuple[str, ...]
     seq_id: str
@@ -313,8 +313,8 @@ class _Group:
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
         """Compare each pair of passes with other pairs that differ in the same single setting, by the same two values.
 
-        Whether a setting changes the bits depends on the model and the prompts. Pairs in other groups therefore cannot
-        show that it does, only that it does not. A pair with different bits is a contradiction if the pairs with equal
+        Whether a setting changes the bits depends on the model and the prompts. A pair from another group therefore
+        counts only if its bits are equal. A pair with different bits is a contradiction if the pairs with equal
         bits outnumber those with different bits, including this pair.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
@@ -419,7 +419,8 @@ def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
-    """Return the settings that differ between passes, by pass. Settings that always change together count as one."""
+    """Map each pass to its values of the settings that differ between passes. Settings that always change together
+    count as one."""
     joined: dict[tuple[int, ...], list[str]] = {}
     for key in sorted({key for name in names for key in settings.get(name, {})}):
         values = [settings.get(name, {}).get(key) for name in names]

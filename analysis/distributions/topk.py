@@ -69,7 +69,7 @@ class PartialDistribution:
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides with the same columns, and True if there may be tokens without a column.
+    """Return both sides with the same columns, and whether some tokens may have no column.
 
     A top-K side does not record the vocabulary size, so it is taken from the other side if that one is full.
     """

@@ -95,7 +95,7 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and the logged metrics that are not part of any other series.
+    """Read the open run's inputs (e.g. prompts, advantages, settings) and logged metrics that no other series contains.
 
     A hyperparameter keeps its value at all steps until the next recorded change.
     """

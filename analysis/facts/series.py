@@ -228,7 +228,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
     noise = level_deviation(values)
-    # For pure noise, the largest of m means is about sqrt(2 ln m) standard errors above their average.
+    # Subtract the selection effect: in pure noise, the largest of m means is about sqrt(2 ln m) standard errors above
+    # their average.
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen

@@ -62,8 +62,8 @@ class StretchSquares:
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start of every segment but the first, and the long-run variance of the noise. The cuts and
-    the variance are estimated alternately until the cuts stop changing. The factor 1.5 + 70 / n corrects the bias
-    that the variance estimate has if nothing changes."""
+    the variance are estimated alternately until the cuts stop changing. The factor 1.5 + 70 / n corrects the
+    variance estimate's bias in series without changes."""
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
         return [], 0.0

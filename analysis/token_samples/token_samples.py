@@ -70,7 +70,7 @@ _OWN = (*_SCALARS, "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
-    # DuckDB pushes literal keys down to the file scan, so that other rows are not decoded.
+    # Write the keys as literals, because DuckDB pushes these down to the file scan and does not decode other rows.
     names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
     read = {f"p{number}": name for number, name in enumerate(passes)}
     return token_query(

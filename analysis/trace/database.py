@@ -161,8 +161,8 @@ class Database:
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Make queries use computed sums in place of the pair's stored per-sequence sums or, with `runs`, of its stored
-        sums over whole runs."""
+        """Make queries use the pair's computed sums instead of its stored ones: the per-sequence sums or, with `runs`,
+        the sums over whole runs."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:
@@ -180,7 +180,7 @@ class Database:
 
     def ask(self, query: str) -> Rows:
         """Return a query's rows, bitwise identical on every call."""
-        # A single thread adds numbers in a fixed order.
+        # Use a single thread, so that numbers are added in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())

@@ -117,7 +117,7 @@ def find_sums(source: Source) -> None:
         if found is None:
             continue
         kind, pair, covers, read = found
-        # Steps that were trained again reuse sequence names, so sums over only some segments are ambiguous.
+        # If steps were trained again, use only sums over all segments, because segments share sequence names.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):

@@ -77,7 +77,7 @@ def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
 
 def _write_csv(one: Chart, path: Path) -> None:
     text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
-    # A lone surrogate (from a damaged name) cannot be encoded as UTF-8.
+    # Write a lone surrogate (from a damaged name) as an escape sequence, because UTF-8 cannot encode it.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
