@@ -96,7 +96,7 @@ def _is_running(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return fields from /proc/<pid>/stat, starting with the third, the process state."""
+    """Return the fields of /proc/<pid>/stat from the third one (the process state) on."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 

@@ -44,7 +44,7 @@ def write_checked(
     path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], *, block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:  # fmt: skip
-    """Write parts as row groups. `identity` is the file's future path in the trace."""
+    """Write each table in `parts` as a row group. `identity` is the file's future path in the trace."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
             writer.write(part)
@@ -201,7 +201,7 @@ PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Serves registered files as URLs such as tim://0/scores/12."""
+    """Serves registered files under URLs such as tim://0/scores/12."""
 
     protocol = PROTOCOL
     cachable = False

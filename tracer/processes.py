@@ -97,7 +97,7 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. Until `wait` returns, signals to this process are blocked, so that it can forward them."""
+    """A running command. Signals to this process are blocked until `wait` returns, so that `wait` can forward them."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock

@@ -311,7 +311,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Like `_entries`, for a local folder. Links to files have those files' sizes. Links to folders are skipped."""
+        """Like `_entries`, for a local folder. A link to a file has that file's size. Links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:

@@ -205,7 +205,10 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every alert rule. If `series` covers only selected steps, `whole` must cover all steps."""
+    """Evaluate every alert rule.
+
+    If `series` covers only selected steps, `whole` must cover all steps, because some rules need earlier steps.
+    """
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)

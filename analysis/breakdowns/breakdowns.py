@@ -163,8 +163,8 @@ def read_breakdowns(
     """Break down the first open run's mismatch. Return None if no loss token has a finite logprob in both passes.
 
     Only the first use of each sequence (iteration 0) is read, at up to `max_steps` steps: the `notable` ones, and
-    evenly spaced others. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash over step
-    and seq_id, so row order does not matter.
+    evenly spaced others. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash of step and
+    seq_id, so the sample does not depend on row order.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)

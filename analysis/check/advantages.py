@@ -66,7 +66,7 @@ ORDER BY step, place
 and `answer`, a hash of the response alone, only cover loss tokens."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Comparing hashes of prefixes, only at lengths that rows of the group have, takes far less time than comparing all pairs.
+# Hash prefixes only at lengths that rows of the group have, which takes far less time than comparing all pairs of rows.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -103,10 +103,10 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        `steps` holds the step of each element of `affected`. Without `steps`, each element of `affected` stands for a
-        row of the run or of `sample` (if `rows` is given, for one of the rows that it selects), and the finding says
-        what the affected rows have in common. Arrays in `numbers` are reduced to medians over the affected elements. If
-        `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
+        By default, `affected` has one element for each row of the run or of `sample`, or only for the rows selected by
+        `rows`, and the finding says what the affected rows have in common. If the elements of `affected` are not rows,
+        `steps` holds the step of each element. Arrays in `numbers` are reduced to medians over the affected elements.
+        If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -154,8 +154,8 @@ class DataRows:
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of row indices, [K] each: in the same group, the second row's prompt begins with the first row's prompt
-        and response."""
+        """Pairs of rows in the same group, as two arrays of row indices, [K]: the second row's prompt begins with the
+        first row's prompt and response."""
         rows, cell = self.rows, numbered(self.labels, self.at)
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
@@ -183,9 +183,9 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return each reward minus the mean of the other rewards in its group, divided by their standard deviation, [N].
+    """Normalise each reward by the mean and standard deviation of the other rewards in its group, [N].
 
-    NaN if these other rewards are equal.
+    NaN if the other rewards are all equal.
     """
     n, x = count_of(g), r - mean_of(g, r)
     others = np.maximum(n - 1, 1)
@@ -207,7 +207,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8) -> dict[str, np.ndarray]:
-    """Map each way of misplacing rewards to the index of the row whose reward each row then gets, [N], -1 for none."""
+    """For each way of misplacing rewards, return the index of the row whose reward each row gets, [N], -1 for none."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -247,8 +247,8 @@ class _Rows:
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """Number of the set to which each row's group belongs, [N]. The groups in a set share a step, and the baseline
-        and scale that turn rewards into advantages. A group with equal rewards joins the nearest set that fits it."""
+        """Number of the set to which each row's group belongs, [N]. Groups of a step form a set if the same baseline
+        and scale turn their rewards into advantages. A group with equal rewards joins the nearest set that fits it."""
         firsts = np.unique(self.g, return_index=True)[1]
         r, a, covariance = (mean_of(self.g, each)[firsts] for each in (self.r, self.a, self.x * self.a))
         with np.errstate(all="ignore"):
@@ -310,7 +310,7 @@ class _Rules(NamedTuple):
 
 
 def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
-    """Find each step's rule for computing advantages from rewards. Without `explain`, only correlate the two."""
+    """Find each step's rule for computing advantages from rewards. Without `explain`, only compute correlations."""
     r, a, g, n, sums = rows.r, rows.a, rows.g, rows.n, rows.sums
     y, varies = a - mean_of(g, a), np.isfinite(rows.spread)
     spread_a = rms_of(g, y)
@@ -326,15 +326,15 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
         divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
         own = np.maximum(rows.fit(rows.x), scales[1])
-        # With any baseline but the group's mean, the standard deviation of the groups' mean advantages is about
-        # 1 / sqrt(n) times that of the advantages.
+        # If the group's mean is the baseline, every group's mean advantage is 0. With any other baseline, the standard
+        # deviation of the groups' mean advantages is about 1 / sqrt(n) times that of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
         if (has_both & ~(has_own & (own > 0.99))).any():
             fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
         best = np.argmax(np.round([*fits.values()], 3), 0)  # the first rule wins a tie
         fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
-        # If a rule reproduces advantages only roughly, they follow an unknown rule, which may be correct.
+        # If the best rule reproduces the advantages only roughly, the true rule is unknown and may be correct.
         is_clear = (fit > 1 - _INEXACT) & (own < 0.99)
         has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
@@ -344,8 +344,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield the name of every rule except `own`, and the advantages that each variant of the rule gives, [N], up to a
-    factor and a constant."""
+    """Yield every rule except `own`: its name, and for each variant of the rule an array of advantages, [N], which are
+    known up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -412,7 +412,7 @@ def _factor(rows: _Rows) -> np.ndarray:
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
-    """Name the constant that best explains what was subtracted from the rewards at the steps `off` ([S] bool)."""
+    """Return the name of the constant that was probably subtracted from the rewards at the steps `off` ([S] bool)."""
     num, tokens = rows.sums(rows.at >= 0), rows.of_step(np.maximum, rows.length)
     (r, spread), (a, unit) = (
         (rows.sums(values) / num, np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30))
@@ -429,8 +429,8 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows whose advantages follow a second rule: another factor, division by the group's standard deviation (or
-    the lack of it), or an advantage of 0."""
+    """Find rows whose advantages follow a different rule from the rest: another factor, division by the group's
+    standard deviation where the rest are not divided (or vice versa), or an advantage of 0."""
     a, at, size = rows.a, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3
     if asked.sum() < 30:
@@ -444,7 +444,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         rest = ratio[asked & ~usual[-1] & ~zero]
         factor = float(np.median(rest)) if len(rest) else 1.0
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
-        # Factors near 1 do not count, because the factor n / (n - 1) differs between groups of different sizes.
+        # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
         pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
     fewer = int(usual[1].sum() < usual[0].sum())
@@ -480,14 +480,14 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # The lower median of the advantages for equal rewards counts as correct. With only two rows, this is a guess.
+    # For equal rewards in a group, the lower median advantage counts as correct. For only two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
     if 3 <= off.sum() < 0.34 * asked.sum():
         return "advantages_unequal", off, {}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    # If advantages are whitened over tokens, the mean advantage of a group need not be 0.
+    # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
     loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
     # If advantages depend on more than the reward, they vary even in groups with equal rewards. Only groups with nearly
@@ -570,7 +570,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif name == _BATCH:
-        # If all groups in a step have the same mean, the batch rule fits as well as the group-mean rule.
+        # Include steps where all groups have the same mean: both the batch rule and the group-mean rule fit them.
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")

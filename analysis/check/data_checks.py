@@ -47,7 +47,7 @@ _EXPLAINED_BY = {
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
-    """Check the data at the selected steps. Tokens are inspected only at `sample`'s steps."""
+    """Check rewards, advantages, groups and metrics at the selected steps, and tokens only at `sample`'s steps."""
     run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
@@ -73,8 +73,8 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
     if run.group_setting:
         yield from run.find("advantages_vary", by_token, setting=run.group_setting, notice=True)
-    # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of rewards.
-    # Only a row that is left out of its own normalisation can exceed that.
+    # A value normalised over n values is at most sqrt(n), and a reward minus a baseline is at most the range of
+    # rewards. An advantage can exceed both bounds only if its row is left out of its own normalisation.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(by_token, rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
@@ -97,7 +97,7 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return [N] bool: True for rows after the last step that has a row in `differs` ([N] bool)."""
+    """Return [N] bool: True for rows after the last step in which `differs` ([N] bool) is True for any row."""
     return np.asarray(at > at[differs].max(initial=-1))
 
 
@@ -243,8 +243,8 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and True if so many of
-    them do that the logged values seem to be averages over other rows."""
+    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether there are
+    so many of them that the logged values seem to be averages over other rows."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
@@ -259,7 +259,7 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Describe which rows or values the logged means [E] average instead, or return an empty string."""
+    """Describe which rows or values were averaged in the logged means ([E]), or return an empty string if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -338,7 +338,8 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         *_, is_reused, lag, contract_a, contract_b = max(equal, key=lambda row: row[4])
         dtypes = [{*re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(key)))} for key in (contract_a, contract_b)]
         loss = read_loss(run.settings)
-        # If warm-up starts from a learning rate of 0, the first update does not change the weights.
+        # A single equal step is only a notice: if warm-up starts from a learning rate of 0, the first update does
+        # not change the weights.
         is_notice = len(equal) < 2
         if lag > 0:
             reason = f"the weights of {a} are {lag} updates newer"
@@ -366,7 +367,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     step = np.array([row[0] for row in rows])
     reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
     missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
-    # If the rewards of rows without parts differ, they come from another source and are only mentioned.
+    # If rows without parts have different rewards, these come from another source, so the finding is only a notice.
     yield from run.find("rewards_of_nothing", missing, step, notice=len({*reward[missing]}) > 1)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
     if len(names) < 2 or there.sum() < 20 or np.ptp(reward[there]) == 0:
@@ -475,18 +476,18 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
 
 
 def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    """Find rows that repeat earlier ones, if there are more than expected or a response is too improbable to be sampled
-    twice."""
+    """Find responses that repeat earlier ones, if there are more of them than expected, or if a response is too
+    improbable to be sampled twice."""
     place, temperature = recorded_order(sample), sample.settings["temperature"]
     in_order = np.lexsort((place, sample.steps))
-    # Copies without loss tokens only pad a batch.
+    # Ignore copies without loss tokens, because they only pad a batch.
     full = in_order[(_rows(sample, sample.mask) & (sample.lengths > 0))[in_order]]
     starts, ends = sample.starts[:-1][full], sample.starts[1:][full]
     _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
     earlier, first = rank_of(sample.prefix_keys[starts]), firsts[which]
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
-    # If one pass lost a logprob, the other's is used. Sampling may be sharper than the recorded distribution, so
-    # logprobs are halved, which allows for a temperature of about 0.5.
+    # Use the larger logprob of the two passes, or the only one. Sampling may be sharper than the recorded distribution,
+    # so halve the logprobs, which allows for a temperature of about 0.5.
     likely = np.where(sample.mask & np.isfinite(engine.logprobs), np.fmax(engine.logprobs, other.logprobs), 0.0)
     halved = np.bincount(sample.seq, np.clip(np.nan_to_num(likely), -1e4, 0.0), sample.num_sequences)[full] / 2
     probability = np.minimum(np.exp(halved), 1 - 1e-9)
@@ -512,8 +513,8 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
 
 
 def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
-    """Explain why `rows` repeat the rows `first` ([K] row indices), if their positions within a step ([N] `place`) show
-    it. Otherwise return an empty string."""
+    """Explain why `rows` repeat the rows `first` ([K] indices each), using each row's position within its step
+    (`place`, [N]). Return an empty string if the positions show no reason."""
     if (steps[rows] == steps[first]).all():
         at = np.unique(steps, return_inverse=True)[1]
         num, size = count_of(at[rows]), count_of(at)[rows]
@@ -534,7 +535,7 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
-        # Excluding every row that ends with certain tokens may be intended, too.
+        # It is a fault if all rows with a certain end token are excluded, too. Others may be excluded on purpose.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
@@ -557,7 +558,7 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
-    # A forced prefix, which was not sampled, is the same in all rows.
+    # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
         yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
@@ -581,7 +582,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     has_end = np.isin(last, ends[np.argsort(-counts)][:3])
-    # With stop strings, responses may end with any token, so the last token does not reveal the finish reason.
+    # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
         wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * np.isin(said, ("stop", "length")).sum())))
@@ -612,7 +613,10 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Find entropies recorded in bits, one token off, or of another distribution. Correct ones equal -logprob on average."""
+    """Find entropies in bits, of the adjacent token, or of another distribution.
+
+    Correct entropies equal -logprob on average.
+    """
     compared, every = sample.compared, np.ones(sample.num_sequences, bool)
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
@@ -631,7 +635,7 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         if ratio := ratio_in_bits(surprise, entropy):
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
-            # If this ratio holds only in some rows, the others were sampled from another distribution.
+            # Only report bits if the ratio holds in all rows. Otherwise, some rows come from another distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         own, before, after = (float(np.corrcoef(surprise, side.entropy[place + lag])[0, 1]) for lag in (0, -1, 1))

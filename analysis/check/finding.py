@@ -165,7 +165,7 @@ def unexplained(data: PairData) -> Fit:
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance in `levels` that is explained by splitting tokens at `inside` ([K] bool)."""
+    """Return the share of the variance in `levels` that is explained by whether a token is `inside` ([K] bool)."""
     num, level = int(inside.sum()), levels(data) - levels(data).mean()
     part = float(level[inside].sum())
     return part**2 * (1 / num + 1 / (len(inside) - num)) / max(float(level @ level), 1e-30)
@@ -186,7 +186,7 @@ def nobodys(data: PairData) -> np.ndarray:
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    # With too few uncertain tokens, this run's rounding level cannot be measured.
+    # With too few uncertain tokens to measure this run's rounding level, assume at least what the dtypes allow.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
     # Nearly certain tokens have a different noise level, assumed to be at least a quarter of what the dtypes allow.
@@ -198,7 +198,7 @@ def nobodys(data: PairData) -> np.ndarray:
     order = np.sort(chance)  # false discovery rate after Benjamini and Hochberg, 1995
     passed = order[order <= 1e-3 * np.arange(1, len(order) + 1) / len(order)]
     off = chance <= passed.max(initial=-1.0)
-    # In a mixture of experts, a few such tokens can be due to chance router flips.
+    # In a mixture-of-experts model, up to four such tokens may be router flips unless their d is too large for that.
     return np.asarray(off if off.sum() >= 5 else off & (np.abs(data.d) > max_flip(data)))
 
 
@@ -227,7 +227,7 @@ class Hypothesis:
 
 
 def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
-    """Return a hypothesis that explains the finding's tokens with a given `gain` (nats). By default, none beats it."""
+    """Return a hypothesis that explains the finding's tokens with a `gain` (nats). By default, no other can beat it."""
     assert finding.tokens is not None
     return Hypothesis(finding=finding, tokens=finding.tokens, gain=gain)
 

@@ -115,7 +115,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return a view of an uncompressed entry's bytes. ZipFile.read would be slow for thousands of entries."""
+    """Return an uncompressed entry's bytes without copying, because ZipFile.read is slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for entry {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -182,7 +182,7 @@ class _StorageKind(Known):
 
 
 class _DtypeName(_StorageKind):
-    """A torch dtype. Files refer to dtypes, but do not call them."""
+    """Stands for a torch dtype, which pickles refer to but never call."""
 
 
 def _item_size(dtype: str | None) -> int:

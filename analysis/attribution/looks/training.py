@@ -67,7 +67,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     if first > max(facts.fall.high, facts.fall.fallen):
         return
-    # During a linear warm-up, the learning rate is twice its earlier median, so only larger factors count.
+    # In a linear warm-up, the learning rate is always about twice its earlier median, so only larger factors count.
     yield fact("learning_rate_spike", max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)
 
 
@@ -144,7 +144,7 @@ _NEAR_STEPS = 4
 
 
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Report whether the reference logprobs suddenly stop resembling the trainer's, which themselves hardly change.
+    """Report whether the reference logprobs suddenly stop correlating with the trainer's, which hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """
@@ -222,7 +222,7 @@ def changed_term(
     names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray, steps: np.ndarray, places: np.ndarray,
     code: str = "loss_term_changes",
 ) -> Iterator[Fact]:  # fmt: skip
-    """Yield the loss term whose coefficient changes at one of the rows `places`."""
+    """Yield the loss term whose coefficient changes during the run. `places` holds the row indices to consider."""
     if not len(places) or len(names) < 2:
         return
     columns_SF = columns_SF / np.maximum(np.abs(columns_SF).max(0), 1e-30)
@@ -244,7 +244,8 @@ def changed_term(
     term, at = np.unravel_index(np.argmin(left_FP[:-1]), np.shape(left_FP[:-1]))
     left, shifted, name = float(left_FP[term][at]), float(np.min(left_FP[-1])), str(names[term])
     if left < _MOST_LEFT * spread:
-        # The change is weak evidence if the loss can be fitted nearly as well without it, or with an added constant.
+        # The change is weak evidence if the loss can be fitted nearly as well without it, or with a change in the
+        # constant instead.
         others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
         level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))
@@ -295,10 +296,10 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
 def _fitted(
     columns_SF: np.ndarray, values: np.ndarray, chosen: list[int]
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `values` [S] with the chosen columns.
+    """Fit `values` [S] as a weighted sum of the chosen columns.
 
     Return the unexplained share of the variance, adjusted for the number of columns, and for each column its index, its
-    coefficient, and the coefficient in standard errors.
+    coefficient, and the coefficient's size in standard errors.
     """
     free = len(values) - len(chosen)
     if not chosen or free < _FEWEST_DIFFERENCES:

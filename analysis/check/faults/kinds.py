@@ -191,7 +191,7 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 def find_growth(data: PairData) -> list[Finding]:
     """Detect a mismatch within rounding that grows with the updates where both sides record the same policy version.
 
-    Only steps whose mean logprob is close to the first step's count, because rounding grows as distributions sharpen.
+    Only steps with a mean logprob close to the first step's count, because rounding grows as distributions sharpen.
     """
     sample, steps, noise = data.sample, data.sample.steps[data.seq], logit_error(data)
     fresh = ((sample.a.versions - sample.b.versions).filled(1) == 0)[data.seq]  # an unknown version is not on policy
@@ -390,14 +390,14 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """Leave out the steps before the mismatch jumps from rounding to a constant level. Any fault can cause a jump."""
+    """If the mismatch jumps from rounding to a constant level, keep only the later steps. Any fault can cause this."""
     grown = features.growth(data)
     later = data.sample.steps[data.seq] >= (grown.since or 0)
     return data.within(later) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the mismatch at `place` is no larger than elsewhere at the first step, as with stale weights."""
+    """Return True if the first step's mismatch at `place` is hardly larger than elsewhere, as with stale weights."""
     first, noise = data.sample.steps[data.seq] == data.sample.steps[data.seq].min(), logit_error(data)
     inside, outside = noise[first & place.inside], noise[first & ~place.inside]
     return bool(not first.all() and len(inside) and len(outside) and np.median(inside) < 2 * np.median(outside))
@@ -441,7 +441,7 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # Different weights alone do not make the mismatch fade along responses: `fades` is at most 2.7 in 45 runs.
+            # Different weights alone do not make the mismatch fade along responses: in 45 runs, `fades` is at most 2.7.
             if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
                 numbers["cause"] = "early"
         along = along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -453,7 +453,7 @@ def _finding(
         numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
         broken = SIDES.get(str(numbers["side"]), "computation")
     elif kind == "prompt" and cause == "prompt":
-        # Prefill predicts the first response token, whose error is therefore large after prefill faults only.
+        # Prefill computes the first response token's logprob, so only a prefill fault makes its error large.
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
     elif kind == "onset" and (begins := features.onset(data)) is not None:
@@ -708,7 +708,7 @@ def _window(data: PairData) -> dict[str, Number]:
     recorded = named(data.model.get("config") or {}, *_WINDOWS)
     begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
     for setting, window in recorded.items():
-        # The logprob of a token is computed one position before it.
+        # A token's logprob is computed at the position before it, so the onset may be one past the window.
         if begins is not None and isinstance(window, int) and begins[0] - window in (0, 1):
             return {"setting": setting, "window": window, "onset": begins[0], "times": begins[1]}
     return {}

@@ -154,7 +154,7 @@ def _placed(
 def _shifted(data: PairData) -> Hypothesis | None:
     index = _index(data)
     before = row_means(_cost(data, index))
-    # If only some rows are shifted, the rows that agree would hide the shift, so they are left out.
+    # Leave out rows that agree, because they would hide a shift of the other rows.
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
@@ -164,7 +164,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
     long = compared.sum(axis=1) >= 4
     after, own = row_means(moved), row_means(np.where(compared, unmoved, np.nan))
     fits = long & (after < REALIGNED_SHARE * own) & (lags != 0)
-    # Rows that agree at first and are shifted later have a different fault.
+    # The first tokens must be shifted, too. Rows that agree at first and are shifted later have a different fault.
     head = np.cumsum(compared, axis=1) <= 4
     at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
     if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
@@ -250,7 +250,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         there, num = source >= 0, int((source >= 0).sum())
         left = np.abs(_at(side.others, source) - side.values)[there]
         if num > max(off.sum() / 4, 4) and np.median(left) < 0.1 * np.median(np.abs(data.d[there])):
-            # If both tokens of a pair are off, either side may be displaced. The engine's side is then preferred.
+            # If both tokens of a pair mismatch, either side could be the shifted one, so prefer the engine.
             found.append((num * (1.2 if side.own.name == ROLLOUT else 1.0), side, source, lags))
     return [_of_neighbours(data, where, *max(found, key=lambda each: each[0])[1:])] if found else []
 
@@ -407,7 +407,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     moved = away != 0
     if moved.sum() < 20:
         return None
-    # The side whose logprob + entropy averages 0 has its values at the right tokens.
+    # The side whose logprob + entropy averages 0 is aligned with its tokens.
     a, b = sides(data)
     a_is_right = abs(a.sampled_score) <= abs(b.sampled_score) or b.own.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
@@ -433,8 +433,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Match each kept token's value in pass b to some token's value in pass a, and return the latter's index, [K], or
-    -1 if no token matches. Return None if too few tokens have a match."""
+    """For each kept token, find the token whose value in pass a matches this token's value in pass b. Return its index,
+    [K], or -1 if there is no match. Return None if too few tokens have a match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))

@@ -145,8 +145,8 @@ def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
 def find_missing(data: PairData) -> list[Finding]:
     """Detect logprobs that are NaN, infinite, or NULL although the other pass has a value.
 
-    At the ends of sequences, they indicate truncation, elsewhere lost values. NaN and infinities are also counted at
-    steps that are not inspected.
+    They indicate truncation if they are at the ends of sequences, and lost values if they are elsewhere. NaN and
+    infinities are also counted at steps that are not inspected.
     """
     sample = data.sample
     a, b = sample.a, sample.b
@@ -209,9 +209,9 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a finding that the loss mask is inverted or shifted, if there is evidence.
+    """Return a finding if the loss mask seems to be inverted or shifted, otherwise None.
 
-    A shifted mask excludes, in each row, about as many tokens with logprobs as it includes tokens without them.
+    In each row, a shifted mask leaves out about as many tokens with logprobs as it includes tokens without them.
     """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
@@ -265,13 +265,13 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
         tested = values[np.sort(often[num[often] >= FEW_CONSTANTS])].tolist()
         masks = [(value, side.values == value) for value in tested if value > IMPOSSIBLE_LOGPROB]
-        # Values from masked logits differ slightly, because the normaliser differs, so they are tested together.
+        # Masked logits give slightly different values, because the normaliser differs. Test these values together.
         if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
             masks.append((float(np.median(impossible)), side.values <= IMPOSSIBLE_LOGPROB))
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                # A placeholder of 0 is correct at tokens with probability 1, a 16-bit one at some tokens by chance.
+                # Leave out tokens where the value is right: 0 at probability 1, or a 16-bit placeholder by chance.
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
@@ -345,7 +345,7 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
         at_end = np.mean((np.r_[every[1:], True] | np.r_[np.diff(seq) != 0, True])[every]) > 0.99
         if where.sum() >= 2 * num_runs:
             reason = "after_end" if at_end else "improbable"
-        # A token sampled at 1 of k positions has a probability of about 1/k.
+        # A token that is sampled at 1 of k positions has a probability of about 1/k. Appended tokens have far less.
         elif at_end and np.median(others[where]) < np.log(where.mean()) - 2:
             reason = cause = "appended"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
@@ -374,7 +374,7 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
     often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
     for value in values[often[num[often] > _REPEATED_FACTOR**2]].tolist():
         where = same & (data.a == value)
-        # Contexts are counted only once, because a repeated context repeats the value.
+        # Count each context only once, because a repeated context repeats its value.
         num_contexts, num_ids = (len(np.unique(each[where])) for each in (keys, ids))
         if num_ids < FEW_CONSTANTS or num_contexts <= _REPEATED_FACTOR**2 * _by_chance(data, value, where):
             continue
@@ -386,7 +386,7 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how often `value` can repeat by chance, or infinity if it can be the logprob of many tokens."""
     if value == 0.0:
-        # A token with probability 1 has an entropy of 0, unless the entropy is that of the unfiltered distribution.
+        # High entropies rule out that zeros are correct, unless they are those of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
