@@ -166,7 +166,7 @@ def rounding_tolerance(data: Any) -> float:
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for integer logprobs, because they must have been rounded."""
+    """Raise InvalidRecord for logprobs of an integer dtype, because they must have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":

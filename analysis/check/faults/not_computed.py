@@ -287,7 +287,7 @@ def find_merged(data: PairData) -> Iterator[Hypothesis]:
         zero = own == 0
         far = zero & (other < -0.05)
         for where in ("before", "after") if far.sum() >= FEW_CONSTANTS else ():
-            # Each token with a nonzero logprob starts a group, or ends one if `where` is `after`.
+            # Group the zeros with their neighbour: a nonzero logprob starts a group, or ends it if `where` is `after`.
             group = np.cumsum(np.r_[True, ~(same & (zero[1:] if where == "before" else zero[:-1]))]) - 1
             lead = ~zero & (np.bincount(group, zero)[group] > 0)
             residual = np.where(lead, own - np.bincount(group, other)[group], 0.0)

@@ -271,7 +271,7 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
 
 def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
-    # Across contexts, the fit is exact only to first order in log T.
+    # Across contexts, the fit is exact only to first order in the log of the temperature, so widen its bounds.
     error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
         middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
