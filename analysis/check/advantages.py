@@ -574,7 +574,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
-        # A mean that includes padding is always a fault, but an unknown baseline may be a running mean that is intended.
+        # A mean that includes padding is always a fault, but an unknown baseline may be an intended running mean.
         is_padded, is_unknown = (numbers["explanation"] == name for name in (PADDED, _BATCH))
         is_unknown &= not run.setting(ALGORITHM, "running|critic|ema|moving")
         can_be_right = not is_padded and bool(is_other or not run.group_setting)
