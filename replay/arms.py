@@ -185,12 +185,12 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` does not prevent this."""
+        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not one of them."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if operators run and round their results in this process, where `locate` can observe them."""
+        """True if `locate` can observe the operators, because they run and round their results in this process."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property

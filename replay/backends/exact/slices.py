@@ -39,7 +39,7 @@ class Slices:
 def bits_for(length: int, count: int) -> int:
     """Return the largest number of bits per slice for which a sum of `length` slice products is exact."""
     # Sums of first-slice products require 2 * bits + log2(length) <= 53. With three slices, sums of later slice
-    # products can be a quarter larger, which requires one more bit.
+    # products can be a quarter larger, so reserve one more bit.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
@@ -68,9 +68,8 @@ def exponents(x: Any) -> tuple[Any, Any]:
 def matmul(left: Slices, right: Slices) -> Any:
     """Return left @ right.T in float64 for `left` [..., M, K] and `right` [..., N, K].
 
-    Products of two slices whose indices add up to the number of slices or more are dropped. With `count` slices of b
-    bits each, the absolute error is at most 6 K 2**(-count b) max|left row| max|right row|, plus a relative error of
-    2**-52.
+    With `count` slices of b bits each, the products of slices i and j with i + j >= `count` are left out. The absolute
+    error is at most 6 K 2**(-count b) max|left row| max|right row|, plus a relative error of 2**-52.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
@@ -103,7 +102,7 @@ def sum_of_units(x: Any) -> Any:
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
     """Return the sum of all slice products. Products of the same order (the sum of the two slice indices) are added
-    exactly. Only the addition of these partial sums, smallest first, rounds."""
+    exactly. These partial sums are then added, smallest first, which is the only step that rounds."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
