@@ -60,7 +60,7 @@ class VllmScorer:
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
         arguments["dtype"] = self.dtype
-        # When vLLM scores a sequence, it also samples one token after the end.
+        # When vLLM scores a sequence, it also samples one token after the end, which needs room too.
         recorded, needed = arguments.get("max_model_len"), self.run.longest + 1
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed

@@ -151,7 +151,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     if version > FORMAT_VERSION:
         raise NewerTrace(
             f"{where}: trace format {version} is too new for this tim-trace, which reads formats up to {FORMAT_VERSION}. "
-            "Upgrade it with: pip install --upgrade tim-trace"
+            "Upgrade tim-trace with: pip install --upgrade tim-trace"
         )
     values = read_document(content, where, _WHAT, needs_checksum=found.get("checksums") is not False)
     return as_record(values, Manifest, where, _WHAT)

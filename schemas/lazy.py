@@ -34,8 +34,8 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule sets it as an attribute of the package, where it would hide a public object of the same
-        # name.
+        # Importing a submodule sets it as an attribute of the package. Prevent this if it would hide a public object of
+        # the same name.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -97,7 +97,8 @@ class Loss:
             raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}", option="loss")
         if self.kind == VESPO and self.level != SEQUENCE_SUM:
             raise InvalidRecord(
-                f"vespo needs one ratio per sequence, but level is {self.level}; use {SEQUENCE_SUM}", option="loss"
+                f"vespo needs one ratio per sequence, but level is {self.level}; use level={SEQUENCE_SUM}",
+                option="loss",
             )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:

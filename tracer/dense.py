@@ -46,8 +46,8 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """Full distributions before temperature and truncation, one row per position. A constant may be added to all logits
-    in a row."""
+    """Full distributions before temperature and truncation, one row per position. All logits in a row may be shifted
+    by the same constant."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""

@@ -61,7 +61,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return False if distributions must be read from the journal.
+    """Return True to read a segment's distributions from its Zarr group, or False to read them from its journal.
 
     A killed process may leave both a journal and a group. The journal is then used, unless the writer's
     state lists the group.
@@ -95,7 +95,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
             f"{store.shown(where)}: its writer's state is missing. Restore writers/ from a backup"
         ) from error
     if where not in files:
-        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove its folder")
+        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove the file's folder")
     return files[where]
 
 

@@ -164,7 +164,7 @@ class _Chunks(NamedTuple):
             starts = [int(start) for start in np.frombuffer(index, "<u8")[::2] if start < len(content)]
         for start in starts if self.are_compressed else ():
             if int.from_bytes(content[start + 4 : start + 8], "little") > self.num_bytes:
-                raise ValueError("a chunk's header claims to be larger than the chunk size")
+                raise ValueError("a chunk's header claims a size larger than the chunk size")
 
 
 def _check_array(document: Mapping[str, Any]) -> _Chunks:

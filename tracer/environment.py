@@ -99,7 +99,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Torch raises an error if a setting is read through the old interface after the new one was used.
+    # Record torch's error instead of the setting: reading through the old interface fails once the new one was used.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:

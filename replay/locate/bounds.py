@@ -107,7 +107,7 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised values may be subnormal before a weight multiplies them.
+        # Normalised values may be subnormal before they are multiplied by the weight, so allow a larger absolute error.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # The cosines and sines may be multiplied by a factor above 1, before or after rounding. The highest frequency
@@ -143,7 +143,8 @@ def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error in one elementwise sum or product, which may be scaled before or after."""
+    """Bound the error in one elementwise sum or product. `steps` is the number of roundings allowed, including those of
+    any scaling before or after it."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
@@ -235,7 +236,7 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
     lengths, taken = x.norm(dim=-1, keepdim=True), growth(x.shape[-1]) * rounding.sums + rounding.casts
-    # A merged weight is rounded once more, to its own dtype.
+    # A merged weight is rounded once more, to its own dtype. Allow for that, since the weights may be merged.
     merged = 0.0 if rounding.weight is None else 2.0 * unit(rounding.weight)
     whole, rows = weight, weight.norm(dim=-1)
     off = (taken + merged) * lengths * rows
@@ -265,25 +266,26 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
-    # Normalised values are rounded to the input's dtype before they are multiplied by a weight of a wider dtype.
+    # If the weight has a wider dtype than the input, normalised values are first rounded to the input's dtype.
     out = max(rounding.out, unit(rounding.taken))
-    # If the operator uses the unrounded sum of two inputs, each value and the norm may differ by up to one roundoff.
+    # If the operator uses the unrounded sum of two inputs, each value and the norm may be off by one roundoff.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round the mean, the centred value, its square, the mean square, the root, a quotient, a factor and a sum.
-    # The root halves the errors of the square and the mean square.
+    # Code may round eight values: the mean, the centred value, its square, the mean square, the root, a quotient, a
+    # factor and a sum. The root halves the errors of the square and the mean square, so these count as 7 roundings.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # If the factor is 1 + weight, the weight is rounded before the addition, and the factor may be close to 0.
+        # If the factor is 1 + weight, the weight is rounded before 1 is added. The factor may be close to 0, so this
+        # error is bounded relative to the weight.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
     added = x.new_zeros(()) if bias is None else bias.double()
-    # The factor for each channel is the weight or 1 + the weight.
+    # Recover each channel's factor from the exact output, since it may be the weight or 1 + the weight.
     dims = tuple(range(x.dim() - 1))
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread

@@ -34,9 +34,9 @@ def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router's logits, its choice given these logits, and its scores."""
+    """Judge a router's logits, its choice of experts given these logits, and its scores."""
     kind, layer = kind_of(name), layer_of(name)
-    # Some routers return choices before logits, so logits are recognised by their width.
+    # Some routers return choices before logits, so take the widest output as the logits.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
     num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
     of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
@@ -85,7 +85,7 @@ def judge_router(
         value = value.reshape(score.shape)
         point = heard.called(name), GIVES, slot
         heard.judgement.add(name, kind, layer, score[same_T], value[same_T], bound[same_T], point)
-        # Scores cannot be compared for tokens with different choices.
+        # Tokens with different choices have no comparable scores, so their error is set to 0.
         if point in heard.judgement.errors:
             off = torch.where(same_T[:, None], score.double() - value, 0.0)
             heard.judgement.errors[point] = off.type(torch.float32)

@@ -390,7 +390,7 @@ def test_a_chunk_that_claims_gigabytes_is_not_unpacked(captured):
     shard.write_bytes(content)
     reseal(captured)
     for rows in (1, 3):
-        with pytest.raises(DamagedTrace, match=r"claims to be larger|cannot be read"):
+        with pytest.raises(DamagedTrace, match=r"claims a size larger|cannot be read"):
             read_dense(Store(captured), group_of(captured), 0, rows)
 
 

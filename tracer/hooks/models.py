@@ -118,7 +118,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 def _engine_name(model: Any, name: str) -> str:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # Mappers that stack tensors return the fused tensor's name, but the lookup needs each part's own name.
+    # Mappers that stack tensors return the fused tensor's name. Keep the original name, which the lookup needs.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 

@@ -227,7 +227,8 @@ class Session:
         if not self._exit_registered:
             atexit.register(self.close)
             self._exit_registered = True
-        # A multiprocessing child exits with os._exit, which skips atexit, but runs multiprocessing's finalizers first.
+        # A multiprocessing child exits with os._exit, so atexit handlers do not run in it. It runs multiprocessing's
+        # finalizers before it exits, so register one.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 

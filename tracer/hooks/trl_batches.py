@@ -23,7 +23,8 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Pair each scoring with its pass name, found from the output tensor with its logprobs or, for RLOO, call order."""
+    """Pair each scoring with its pass name. The name depends on the output tensor that holds the logprobs or, for
+    RLOO, on the call order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -148,7 +149,7 @@ class PackedSample:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Samples packed into one row, in the loss's order.
+    """Samples packed into one row, in the order in which the loss processes them.
 
     Shapes: S samples, T tokens in the longest response, M loss terms.
     """

@@ -48,7 +48,7 @@ def _of_tokenizer(name: str) -> tuple[str, ...]:
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
-# In TRL 1.14 and newer, a trainer may have several end tokens.
+# In TRL 1.14 and newer, a trainer may have several end tokens (`eos_token_ids`).
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
 PAD_TOKEN = Attribute("finish reasons for responses that end with padding", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the trainer's temperature", ("temperature", "args.temperature"))

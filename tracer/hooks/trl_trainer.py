@@ -211,7 +211,8 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics. `only_new` skips changed ones: comparing values may wait for the device."""
+        """Record new and changed metrics. With `only_new`, skip changed metrics, because comparing values may
+        wait for the device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -365,7 +366,7 @@ class TrainerHooks:
             ROLLOUT,
             batch,
             logprobs=logprobs,
-            # Tool output was not sampled, so it has no logprobs. The trainer fills in 0.0.
+            # Tool output was not sampled, so it has no logprobs. Mask the 0.0 that the trainer fills in.
             scored_mask=tool_mask,
             policy_version=generation.policy_version,
             distribution=call.distribution(captured) if call is not None and captured else None,

@@ -66,7 +66,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B] values, one per row, or None if a row's unmasked tokens have different values.
+    """Return the value [B] that all unmasked tokens of a row share, or None if they differ in any row.
 
     Fully masked rows get 0.0.
     """
@@ -177,7 +177,7 @@ def progress_of(trainer: Any) -> Progress:
         version=begin + done,
         old_version=begin if is_separate else begin + done,
         updates_a_transfer=updates,
-        # OneStepOffRayTrainer increments its step counter before the transfer.
+        # OneStepOffRayTrainer increments its step counter before the transfer, so transfer numbers are one ahead.
         transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
         is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
     )
@@ -223,7 +223,8 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        # The driver merges rows from several processes. Each process counts from 0, so the rank makes numbers unique.
+        # The driver merges rows from several processes, which all number their passes from 0. Include the rank to make
+        # the numbers unique.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()

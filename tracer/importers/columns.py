@@ -92,7 +92,7 @@ def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
             row = int(np.searchsorted(ends, token, side="right"))
             raise ImportFailed(
                 f"{rows.file}: column {name!r} has a list of length {lengths[odd[0]]} at {rows.place(row)}, "
-                f"token {token - int(ends[row] - lengths_B[row])}, and one of length {first} at the first token. "
+                f"token {token - int(ends[row] - lengths_B[row])}, but the first token's list has length {first}. "
                 "Give each token the same number of values, at least one"
             )
         sizes += [first] if first else []
@@ -173,7 +173,7 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
-            f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs step, name and value"
+            f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs the columns step, name and value"
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]

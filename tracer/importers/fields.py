@@ -164,7 +164,8 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return the field mapped to `rewards` or, without one, all numeric fields except columns' fields and `but`."""
+        """Return the field mapped to `rewards`. Without one, return all numeric fields that no column reads and that
+        are not in `but`."""
         if mapped := self.rewards("rewards"):
             return mapped
         known = {name for names in self._columns.values() for name in names}

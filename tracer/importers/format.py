@@ -74,7 +74,7 @@ class DumpFolder:
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path} is a link that points outside the folder, so it was not followed. Import its target"
+                f"{path} is a link that points outside the folder, so it was not followed. Import the link's target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):

@@ -114,8 +114,8 @@ def import_dump(
     )
     if named and other is not None:
         raise ImportFailed(
-            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Only these "
-            f"columns can be mapped to: {', '.join(MAPPED)}",
+            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Fields can "
+            f"be mapped only to the columns {', '.join(MAPPED)}",
             option="map",
         )
     if named and before is not None and parts:
@@ -157,8 +157,8 @@ def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
     for part in parts:
         for name in part.files if part.step is not None else ():
             place, base = os.path.split(name)
-            # A step's files may be in differently named folders. But if two files have the same name and their folders
-            # do too, they are from two runs.
+            # The files of a step may be in folders with different names. But two files with the same name, in folders
+            # with the same name, come from two runs.
             key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
             if (other := places.setdefault((part.step or 0, key), place)) != place:
                 raise ImportFailed(
@@ -174,7 +174,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each part is one step and steps increase. Sequence names from earlier steps are then not kept."""
+    """Return True if each part is one step and steps increase. If so, earlier steps' sequence names are not kept."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -187,7 +187,7 @@ def _add_parts(
     seen: set[str] = set()
     shared, without, num_text = SharedRows(), list[str](), 0
     if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
-        raise ImportFailed(f"{folder.url}: {said}. All files are matched in memory, so import fewer at once")
+        raise ImportFailed(f"{folder.url}: {said}. All files are held in memory for matching, so import fewer at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
@@ -258,7 +258,7 @@ class _Before:
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
-        # A file that grew between imports has one entry per import. Keep the longest.
+        # A file that grew between imports has one entry per import. Sort by size, so that `dict` keeps the longest.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)
 

@@ -54,7 +54,7 @@ def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str,
     where = str(path)
     try:
         if _num_items(content) * _LEAST_BYTES > len(content):
-            raise msgspec.DecodeError("it holds fewer micro-batches than its header states")
+            raise msgspec.DecodeError("the file holds fewer micro-batches than its header states")
         for number, raw in enumerate(_LIST.decode(content), start=1):
             where = f"{path}, micro-batch {number}"
             batch = _ONE.decode(raw)

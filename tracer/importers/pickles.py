@@ -209,12 +209,13 @@ class _Machine:
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
-        # Python's unpickler is faster, and safe here because these bytes contain only numbers and no callable.
+        # Use Python's unpickler, which is faster. It is safe here, because these bytes contain only numbers and no
+        # callable.
         stack += pickle.loads(b"(" + run[0] + b"l.")
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Execute a less frequent opcode without an inline argument, and return the current stack."""
+        """Execute one of the less frequent opcodes, which have no inline argument. Return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
@@ -249,7 +250,7 @@ class _Machine:
             if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled later
                 made.give_state(state)
             elif type(made) is not dict:
-                raise NotPlain("the pickle sets state on an object that cannot have any")
+                raise NotPlain("the pickle sets state on an object that cannot have state")
         elif code == 0x92:  # NEWOBJ_EX
             self._budget.take(CONTAINER_BYTES)
             known = (stack.pop(), stack.pop(), stack.pop())[2]

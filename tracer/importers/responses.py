@@ -67,7 +67,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format for servers whose responses contain `key`. `rollout` says how to get missing logprobs."""
+    """Return the format for servers whose responses contain `key`. `rollout` is the note for files without logprobs."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)

@@ -308,7 +308,7 @@ class _Scores:
 
 
 def _fields(columns: Columns, name: str, is_owner: bool) -> dict[str, str]:
-    """Map each score field (except logprobs) and array of a pass to its column. Missing columns are left out."""
+    """Map a pass's score fields (except logprobs) and arrays to their columns, leaving out missing columns."""
     names = [(each, each) for each in OF_TOKENS if is_owner]
     names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *(ARRAYS if name in STANDARD else ()))]
     return {each: column for each, column in names if columns[column] is not None}

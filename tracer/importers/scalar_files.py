@@ -58,7 +58,7 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     if len({re.sub(found[1], "", name) for name in found[0]}) > 1:
         raise ImportFailed(f"{folder.url} contains several runs or tables. Pass one of {listed_names(found[0])}")
     rest = [name for names, part in others if names is not tables for name in names]
-    # Read only the last checkpoint, because it contains the full history up to its step.
+    # Of several checkpoints, read only the last, because it contains the full history up to its step.
     return found[0][-1:] if found[1] == _KINDS[0][1] else found[0], [
         f"{listed_names(rest)} (pass one to read it)"
     ] if rest else []
