@@ -60,7 +60,7 @@ def _column(cells: list[Any], where: str) -> Any:
     parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
     filled = [part for part in parts if part is not None and len(part)]
     if any(part.values.shape[1:] != filled[0].values.shape[1:] for part in filled):
-        raise ImportFailed(f"{where}: router choices differ in their number of layers or slots")
+        raise ImportFailed(f"{where}: rows differ in the number of layers or slots of their router choices")
     values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
     known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
     missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None

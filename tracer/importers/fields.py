@@ -29,7 +29,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields, read by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
+    """A record's fields, looked up by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
@@ -61,8 +61,8 @@ class Fields:
             value = self.record.get(name)
             if isinstance(value, Foreign):
                 raise ImportFailed(
-                    f"{self.where}: field {name!r}, needed for {column}, is {shown(value)}. Save it as a number, text "
-                    f"or a list, or leave it out with --map {name}="
+                    f"{self.where}: field {name!r}, needed for {column}, is {shown(value)}. Save the field as a "
+                    f"number, text or a list, or leave it out with --map {name}="
                 )
             if value is not None:
                 self._seen.add(name)

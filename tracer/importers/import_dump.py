@@ -120,7 +120,7 @@ def import_dump(
         )
     if named and before is not None and parts:
         raise ImportFailed(
-            f"{output}: files were added since it was imported, but sequences can only be matched if all files are "
+            f"{output}: files were added since the first import, but sequences can only be matched if all files are "
             "imported together. Replace the trace with --force"
         )
     if not parts:
@@ -278,8 +278,8 @@ class _Before:
                 found.append(part)
         if parts and not self.num_known:
             raise ImportFailed(
-                f"{self._url} was imported from another folder, and none of its files is in {folder.url}. Choose "
-                f"another output folder, or replace the trace with --force"
+                f"{self._url} was imported from another folder, and {folder.url} has none of the imported files. "
+                f"Choose another output folder, or replace the trace with --force"
             )
         return found
 

@@ -83,7 +83,9 @@ def _holds_other(output: str | os.PathLike[str], names: Any) -> bool:
     files = (pa.PythonFile(FileCursor(entry.file), mode="r") for entry in take_snapshot(store).files[METRICS])
     known = {name for file in files for name in pc.unique(pq.read_table(file, columns=["name"])["name"]).to_pylist()}
     if both := sorted(known & set(names)):
-        raise ImportFailed(f"{output} already has values for {listed_names(both)}. Rename or skip them", option="map")
+        raise ImportFailed(
+            f"{output} already has values for {listed_names(both)}. Rename or skip these metrics", option="map"
+        )
     return True
 
 
@@ -116,7 +118,9 @@ class _Scalars:
                 self.ignored[name] = None
                 continue
             if len(self.codes) >= _MOST_NAMES:
-                raise ImportFailed(f"{where} has more than {_MOST_NAMES:,} columns. Remove those that are not scalars")
+                raise ImportFailed(
+                    f"{where} has more than {_MOST_NAMES:,} columns. Remove columns that are not scalars"
+                )
             if number is None:
                 self._texts[len(self._values)] = as_text(value)
             self._steps.append(at)

@@ -159,7 +159,9 @@ def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
             for cells in csv.reader(texts(), delimiter=delimiter):
                 where = f"{path}, line {number}"
                 if len(cells) != len(names):
-                    raise ImportFailed(f"{where} has {len(cells)} cells for {len(names)} columns. Repair or remove it")
+                    raise ImportFailed(
+                        f"{where} has {len(cells)} cells for {len(names)} columns. Repair or remove the line"
+                    )
                 yield where, None, {name: cell for name, cell in zip(named, cells, strict=True) if name and cell != ""}
         except (csv.Error, UnicodeDecodeError) as error:
             remedy = "Write UTF-8 text with one header line"
@@ -258,7 +260,7 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
                 else:
                     ignored[value.tag] = None
         except (DecodeError, KeyError, TypeError, ValueError) as error:
-            raise ImportFailed(f"{where} is not an event ({error}). Check that this is an event file") from error
+            raise ImportFailed(f"{where} is not an event ({error}). Check that the file is an event file") from error
         if values:
             yield where, event.step, values
     if number < whole or (is_cut and not whole):
