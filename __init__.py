@@ -4,7 +4,7 @@ Every verb of the command line is a function here, under the same name and with 
 they are asked for.
 """
 
-# ruff: noqa: F405  # type checkers see the functions through the star import
+# ruff: noqa: F405  # type checkers find the names in `__all__` through the star import below
 
 from typing import TYPE_CHECKING
 

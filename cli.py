@@ -72,7 +72,7 @@ SECTIONS = {
         "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces with DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
-        "gate": "Fail CI if a run violates a condition.",
+        "gate": "Fail CI if a run meets a failure condition.",
     },
     "inspecting and exporting traces": {
         "info": "Show what a trace contains, who wrote it, and what is missing.",
@@ -147,14 +147,14 @@ def _plain_warnings() -> Iterator[None]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", TimTraceWarning)
-        # NumPy warns about infinities in recorded values such as rewards.
+        # Hide NumPy's warnings about infinities in recorded values such as rewards.
         warnings.filterwarnings("ignore", r"(invalid value|overflow|divide by zero) encountered in ", RuntimeWarning)
         warnings.showwarning = show
         yield
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames, because they can keep a DuckDB connection open, which then prints an error at exit."""
+    """Clear an error's frames. Otherwise, they can keep a DuckDB connection open, which prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -387,7 +387,7 @@ _timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a
 _memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory than this, e.g. 500MB.")
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
-    help="Download and run this recorded attention kernel from the Hugging Face hub, e.g. "
+    help="Download a recorded attention kernel from the Hugging Face hub and run it, e.g. "
     "kernels-community/flash-attn2. Can be repeated.",
 )  # fmt: skip
 
@@ -416,11 +416,11 @@ def _executions(command: Any) -> Any:
             help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
         ),
         click.option(
-            "--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, written like replay's --arm.",
+            "--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, in replay's --arm syntax.",
         ),
         click.option(
             "--arm", metavar="CHANGES",
-            help="Execution a, written like replay's --arm.  [default: the recorded settings]",
+            help="Execution a, in replay's --arm syntax.  [default: the recorded settings]",
         ),
         click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
     ):  # fmt: skip
@@ -511,7 +511,7 @@ def example_(path: str, force: bool) -> None:
     "--weights-from", metavar="DIR",
     help="Use the Hugging Face checkpoints that the run saves in this folder, instead of recording weights.",
 )  # fmt: skip
-@click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture of experts.")
+@click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture-of-experts model.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
     help="Record digests of the weights sent to vLLM (given), or also of the weights that vLLM holds (held).",
@@ -539,7 +539,8 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
             from .tracer.index import write_index
             from .tracer.scored_passes import comparable_pair
 
-            # A record-only installation has no DuckDB. The first query by a full installation then computes the sums.
+            # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
+            # installation.
             if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
                 from .analysis.trace.sums import summarize
 
@@ -622,7 +623,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option("--format", is_flag=True, help="Also check files, fields, columns and rows against the format.")
+@click.option("--format", is_flag=True, help="Also check files, fields, columns and rows against the trace format.")
 @_prints()
 def verify(trace: str, form: _Form, *, format: bool) -> None:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
@@ -709,7 +710,7 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
 def mcp(traces: Sequence[str], **options: Any) -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
-    Nothing is written, and only the given runs are read. Requires the package mcp: pip install 'tim-trace[mcp]'. To add
+    Nothing is written, and only the given runs are read. Requires the mcp package: pip install 'tim-trace[mcp]'. To add
     the server to a client, see docs/start/agents.md.
     """
     analysis.mcp(list(traces), **options)
@@ -765,7 +766,7 @@ def query_(
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
-    help="Print this framework's metrics by its own definitions. Its options are listed below.",
+    help="Print this framework's metrics as it defines them. The framework's options are listed below.",
 )  # fmt: skip
 @_ray
 @_prints()
@@ -829,8 +830,9 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
     Detects faults in temperature, truncation, masks, units, padding, caches, adapters, quantisation and precision, and
-    shifts, wrong rows, placeholders, retokenised text, stale or partly synchronised weights, and router flips. Faults
-    are listed by likelihood, each with its evidence, size, share of affected tokens and a command to confirm it.
+    also shifted positions, wrong rows, placeholders, retokenised text, stale or partly synchronised weights, and router
+    flips. Faults are listed by likelihood, each with its evidence, size, share of affected tokens and a command to
+    confirm it.
 
     If a trace has passes of several engines, but neither a train nor a rollout pass, all its passes are checked, as in
     compare.
@@ -878,14 +880,16 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
 )
-@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="icepop keeps token ratios in this range.")
+@click.option(
+    "--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="icepop keeps tokens whose ratio is in this range."
+)
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
     help="geometric keeps sequences whose geometric mean ratio is in this range.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
-    help="veto drops sequences that have a token ratio below this.",
+    help="veto drops sequences in which a token's ratio is below R.",
 )  # fmt: skip
 @_ray
 @_prints()
@@ -970,7 +974,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     Without options, steps are replayed with the recorded settings. Every replay first checks that it reproduces the
-    recorded bits. If not, the replay reports what differs on this machine. Steps that an arm already has are skipped.
+    recorded bits. If not, the replay reports what differs on this machine. Steps that were already replayed under an
+    arm are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair
@@ -1064,7 +1069,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
-    help="Prove the finding by running operators with the other execution's code.",
+    help="kinds: prove the finding by running each kind of operator with the other execution's code.",
 )  # fmt: skip
 @_factories
 @_weights_from
@@ -1103,10 +1108,10 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN|MODEL")
 @click.option(
-    "--arm", metavar="CHANGES", help="Execution a, written like replay's --arm.  [default: the recorded settings]"
+    "--arm", metavar="CHANGES", help="Execution a, in replay's --arm syntax.  [default: the recorded settings]"
 )
 @click.option(
-    "--against", metavar="CHANGES", help="Execution b, written like --arm.  [default: each sequence alone, under --arm]"
+    "--against", metavar="CHANGES", help="Execution b, in --arm syntax.  [default: --arm, one sequence per batch]"
 )
 @click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
 @click.option(
@@ -1167,7 +1172,7 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "--export", "exported", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Write a version as a folder for from_pretrained.",
+    help="Write a version to a folder for from_pretrained.",
 )  # fmt: skip
 @click.option(
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
@@ -1368,15 +1373,15 @@ def export_(trace: str, **options: Any) -> None:
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Fail if a run violates a condition, for the CI of training code.
+    """Fail if a run meets a failure condition, for the CI of training code.
 
     Like stats, gate stores per-sequence sums in the trace.
 
-    A condition describes which values of a metric fail the gate. The metric is tim.NAME (a column in stats, or a
-    per-step metric from the alerts), verl.NAME (a column in stats --like verl) or check (the result from the check
-    command). A condition covers all tokens in the run, each step separately (any step), or the last N steps together
-    (last N steps). A run that passes as a whole gets a warning if individual steps fail. The exit code is 1 if a
-    condition fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
+    A condition is either check (met if the check command finds a fault), or a metric and a threshold. The metric is
+    tim.NAME (a column in stats, or a per-step metric from the alerts) or verl.NAME (a column in stats --like verl). A
+    condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
+    steps). If only individual steps meet a condition, gate passes with a warning. The exit code is 1 if the gate
+    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
     tell` if the confidence interval over groups contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
@@ -1390,7 +1395,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 @contextmanager
 def _ended_after(timeout: float | None) -> Iterator[None]:
-    """End the process if a query ignores an interrupt, because DuckDB cannot stop in the middle of an expression."""
+    """End the process if a query still runs 2 s after `timeout`: DuckDB cannot stop in the middle of an expression."""
     from .analysis.trace.limits import too_long
 
     def end() -> None:

@@ -48,7 +48,7 @@ Deviation = tuple[str, str, str, str, str, int | None]
 
 
 def conformance(store: Store, database: Database | None) -> Rows:
-    """Return one row, as in COLUMNS, for each deviation of a trace's files, fields, columns and rows from the format.
+    """Return one row (see COLUMNS) for each file, field, column or row of a trace that deviates from the format.
 
     `database` is None if the trace cannot be opened. Its rows are then not checked.
     """

@@ -55,7 +55,7 @@ def published(
     a: str = "train", b: str = "rollout", *, token_threshold: float = 2.0, sequence_threshold: float = 2.0,
     icepop: tuple[float, float] = (0.5, 5.0), geometric: tuple[float, float] = (0.999, 1.002), veto: float = 1e-4,
 ) -> list[Correction]:  # fmt: skip
-    """Return the published corrections. The thresholds in verl's presets are fixed, whatever the arguments."""
+    """Return the published corrections. The arguments do not affect the thresholds in verl's presets."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -163,7 +163,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return verl 0.9.0's RolloutCorrectionConfig presets. Bounds on verl's k1 = -d are bounds on 1 / rho."""
+    """Return verl 0.9.0's RolloutCorrectionConfig presets. verl's k1 is -d, so bounds on it are bounds on 1 / rho."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

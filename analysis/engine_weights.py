@@ -127,7 +127,7 @@ def engine_versions(database: Database, *, every_tensor: bool = False) -> Iterat
     """Yield each engine's state at every policy version it sampled with, in version order.
 
     If a step was repeated, only its newest attempt is used. Tensors that the engine always received unchanged are
-    counted rather than listed, unless `every_tensor`.
+    counted rather than listed, unless `every_tensor` is set.
     """
     view = "every_engine_weights" if database.kept_steps else "engine_weights"
     words = {"view": view, "every": "true" if every_tensor else "false"}
@@ -190,7 +190,7 @@ class _Engine:
             else:
                 has = self._has[tensor]
                 holds, is_loaded = had[tensor].get(has), self._given.get(tensor, has) == has
-                # An engine that received no weights still has its initial ones, which may be dummy values.
+                # If the engine never received weights, its initial ones may be dummy values, so report only STALE.
                 causes = _causes(holds, has == unmerged, cast, is_new=has == given) if self._was_given else (STALE,)
                 differences.append(
                     EngineTensor(tensor=tensor, causes=causes, holds_version=holds, cast=cast, is_loaded=is_loaded)
@@ -208,7 +208,8 @@ def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: b
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
     if is_unmerged:
         return (ADAPTER,) if holds is None else (ADAPTER, STALE)
-    # A tensor with few distinct values, such as a norm weight of all ones, can match an older version by chance.
+    # Report the other causes too: a tensor with few distinct values, such as a norm weight of all ones, can match an
+    # older version by chance.
     return changed[:1] if holds is None else (STALE, *changed)
 
 
@@ -273,11 +274,11 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """Compare the engine's tensors with the trainer's at the time when the engine last started sampling.
+    """Compare each engine tensor with the trainer's, as of the last time that the engine started sampling.
 
     `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
     whose trainer tensor is bitwise equal to the engine's. `num_differ` counts the versions at which the two differed.
-    by="module" groups layers, and shows each group's most often differing tensor.
+    by="module" groups layers and shows the tensor that differs most often.
 
     Raises WeightsMissing if the trace has no digests of engine weights, TraceNotFound or NewerTrace.
     """

@@ -97,7 +97,7 @@ def _answer(found: Location) -> str:
 def next_command(found: Location) -> str:
     if found.first is not None and found.first.why == "weights":
         return "tim-trace weights RUN --engine"
-    # vLLM cannot run in float64, and the rounding in bf16 or fp16 can hide a bug in its code.
+    # Suggest float32: vLLM cannot run in float64, and rounding in bf16 or fp16 can hide a bug in its code.
     hides = any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
     if found.first is None and hides:
         return f"tim-trace locate RUN --steps {found.step} --arm dtype=fp32 --against engine=vllm,dtype=fp32"

@@ -135,8 +135,8 @@ class RunTools:
         detail: Literal["none", "suspects", "alarms", "figures"] = "none",
     ) -> dict[str, Any]:  # fmt: skip
         """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
-        control: a healthy baseline run. A suspect's probability is that of its cause, not of its detail. detail adds
-        the evidence for each suspect, the alerts that fired, or published reference values.
+        control: a healthy baseline run. A suspect's percentage is the probability of its cause, not of the details
+        after it. detail adds the evidence for each suspect, the alerts that fired, or published reference values.
         """
         from .diagnosis.diagnose import diagnose
 
@@ -231,7 +231,7 @@ class RunTools:
 
     def sql(self, query: str, runs: Sequence[str] = (), max_rows: int = 50) -> dict[str, Any]:
         """Run one read-only DuckDB query over the views and macros that describe lists (part="views", "macros").
-        runs: all by default; every view has a column run. Aggregate: tokens has one row per token.
+        runs: all by default; every view has a column run. The view tokens has one row per token, so aggregate it.
         """
         paths, most = [self._path(name) for name in runs or self.runs], _checked(max_rows, "max_rows")
         found = sql(paths, query, timeout=self.timeout, memory=self.memory, max_rows=most)

@@ -38,10 +38,10 @@ def sql(
 ) -> Rows:  # fmt: skip
     """Run a DuckDB SQL query on one or more traces.
 
-    The docstring of `connect` lists the views and macros. Unless `unsafe`, a query can only read, and only from the
-    traces. `timeout` is in seconds. `memory` is a size such as 500MB; on Linux, the whole process cannot allocate more
-    memory than this while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if it
-    exceeds a limit. Returns at most `max_rows` rows, and warns if there are more.
+    The docstring of `connect` lists the views and macros. Unless `unsafe` is set, a query can only read, and only from
+    the traces. `timeout` is in seconds. `memory` is a size such as 500MB; on Linux, the whole process cannot allocate
+    more memory than this while the query runs. Raises InvalidQuery with DuckDB's message if the query is wrong, or if
+    it exceeds a limit. Returns at most `max_rows` rows, and warns if there are more.
     """
     return Session(traces, unsafe=unsafe, timeout=timeout, memory=memory, max_rows=max_rows).ask(query)
 

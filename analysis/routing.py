@@ -98,7 +98,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read Zarr groups in the traces.
 
-    Both functions open only the traces' dense/ folders, so confined queries may call them.
+    Both functions open only the traces' dense/ folders, so queries that may read only the traces can call them.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -136,7 +136,8 @@ def _read(
         places = [(groups[row], starts[row], counts[row]) for row in rows]
         if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
             raise InvalidQuery(
-                f"routing: run {run!r} has no rows at this position; pass run, routing and routing_start from scores"
+                f"routing: run {run!r} has no rows at this position; pass the columns run, routing and routing_start "
+                "of scores"
             )
         found |= zip(rows, read_routing(stores[run], places), strict=True)
     return [found[row] for row in range(len(runs))]

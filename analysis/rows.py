@@ -133,16 +133,17 @@ def _indented(value: Any, indent: str = "") -> str:
 def to_csv(rows: Rows) -> Iterator[str]:
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
-        # csv quotes a cell with a newline only if the line terminator contains that character; "\r\n" covers both.
+        # csv quotes a cell that contains "\r" or "\n" only if the line terminator contains the same character, so the
+        # terminator here contains both.
         csv.writer(line, lineterminator="\r\n").writerow([_csv_cell(value) for value in row])
         yield line.getvalue().removesuffix("\r\n")
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with one line per row and numbers to six digits. If the table is too wide but has only a few
-    rows, they are rendered as lists.
+    """Render a table with one line per row, and round numbers to six digits. If the table is too wide but has only a
+    few rows, each row is rendered as a list.
 
-    If any other table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in
+    If a longer table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in
     `main` are kept first, in that order, then the others from left to right.
     """
     if not rows.columns:

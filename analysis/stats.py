@@ -85,7 +85,8 @@ def stats(
         if not routed:
             raise NothingToCompare(
                 f"{', '.join(source.run for source in database.sources)}: {names[0]!r} or {names[1]!r} has no router "
-                "choices; record an MoE model with --routing and replay it with hf, which stores them for every pass"
+                "choices; record an MoE model with --routing, then replay the trace with hf, which stores router "
+                "choices for every pass"
             )
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     of_run = by == "run"
@@ -126,7 +127,7 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
     if by not in LIKE:
         raise InvalidOption(
-            f"{framework.name} logs no metrics by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
+            f"{framework.name} logs no metrics per {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
         )
     with read_once(database, framework, names):
         rows = framework.numbers(database, names, by)
@@ -149,8 +150,8 @@ def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
 ) -> list[str]:  # fmt: skip
-    """Return notes on the metrics that `like` selects: where they are defined, and caveats. Without `like`, the
-    list is empty."""
+    """Return notes on the metrics that `like` selects, such as where they are defined. Without `like`, the list is
+    empty."""
     if like is None:
         return []
     options = {name: value for name, value in options.items() if name not in ("by", "exact")}

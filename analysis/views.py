@@ -35,7 +35,8 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database with the given steps. Such a database on the same Ray cluster is returned unchanged.
+    """Open traces as a database with the given steps. If `traces` is already a database with these steps on this Ray
+    cluster, return it unchanged.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """
@@ -56,8 +57,8 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     - `pair_routing(a, b)` and related macros, if router choices were recorded;
     - `objective_tokens(train, rollout, now, ...)` and `loss_shares(now, ...)` for the effect of the mismatch on a loss.
 
-    All have a column `run`. `like` adds the macros of frameworks, such as `verl_runs(a, b)`. If a trace is still being
-    written, the connection shows the rows recorded so far.
+    All views and macros have a `run` column. `like` adds the macros of frameworks, such as `verl_runs(a, b)`. If a
+    trace is still being written, the connection shows the rows recorded so far.
 
     Raises InvalidOption for an unknown framework, TraceNotFound, NewerTrace or DamagedTrace.
     """

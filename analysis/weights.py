@@ -40,8 +40,9 @@ def weights(
     layers, and `num_unchanged` counts the versions in which the module did not change.
 
     `engine` compares the engine's tensors, or layer groups, with the trainer's instead. Each row has the trainer's
-    version when the engine last started sampling, the version last received, the latest version whose bits the engine
-    has, whether they agree, how many versions differed, and why (a code in WEIGHT_CAUSES).
+    version when the engine last started sampling, the version that the engine last received, the latest version whose
+    bits the engine has, whether the engine agrees with the trainer, at how many versions it differed, and why (a code
+    in WEIGHT_CAUSES).
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
@@ -79,8 +80,8 @@ def export(
     A model with adapters is written as the base model, plus one folder per adapter for peft's
     `PeftModel.from_pretrained`.
 
-    The only files copied from the trace are those with the name of a tokenizer file, so no code, pickle or model config
-    is copied. If the trace is untrusted, load the folder without trust_remote_code.
+    Only files that are named like tokenizer files are copied from the trace, so no code, pickle or model config is
+    copied. If the trace is untrusted, load the folder without trust_remote_code.
 
     Raises WeightsMissing or DamagedTrace, or InvalidOption if `folder` exists.
     """
@@ -192,7 +193,7 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 
 
 def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the rows. Unless `verbose`, rows that agree at every version are counted but not listed."""
+    """Render the rows. Unless `verbose`, tensors that agree at every version are counted but not listed."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
     counted = len(agreeing) and not verbose
     blocks = [_agreement(agreeing, len(rows), by)] if counted else []

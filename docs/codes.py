@@ -94,7 +94,7 @@ def table():
 
 
 def _plain(sentence):
-    """Return a sentence template as the text of a table cell, with each placeholder as its name in italics."""
+    """Return a sentence template as table-cell text, with each placeholder replaced by its name in italics."""
     parts = [
         text + ("" if name is None else f"*{re.sub(r'[^a-z_0-9].*', '', name)}*")
         for text, name, _, _ in string.Formatter().parse(sentence)

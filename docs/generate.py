@@ -156,7 +156,7 @@ def evidence():
 
 
 def signature(public, name):
-    """Return a function's signature without annotations and `progress`."""
+    """Return a function's signature without annotations or the parameter `progress`."""
     parameters = inspect.signature(public).parameters
     texts, stars = [], False
     for key, parameter in parameters.items():
@@ -205,7 +205,7 @@ def public_names():
 
 
 def formats():
-    """Yield a section per `tim-trace import` format: its files, the field read for each column, and missing passes."""
+    """Yield a section per `tim-trace import` format: its files, each column's field, and the passes that it lacks."""
     for format in FORMATS.values():
         lines = [
             f"### {format.name}",
@@ -233,7 +233,7 @@ def logged_names():
 
 
 def pages():
-    """Return the generated texts as page -> marker -> text."""
+    """Return the generated texts as a nested dict: page -> marker -> text."""
     return {
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
@@ -267,7 +267,7 @@ def pages():
 
 
 def arms():
-    """Return a Markdown table of the replay arm options, with the engines and the incompatible settings of each."""
+    """Return a Markdown table of the replay arm options, with each option's engines and incompatible settings."""
     lines = ["| option | values | what it does | engines | incompatible with | gradient |", "|---|---|---|---|---|---|"]
     for name, described in OPTIONS.items():
         refused = [
@@ -285,7 +285,7 @@ def arms():
 
 
 def clash_text(clash):
-    """Return the option and values that exclude each other, for example "`packed` with mode `decode`"."""
+    """Return the values and the option that cannot be combined, for example "`packed` with mode `decode`"."""
     other = " ".join([f"`{clash.other.replace('_', '-')}`", ", ".join(clash.others)]).strip()
     own = f"{', '.join(f'`{value}`' for value in clash.values)} with " if clash.values else ""
     return own + other + (f" (engine {clash.engine})" if clash.engine else "")
@@ -328,7 +328,7 @@ def format_files():
 def is_stale(path, new):
     if not path.exists():
         return True
-    if isinstance(new, bytes):  # each pyarrow may serialize the same schema to other bytes
+    if isinstance(new, bytes):  # compare schemas: the bytes may depend on the pyarrow release
         return not pa.ipc.read_schema(pa.py_buffer(path.read_bytes())).equals(pa.ipc.read_schema(pa.py_buffer(new)))
     return path.read_text(encoding="utf-8") != new
 
@@ -360,7 +360,7 @@ def summary(page):
 
 
 def filled(text, parts):
-    """Return the page with its generated parts replaced."""
+    """Return a page's text with each generated part replaced by the new one in `parts`."""
     for marker, content in parts.items():
         before, begin, rest = text.partition(f"<!-- begin {marker} -->\n")
         _, end, after = rest.partition(f"<!-- end {marker} -->")

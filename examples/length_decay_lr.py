@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class LengthDecayLR(LRScheduler):
-    """Scales the current learning rates, and so can be combined with other schedulers and with parameter groups.
+    """Scales the current learning rates, so it can be combined with other schedulers and with parameter groups.
 
     Let L_t be the mean response length at step t, and base_t the median of L over [t - window - gap, t - gap). The
     surge step is the first step t for which L / base was at least `kappa` in at least `above` of the last `of` steps.
@@ -42,7 +42,7 @@ class LengthDecayLR(LRScheduler):
         self.stretch, self.factor, self.floor = stretch, factor, floor
         self.surge_step = None
         self.scale = 1.0
-        self.num_steps = -1  # the constructor of LRScheduler calls step() once
+        self.num_steps = -1  # becomes 0 when LRScheduler's constructor calls step()
         self._lengths, self._over = deque(maxlen=window + gap), deque(maxlen=of)
         self._ratio, self._length = 1.0, None
         super().__init__(optimizer, last_epoch)
@@ -57,8 +57,8 @@ class LengthDecayLR(LRScheduler):
         self._length = float(mean_response_length)
 
     def step(self, mean_response_length=None):
-        """Finish an update. If no length was passed here or to `observe`, the update counts as one without
-        responses."""
+        """Advance the schedule by one update. Surge detection ignores an update if no length was passed
+        here or to `observe`."""
         self.num_steps += 1
         self._detect(self._length if mean_response_length is None else float(mean_response_length))
         before = self.scale
@@ -87,7 +87,7 @@ class LengthDecayLR(LRScheduler):
         return state | {"_lengths": list(self._lengths), "_over": list(self._over)}
 
     def load_state_dict(self, state_dict):
-        """Continue from the state and settings that a scheduler's `state_dict` returned."""
+        """Restore the state and settings that `state_dict` returned."""
         vars(self).update(state_dict)
         self._lengths = deque(self._lengths, maxlen=self.window + self.gap)
         self._over = deque(self._over, maxlen=self.of)

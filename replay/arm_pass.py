@@ -44,8 +44,8 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return the stored scores, leaving out unscored rows. With `contract`, return None unless all rows were scored
-        under this contract."""
+        """Return the stored scores of `rows`, skipping rows without scores. With `contract`, return None unless all
+        rows were scored under this contract."""
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
         if contract is not None:
@@ -92,8 +92,8 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Delete the files of all writers of this pass. The writers are first marked as removed, so that readers
-        ignore any files left behind if this process is killed."""
+        """Delete every writer's files for this pass. The writers are first marked as removed, so that readers ignore
+        any files that remain if this process is killed."""
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"
         writers = {state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files)}

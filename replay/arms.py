@@ -185,12 +185,12 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not among them."""
+        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not one of them."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if operators run and round their results in this process, where `locate` can observe them."""
+        """True if `locate` can observe the operators, because they run and round their results in this process."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -244,7 +244,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
         if name not in kinds or (value is None and kinds[name] != "bool"):
             raise InvalidOption(
                 f"got {key if value is None else f'{key}={value}'!r}; write comma-separated name=value changes such as "
-                f"dtype=fp16,batch-size=1, with these names: "
+                f"dtype=fp16,batch-size=1. Valid names: "
                 f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
                 option="arm",
             )

@@ -162,7 +162,7 @@ def forwards(
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
-        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # groups rows of similar length
+        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # so that rows of similar length run together
         if batch_size is not None:
             packs = grouped(longest_first, lambda group: len(group) <= batch_size)
         else:
@@ -200,7 +200,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         stop = first_B[index] + len(row.response_ids)
         ids_BW[index, start : first_B[index]] = row.prompt_ids
         ids_BW[index, first_B[index] : stop] = row.response_ids
-        # The trainer hides a response from attention if all its tokens are masked.
+        # Like the trainer, hide a response from attention if all its tokens are masked.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
     starts = first_B + np.arange(len(rows)) * width
     places_B = tuple(
@@ -211,7 +211,8 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Split rows, in order, into groups for which `fits` is true. A row that exceeds the limit gets its own group."""
+    """Split rows, in order, into groups for which `fits` is true. A row that is too large by itself forms its own
+    group."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):

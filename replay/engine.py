@@ -68,7 +68,7 @@ def replay(
     `changes` are `Arm` fields and define one arm. `arm` adds more arms as text: `dtype=fp16,batch-size=1`. The
     unchanged recording is always replayed first as `replay/as-recorded`. Trust differences in other arms only if this
     replay reproduces the recorded bits. Steps that an arm has already scored are skipped. Without `force`, an arm that
-    has already scored all steps is refused, and so is a name already used for different changes.
+    has already scored all steps is refused, and so is an arm whose name was already used for different changes.
 
     `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about that
     many sequences. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep
@@ -107,7 +107,7 @@ def replay(
     if dry_run:
         _measure(run, wanted, plan, drawn)
         return results
-    with connected(ray):  # first, so that no pass is removed if the cluster does not answer
+    with connected(ray):  # connect first, so that no pass is removed if the cluster does not answer
         for entry in wanted:
             if entry.is_replaced:
                 entry.target.remove()
@@ -142,7 +142,7 @@ def _pending_arms(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # tim-trace's own code is as fast as TRL's, and importing TRL is slow
+    if dry_run:  # measure tim-trace's own code: it is as fast as TRL's, which is slow to import
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -174,15 +174,15 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm is the baseline for the others, so it covers all steps, including those that it has already
-        # scored. With a sample, every arm covers all steps.
+        # Other arms cover only the steps that they have not scored. The identity arm, their baseline, covers all steps.
+        # With a sample, every arm does.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} already has all of these {'steps' if sample is None else 'sequences'}; show it (tim-trace stats RUN "
-            f"--pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
+            f"{name} already has all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace stats "
+            f"RUN --pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
         )
     return wanted
 
@@ -277,9 +277,10 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the number of scored tokens.
+        """Score a unit and write its scores. Return the results and the number of tokens whose progress must still be
+        reported.
 
-        In this process, tokens are reported as progress while they are scored, and the returned number is 0.
+        The number is 0 in this process (not in an actor), where tokens are reported as they are scored.
         """
         if self._opened is None:
             torch.set_num_threads(self._threads)
@@ -304,7 +305,7 @@ class _UnitScorer:
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
             except RuntimeError as error:  # raised by torch, or CannotReplay (a RuntimeError)
-                # If only the recording cannot be replayed, the other arms still run.
+                # If the as-recorded arm cannot run, note the error and go on with the other arms.
                 if name != AS_RECORDED or len(self._arms) == 1:
                     raise
                 results.append(

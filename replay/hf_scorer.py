@@ -145,14 +145,14 @@ class HfScorer:
 
     def attach(self, model: Any, shared: Any = None) -> Any:
         self._model = model
-        # Do not hook a compiled backbone, which keeps the hooks of its first forward pass, or the exact engine, which
-        # has its own routers.
+        # Hook neither a compiled backbone nor the exact engine: the backbone would keep the hooks of its first forward
+        # pass, and the engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
                 raise CannotReplay(
-                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its "
-                    "experts; drop this option"
+                    f"{type(model).__name__} has no router module that runs before its experts; replay it without "
+                    f"routing={self.arm.routing}"
                 )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)
@@ -184,8 +184,8 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows to run in order to score `rows`. If the arm keeps recorded batches, these are all rows in the
-        same forward passes."""
+        """Return the rows to run in order to score `rows`. If the arm keeps recorded batches, these are all rows in
+        `of` that share a forward pass with any of `rows`."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -260,7 +260,7 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding side. If it is not set: left with a KV cache, right with a token limit (right padding needs
+        """The arm's padding side. The default is left with a KV cache, right with a token limit (right padding needs
         fewer columns), and otherwise the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
@@ -314,7 +314,7 @@ class HfScorer:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if GPU or host memory ran out. torch has no exception class for host memory."""
+    """Return True if GPU or host memory ran out. torch has no exception class for running out of host memory."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return True

@@ -27,7 +27,7 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 
 
 class LoadedModel:
-    """The model in memory. Arms with the same load key share it, and a different key causes a rebuild."""
+    """Holds the model. Arms whose scorers have the same `key` share the model. It is rebuilt when the key changes."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights

@@ -116,7 +116,7 @@ class RecordedRun:
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        # Trainers come first, because engines do not record the model's class.
+        # Try trainers first, because engines do not record the model's class.
         for state in sorted(states, key=lambda state: "class" not in state.model):
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
@@ -199,7 +199,7 @@ class RecordedRun:
             return
         if not has_experts(self.model["config"]):
             raise CannotReplay(
-                f"routing recorded: {self.store.url}: the model is not a mixture of experts; drop this option"
+                f"the model in {self.store.url} is not a mixture of experts; replay it without routing=recorded"
             )
         raise CannotReplay(
             f"routing recorded: {self.store.url} has no router choices for pass {self.replayed_pass!r}; record them "
@@ -208,7 +208,7 @@ class RecordedRun:
 
     def check_adapter(self, adapter: str | None) -> None:
         if adapter is not None and not self.model.get("adapters"):
-            raise CannotReplay(f"adapter {adapter}: {self.store.url}: the model has no adapters; drop this option")
+            raise CannotReplay(f"the model in {self.store.url} has no adapters; replay it without adapter={adapter}")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
         places = []
@@ -265,8 +265,8 @@ class RecordedRun:
         if lacking:
             is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
-                f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
-                "not recorded, so the forward pass cannot be rebuilt"
+                f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: the trace "
+                f"does not contain {', '.join(lacking)}, so the forward pass cannot be rebuilt"
                 + ("; attach the weights: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]

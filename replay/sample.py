@@ -115,7 +115,7 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
             found[step] = {seq_id: group for group in drawn for seq_id in of_step[group]}
     if not found:
         raise InvalidOption(
-            f"no group was drawn from {number:,} groups ({total:,} sequences) in these steps; use a larger share",
+            f"none of the {number:,} groups ({total:,} sequences) in these steps was drawn; use a larger sample",
             option="sample",
         )
     return Sample(share=share, seed=SEED, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))

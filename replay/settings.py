@@ -121,6 +121,7 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # torch builds without CUDA lack some of these libraries. The arm's contract records the library in use.
+        # Ignore an error here, because torch builds without CUDA lack some of these libraries. The arm's contract
+        # records the library in use.
         with suppress(RuntimeError):
             change(value)

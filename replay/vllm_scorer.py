@@ -44,7 +44,7 @@ class VllmScorer:
 
     @property
     def dtype(self) -> str:
-        """Engine dtype (torch name): that of the arm, else of the recorded engine, else of the trainer."""
+        """Engine dtype (torch name): the arm's, else the recorded engine's, else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
@@ -60,7 +60,7 @@ class VllmScorer:
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
         arguments["dtype"] = self.dtype
-        # When vLLM scores a sequence, it also samples one token after the end.
+        # When vLLM scores a sequence, it also samples one token after the end, which needs room too.
         recorded, needed = arguments.get("max_model_len"), self.run.longest + 1
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed

@@ -58,7 +58,7 @@ def _check(document: Any, content: bytes) -> None:
             value.encode()  # raises for a lone surrogate, which cannot be printed
         elif isinstance(value, (dict, list)):
             if depth > MAX_DEPTH:
-                raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+                raise ValueError(f"nesting exceeds {MAX_DEPTH} levels")
             inside = value if isinstance(value, list) else (*value, *value.values())
             waiting += [(depth + 1, item) for item in inside]
 
@@ -66,7 +66,7 @@ def _check(document: Any, content: bytes) -> None:
 def _integer(text: str) -> int:
     value = int(text)
     if abs(value) > _MAX_INTEGER:
-        raise ValueError("it contains an integer that does not fit in 64 bits")
+        raise ValueError("an integer does not fit in 64 bits")
     return value
 
 
@@ -150,8 +150,8 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         )
     if version > FORMAT_VERSION:
         raise NewerTrace(
-            f"{where}: trace format {version} is newer than this tim-trace, which reads up to {FORMAT_VERSION}. "
-            "Upgrade it with: pip install --upgrade tim-trace"
+            f"{where}: trace format {version} is too new for this tim-trace, which reads formats up to {FORMAT_VERSION}. "
+            "Upgrade tim-trace with: pip install --upgrade tim-trace"
         )
     values = read_document(content, where, _WHAT, needs_checksum=found.get("checksums") is not False)
     return as_record(values, Manifest, where, _WHAT)

@@ -111,7 +111,8 @@ def is_temporary(name: str) -> bool:
 
 
 def is_own(relative: str) -> bool:
-    """Return True if tim-trace writes to this path of a trace. Unusually named tokenizer files are not recognized.
+    """Return True if this path within a trace belongs to a file that tim-trace writes. Unusually named tokenizer files
+    are not recognized.
 
     >>> is_own("scores/p7-0a1b-000003.parquet"), is_own("checkpoints/model.pt")
     (True, False)

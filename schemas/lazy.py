@@ -34,8 +34,8 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Importing a submodule sets it as an attribute of the package, where it would hide a public object of the same
-        # name.
+        # Importing a submodule sets it as an attribute of the package. Prevent this if it would hide a public object of
+        # the same name.
         if not (name in self._sources and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -69,7 +69,8 @@ _NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
 
 
 def checked(public: _Public) -> _Public:
-    """Wrap a function to raise WrongType if an argument does not match its annotation. Return classes unchanged."""
+    """Wrap a function so that it raises WrongType if an argument does not match its annotation. Return classes
+    unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
     from inspect import signature as signature_of  # importing it at the top would slow every process down

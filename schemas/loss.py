@@ -91,13 +91,14 @@ class Loss:
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise InvalidRecord(
-                    f"{name} {getattr(self, name)!r} is unknown, use {', '.join(choices)}", option="loss"
+                    f"{name} {getattr(self, name)!r} is unknown; use {', '.join(choices)}", option="loss"
                 )
         if self.kl_level is not None and self.kl_level not in LEVELS:
-            raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown, use {', '.join(LEVELS)}", option="loss")
+            raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}", option="loss")
         if self.kind == VESPO and self.level != SEQUENCE_SUM:
             raise InvalidRecord(
-                f"vespo needs one ratio per sequence, got level {self.level}. Use {SEQUENCE_SUM}", option="loss"
+                f"vespo needs one ratio per sequence, but level is {self.level}; use level={SEQUENCE_SUM}",
+                option="loss",
             )
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
             if not getattr(self, name) > 0:
@@ -105,7 +106,7 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss can clip ratios. For each token, use analysis.statistics.loss.is_clipped."""
+        """True if the loss can clip ratios. For individual tokens, use analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property
@@ -201,7 +202,7 @@ _GRPO_OPTIONS = (
 
 
 def _grpo(values: Mapping[str, Any]) -> Loss | None:
-    """Return the loss that GRPOTrainer._compute_loss of TRL 1.16 computes, or None if its type is unknown."""
+    """Return the loss that TRL 1.16's GRPOTrainer._compute_loss computes, or None if its type is unknown."""
     kind = str(values["loss_type"])
     if kind not in _GRPO_AGGREGATIONS:
         return None
@@ -234,7 +235,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss that RLOOTrainer._compute_loss of TRL 1.16 computes. RLOO's KL term is part of the reward."""
+    """Return the loss that TRL 1.16's RLOOTrainer._compute_loss computes. RLOO's KL term is part of the reward."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO, level=SEQUENCE_SUM, clip_low=low, clip_high=_number(values, "epsilon_high", low),

@@ -35,7 +35,8 @@ def check_pass_name(name: str) -> str:
 def first_pair(names: Sequence[str]) -> str | None:
     """Return the pair of passes to compare by default, or None if there are fewer than two passes.
 
-    It is train:rollout if both are recorded, else another pass against rollout, else the first two passes.
+    If there is a rollout pass, the pair is train:rollout, or the first other pass against rollout if there is no train
+    pass. Otherwise, the pair is the first two passes.
     """
     if len(names) < 2:
         return None

@@ -9,7 +9,7 @@ from .errors import NotInstalled
 
 
 class Result:
-    """A command's result. Converted to a string, it is the command's text output."""
+    """A command's result. `str` converts it to the command's text output."""
 
     __slots__ = ()
 
@@ -23,7 +23,7 @@ class Result:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the text, not every field, in IPython."""
+        """In IPython, show the text output instead of every field."""
         printer.text(str(self))
 
 

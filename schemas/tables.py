@@ -59,7 +59,8 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the batch, with NULL in columns that older releases lacked, or None if it belongs to another table."""
+        """Return the batch, with columns that older releases lacked filled with NULL. Return None if it does not belong
+        to this table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None

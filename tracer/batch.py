@@ -64,7 +64,7 @@ class Batch:
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
         if self._lengths is None:
-            raise InvalidRecord(f"step {self.step}: this batch was rejected ({self.refusal or 'not recorded'})")
+            raise InvalidRecord(f"step {self.step}: this batch was not recorded ({self.refusal or 'reason unknown'})")
         return np.asarray(self._lengths[rows])
 
     def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:

@@ -114,7 +114,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Lock a trace's folder for this block. Folders created here are removed if the block raises."""
+    """Lock a trace's folder for this block. If the block raises, any folders created for the trace are removed."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path} is a file. Pass a new folder")

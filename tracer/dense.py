@@ -46,7 +46,8 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """Full distributions before temperature and truncation, one row per position. Rows may be offset by constants."""
+    """Full distributions before temperature and truncation, one row per position. All logits in a row may be shifted
+    by the same constant."""
 
     logits: Any
     """[N, V] logits or logprobs in the framework's dtype."""
@@ -85,7 +86,8 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def tail_of(logprobs_TK: np.ndarray) -> np.ndarray:
-    """Return the log probability [T] (nats) of all tokens outside the top K. A probability below 1e-7 may give -inf."""
+    """Return the log probability [T] (nats) of all tokens outside the top K. If their probability is below 1e-7, the
+    result may be -inf."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
         return np.asarray(np.log(np.maximum(left_T, 0.0)).astype(np.float32))
@@ -104,7 +106,8 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
 
     from .dense_store import write_files
 
-    # Zarr writes only to memory: Python waits for Zarr's threads at exit, and a file system may block these threads.
+    # Let Zarr write only to memory. Python waits for Zarr's threads at exit, and a stalled file system would block
+    # them.
     made: dict[str, Any] = {}
     root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}
@@ -120,7 +123,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
     storage, (dtype, trailing) = blocks[0].values.dtype, blocks[0].kind
     if any(block.kind != blocks[0].kind for block in blocks):
-        raise DamagedTrace(f"the rows of {name} differ in shape")
+        raise DamagedTrace(f"rows of {name} have different shapes")
     num_rows = sum(len(block.values) for block in blocks)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
     chunk = max(1, min(num_rows, CHUNK_BYTES // row_bytes))

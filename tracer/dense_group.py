@@ -37,7 +37,10 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open the group named in a score's `dense` or `routing` column. Raises DamagedTrace."""
+    """Open the group named in a score's `dense` or `routing` column.
+
+    Raises InvalidRecord for an invalid name, and DamagedTrace if the group is missing or damaged.
+    """
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
@@ -58,7 +61,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return False if distributions must be read from the journal.
+    """Return True to read a segment's distributions from its Zarr group, or False to read them from its journal.
 
     A killed process may leave both a journal and a group. The journal is then used, unless the writer's
     state lists the group.
@@ -92,7 +95,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
             f"{store.shown(where)}: its writer's state is missing. Restore writers/ from a backup"
         ) from error
     if where not in files:
-        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove the folder")
+        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove the file's folder")
     return files[where]
 
 
@@ -156,7 +159,9 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
         raise ValueError(f"unexpected array {group!a}/{array!a} of type {typed!a}")
     values = np.frombuffer(row["data"].as_buffer(), storage)
     if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
-        raise ValueError(f"it claims {num_rows:,} rows of {typed!a} from row {start:,}, but has {values.size:,} values")
+        raise ValueError(
+            f"expected {num_rows:,} rows of type {typed!a} starting at row {start:,}, got {values.size:,} values"
+        )
     return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 
 

@@ -101,7 +101,7 @@ class SealedGroup:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where} is larger than any zarr.json of a trace. Restore it from a backup")
+            raise DamagedTrace(f"{where} is too large for a trace's zarr.json. Restore it from a backup")
         return content
 
     def _shown(self, name: str) -> str:
@@ -116,7 +116,7 @@ class _Array:
             self.shape = tuple(int(size) for size in document["shape"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedTrace(
-                f"{where} was not opened, because it is not an array written by tim-trace ({first_line(error)})"
+                f"{where} does not describe an array that tim-trace writes ({first_line(error)})"
             ) from error
         self._row_bytes = math.prod(self.shape[1:]) * np.dtype(document["data_type"]).itemsize
         self._group, self._name = group, name
@@ -157,14 +157,14 @@ class _Chunks(NamedTuple):
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a chunk's header claims an impossible size, because blosc would allocate that much."""
+        """Raise ValueError if a chunk's header claims an impossible size. Blosc would allocate that many bytes."""
         starts = [0]
         if is_whole and self.num_in_shard is not None:
             index = content[-16 * self.num_in_shard - _CRC_BYTES :][: 16 * self.num_in_shard]
             starts = [int(start) for start in np.frombuffer(index, "<u8")[::2] if start < len(content)]
         for start in starts if self.are_compressed else ():
             if int.from_bytes(content[start + 4 : start + 8], "little") > self.num_bytes:
-                raise ValueError("a chunk claims to be larger than the chunk size")
+                raise ValueError("a chunk's header claims a size larger than the chunk size")
 
 
 def _check_array(document: Mapping[str, Any]) -> _Chunks:
@@ -172,35 +172,35 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
         raise ValueError("not a Zarr v3 array")
     shape, data_type = document["shape"], document["data_type"]
     if not _are_sizes(shape) or not 1 <= len(shape) <= 4:
-        raise ValueError(f"its shape is {shape!r:.80}")
+        raise ValueError(f"unsupported shape {shape!r:.80}")
     if data_type not in DATA_TYPES:
-        raise ValueError(f"its data type {data_type!r:.80} is unsupported")
+        raise ValueError(f"unsupported data type {data_type!r:.80}")
     meant = document["attributes"]["dtype"]
     if data_type != ("uint16" if meant == BFLOAT16 else meant):
-        raise ValueError(f"its data type {data_type} cannot represent {meant!r:.80}")
+        raise ValueError(f"data type {data_type} does not match the declared dtype {meant!r:.80}")
     if document.get("storage_transformers"):
-        raise ValueError("it has storage transformers")
+        raise ValueError("storage transformers are unsupported")
     item = np.dtype(data_type).itemsize
     if math.prod(shape[1:]) * item > MAX_CHUNK_BYTES:
-        raise ValueError(f"its rows, of shape {shape[1:]!r:.80}, are too large")
+        raise ValueError(f"rows of shape {shape[1:]!r:.80} are too large")
     grid, chunk = document["chunk_grid"], document["chunk_grid"]["configuration"]["chunk_shape"]
     if grid["name"] != "regular" or document["chunk_key_encoding"]["name"] != "default":
-        raise ValueError("its chunk grid or chunk names are unsupported")
+        raise ValueError("unsupported chunk grid or chunk key encoding")
     names, num_chunks = _names(document["codecs"]), None
     if names[0] == "sharding_indexed":
         sharding, shard = document["codecs"][0]["configuration"], chunk
         outer, names, chunk = names, _names(sharding["codecs"]), sharding["chunk_shape"]
         if len(outer) > 1 or _names(sharding["index_codecs"]) != _INDEX_CODECS:
-            raise ValueError("its codecs are nested or in the wrong order")
+            raise ValueError("unsupported combination of codecs")
         if not (_are_sizes(shard) and _are_sizes(chunk)) or len(shard) != len(chunk) or min(chunk) < 1:
-            raise ValueError(f"its shards have the unsupported shape {shard!r:.80}")
+            raise ValueError(f"unsupported shard shape {shard!r:.80}")
         num_chunks = math.prod(-(-whole // part) for whole, part in zip(shard, chunk, strict=True))
         if num_chunks > MAX_CHUNKS_A_SHARD or sharding.get("index_location", "end") != "end":
             raise ValueError(f"shards of shape {shard!r:.80} with chunks of shape {chunk!r:.80} are unsupported")
     if names not in _CHUNK_CODECS:
-        raise ValueError("its codecs are nested or in the wrong order")
+        raise ValueError("unsupported combination of codecs")
     if not _are_sizes(chunk) or len(chunk) != len(shape) or min(chunk) < 1 or math.prod(chunk) * item > MAX_CHUNK_BYTES:
-        raise ValueError(f"its chunks have the unsupported shape {chunk!r:.80}")
+        raise ValueError(f"unsupported chunk shape {chunk!r:.80}")
     return _Chunks(math.prod(chunk) * item, num_chunks, "blosc" in names)
 
 
@@ -210,10 +210,10 @@ def _are_sizes(values: Any) -> bool:
 
 def _names(codecs: Any) -> list[str]:
     if not isinstance(codecs, list) or not 1 <= len(codecs) <= 4:
-        raise ValueError("the array has no codecs, or too many")
+        raise ValueError("a list of codecs must have 1 to 4 entries")
     for codec in codecs:
         if codec["name"] not in CODECS:
-            raise ValueError(f"its codec {codec['name']!r:.80} is not one of {', '.join(CODECS)}")
+            raise ValueError(f"unsupported codec {codec['name']!r:.80} (supported: {', '.join(CODECS)})")
     return [codec["name"] for codec in codecs]
 
 

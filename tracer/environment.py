@@ -80,7 +80,7 @@ def torch_settings() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
-        # No device is queried here: that would initialise CUDA, and the process could no longer fork engines.
+        # Do not query a device: that would initialise CUDA, after which this process could not fork engine processes.
         "cudnn": cudnn.version() if torch.version.cuda else None,
         "cuda_matmul_allow_tf32": _setting(matmul, "allow_tf32"),
         "cudnn_allow_tf32": _setting(cudnn, "allow_tf32"),
@@ -99,7 +99,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Torch raises an error if a setting is read through the old interface after the new one was used.
+    # Record torch's error instead of the setting: reading through the old interface fails once the new one was used.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:

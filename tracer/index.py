@@ -37,7 +37,7 @@ _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A writer's state. Library versions are stored once for all writers that share them."""
+    """A writer's state. `versions` is an index into `_Contents.versions`, so that writers can share entries."""
 
     hash: str
     md5: str

@@ -65,7 +65,7 @@ class JournalStream:
         self.path = folder / relative
         self.path.parent.mkdir(exist_ok=True)
         self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115  (open for as long as the segment)
-        # Some FUSE file systems report a link count of 0 for files that exist.
+        # A link count of 0 shows that a file was removed, except on FUSE file systems that always report 0.
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
@@ -122,7 +122,7 @@ class JournalContent:
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
-    """Read complete records. Raises FileNotFoundError if the segment has been sealed in the meantime."""
+    """Read a journal's complete records. Raises FileNotFoundError if the segment has been sealed in the meantime."""
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
     schema: pa.Schema | None = None
@@ -234,4 +234,4 @@ def _is_compressed(metadata: bytes) -> bool:
             raise ValueError("the message is not a record batch")
         return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
-        raise ValueError("it is not an Arrow message") from error
+        raise ValueError("the record is not an Arrow message") from error

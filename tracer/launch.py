@@ -88,7 +88,8 @@ def record(
     If the file system does not respond for `max_wait` seconds, recording stops and the command continues. `at_end` is
     called with the recording once the command has ended, before the final upload.
 
-    To record on several nodes, run this on each with the same `output`. The trace is finished once the last node ends.
+    To record on several nodes, call this on each node with the same `output`. The trace is finished once the last node
+    ends.
 
     Returns once the command has ended, even if it failed. Raises TraceExists, StorageError or InvalidOption before the
     command starts.
@@ -135,7 +136,8 @@ def record(
     def begin() -> tuple[Order, str, bool, set[str]] | None:
         """Start or join a recording.
 
-        Returns the options, the run id, whether this is the first launcher, and the names of earlier writers.
+        Returns the options, the run id, whether this is the first launcher, and the names of earlier writers. Returns
+        None if this is a later node and there is no recording to join.
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None

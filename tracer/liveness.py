@@ -45,7 +45,7 @@ def this_process() -> dict[str, Any]:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Decide whether a writer is alive, based on its process if visible from here, otherwise on its last heartbeat."""
+    """Decide whether a writer is alive, from its process if that is visible here, otherwise from its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():
@@ -96,7 +96,7 @@ def _is_running(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return fields from /proc/<pid>/stat, starting with the third, the process state."""
+    """Return the fields of /proc/<pid>/stat from the third one (the process state) on."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
@@ -139,7 +139,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _can_be_joined(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # When a script runs in a loop, the number of ended writers identifies the iteration.
+    # If one launch runs the script repeatedly, the number of earlier writers tells the runs apart.
     key = f"{base}.{len(before)}"
     if any(_is_of_session(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)

@@ -130,7 +130,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch that remains after operators in one execution are replaced with the other's, on the same inputs."""
+    """Mismatch that remains if one execution runs some of the other execution's operators on its own inputs."""
 
     patch: str
     """Patched operators: one kind, `all operators`, or `routes` for the expert choices that differ."""
@@ -236,7 +236,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     values["found"]["products"] = [[*operator, own] for operator, own in found.products.items()]
     content = to_document(values).encode()
     if len(content) > MAX_BYTES:
-        raise StorageError(f"the result has {len(content):,} bytes, more than {MAX_BYTES:,}. Locate fewer sequences")
+        raise StorageError(f"the result has {len(content):,} bytes (limit: {MAX_BYTES:,}). Locate fewer sequences")
     write_part(Path(store.root), kept.relative, content)
     return kept.relative
 
@@ -249,7 +249,7 @@ def read_result(store: Store, result: str) -> KeptResult:
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}
-        # JSON has no NaN and no infinities, so they are stored as strings.
+        # JSON has no NaN or infinities, so they are stored as strings, which `strict=False` converts.
         kept = msgspec.convert(values, KeptResult, strict=False)
     except (msgspec.ValidationError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DamagedTrace(f"{where} is not {_WHAT} ({str(error).splitlines()[0]}). Run locate again") from error

@@ -16,7 +16,7 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
     after the step. For SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
 
     - optimizer/update_to_weight: update norm divided by the weight norm.
-    - optimizer/update_norm, optimizer/weight_norm: both taken after the update.
+    - optimizer/update_norm, optimizer/weight_norm: both computed after the update.
     - optimizer/second_moment: mean v_hat over all elements. Adam variants only.
     - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: the largest over all parameter groups.
 
@@ -146,7 +146,7 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count, or None if it is on a GPU. All tensors are then assumed to have the same count."""
+    """Return the step count, or None if it is on a GPU, where all parameters are assumed to have the same count."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None

@@ -44,7 +44,7 @@ def write_checked(
     path: Path, identity: str, schema: pa.Schema, parts: Iterable[pa.Table], *, block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:  # fmt: skip
-    """Write parts as row groups. `identity` is the file's future path in the trace."""
+    """Write each table in `parts` as a row group. `identity` is the file's future path in the trace."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
             writer.write(part)
@@ -171,7 +171,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
             raise DamagedTrace(
-                f"{where} cannot be read as Parquet (its footer cannot have {length - 8:,} bytes). Restore it from a "
+                f"{where} cannot be read as Parquet (invalid footer size, {length - 8:,} bytes). Restore it from a "
                 "backup"
             )
         return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
@@ -189,19 +189,19 @@ def _check_counts(found: Any, num_bytes: int) -> None:
     groups = [found.row_group(number) for number in range(found.num_row_groups)]
     rows = [group.num_rows for group in groups]
     if min(rows, default=0) < 0 or sum(rows) != found.num_rows or found.num_rows > most:
-        raise ValueError(f"it claims {found.num_rows:,} rows in {num_bytes:,} bytes")
+        raise ValueError(f"the footer claims {found.num_rows:,} rows in {num_bytes:,} bytes")
     for index in range(found.num_columns):
         columns = [group.column(index) for group in groups]
         values = [column.num_values for column in columns]
         if min(values, default=0) < 0 or sum(values) > most:
-            raise ValueError(f"it claims {sum(values):,} values in {num_bytes:,} bytes")
+            raise ValueError(f"the footer claims {sum(values):,} values in {num_bytes:,} bytes")
 
 
 PROTOCOL = "tim"
 
 
 class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Serves registered files as URLs such as tim://0/scores/12."""
+    """Serves registered files under URLs such as tim://0/scores/12."""
 
     protocol = PROTOCOL
     cachable = False

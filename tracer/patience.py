@@ -41,10 +41,10 @@ class Patience:
         self, changed: threading.Condition, is_blocked: Callable[[], bool], *, is_excused: Callable[[], bool],
         signs: Callable[[], Any] | None = None, every_s: float = math.inf, counts: bool = True,
     ) -> None:  # fmt: skip
-        """Wait while `is_blocked` returns True. The caller holds `changed`. Raises StorageStalled at the limit.
+        """Wait while `is_blocked` returns True. Raises StorageStalled after `max_wait_s`.
 
-        Time does not count towards the limit while `is_excused` returns True. The limit restarts whenever the value
-        returned by `signs` changes.
+        The caller must hold `changed`. Time does not count towards the limit while `is_excused` returns True. The limit
+        restarts whenever the value returned by `signs` changes.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():

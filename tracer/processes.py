@@ -57,7 +57,7 @@ def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
 def running_launchers(
     folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
 ) -> list[WriterState]:
-    """Wait up to `wait_s` for `tim-trace record` processes on this folder and return those that are running.
+    """Wait up to `wait_s` for `tim-trace record` processes that use this folder, and return the running ones.
 
     A process on another machine counts only if it sends a heartbeat during the wait, because a process that was killed
     a moment ago still looks alive. If `beside` is given, only the writers that it names are considered, and those that
@@ -97,7 +97,7 @@ def _stop_until_continued() -> None:
 
 
 class Child:
-    """A running command. Until `wait` returns, signals to this process are blocked, so that it can forward them."""
+    """A running command. Signals to this process are blocked until `wait` returns, so that `wait` can forward them."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock

@@ -108,8 +108,8 @@ class Padding:
 def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged:
     """Flatten a batch: a padded [B, T] tensor or array, or lists with different lengths.
 
-    `dtype` decides how values are checked: with an integer dtype as token ids, with bool as a mask, and with a float
-    dtype as per-token values, where None in a list means not recorded. `what` names the batch in error messages.
+    `dtype` decides how values are checked: as token ids (integer dtype), as a mask (bool) or as per-token values (float
+    dtype). Among per-token values, None in a list means not recorded. `what` names the batch in error messages.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):

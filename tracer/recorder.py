@@ -348,7 +348,7 @@ class Recorder:
 
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: padded the same way,
         padded differently with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero
-        where the pass has a value. Other tokens become NULL. `rows` holds the index in the batch of each scored row.
+        where the pass has a value. Other tokens become NULL. `rows` lists the scored rows' indices in the batch.
 
         `policy_version` is the number of optimizer updates applied to the weights that computed the scores. It defaults
         to the sequences' `policy_version` for `rollout`, and to None for other passes. With None, staleness cannot be
@@ -469,7 +469,7 @@ class Recorder:
         self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Record the run's settings as metrics under `hyperparameter/`, at step 0 by default. Other values become text.
+        """Record the run's settings as metrics under `hyperparameter/`, at step 0 by default. Non-numbers become text.
 
         If a setting changes during the run, record it again with the first step at which the new value applies, so
         that `attribute` can consider it as a cause.
@@ -615,8 +615,8 @@ class Recorder:
         known = self._kinds.setdefault(group, kinds) if kinds else kinds
         if known != kinds:
             raise InvalidRecord(
-                f"{what}: the arrays have the shapes and dtypes {kinds}, but {known} in earlier batches. Shapes "
-                "and dtypes must not change within a pass"
+                f"{what}: the arrays have the shapes and dtypes {kinds}, but had {known} in earlier batches. "
+                "Shapes and dtypes must not change within a pass"
             )
 
     def _append(self, table: str, batch: Batch, seq_ids: list[str], columns: dict[str, Any]) -> None:

@@ -159,14 +159,14 @@ def check_logprobs(logprobs: Ragged, tolerance: float, label: Label, step: int, 
 
 
 def rounding_tolerance(data: Any) -> float:
-    """Return how far above 0 rounding to the dtype of `data` can push a logprob (nats)."""
+    """Return the largest positive logprob (nats) that rounding to the dtype of `data` can produce."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for integer logprobs, because they must have been rounded."""
+    """Raise InvalidRecord for logprobs of an integer dtype, because they must have been rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":

@@ -19,7 +19,7 @@ def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Return the name of the pair of a replay with `train`, or with another standard pass if `train` has no logprobs."""
+    """Return the pair that compares a replay with `train`, or with another standard pass if `train` has no logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 

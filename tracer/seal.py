@@ -84,7 +84,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -> dict[str, Any]:
     """Return ParquetWriter options.
 
-    A float column is encoded with BYTE_STREAM_SPLIT if that makes its values in `sample` smaller. It usually does,
+    A float column is encoded with BYTE_STREAM_SPLIT if its values in `sample` then compress better. They usually do,
     unless values repeat, for example at near-certain tokens and in shared prefixes. If `splits_ids` is True, columns of
     token ids use this encoding too.
     """
@@ -114,7 +114,7 @@ def _is_smaller_split(lists: pa.ChunkedArray) -> bool:
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield row ranges with at most `limit` tokens each. A longer row gets its own range.
+    """Yield row ranges with at most `limit` tokens each. A row with more tokens gets its own range.
 
     >>> import numpy as np
     >>> list(row_group_bounds(np.array([4, 4, 4, 9, 1]), limit=8))

@@ -21,7 +21,7 @@ SEAL_BYTES = 64 << 20
 
 
 class HeldRows:
-    """Like JournalStream, but keeps record batches in memory instead of a file."""
+    """Like JournalStream, but keeps record batches in memory instead of in a file."""
 
     is_synced = False
 

@@ -177,8 +177,8 @@ def _read_all(snapshot: Snapshot) -> None:
 def _journals_of_one_moment(store: Store) -> Journals:
     """List journals repeatedly until no writer has appended between two listings.
 
-    If journals grow too fast, sequences come from the last listing and all other tables from the listing before it.
-    Every score then has its sequence.
+    If journals grow too fast, sequences come from the last listing and all other tables from the listing before it, so
+    that every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_MAX_TRIES):
@@ -193,7 +193,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add each table file that no state lists to its writer's state. Called only if the trace may lack checksums."""
+    """Add table files that no state lists to their writers' states. Called only if the trace may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():

@@ -279,7 +279,7 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return a path's target if a link in the path leads outside the trace, or None if none does."""
+        """Return a path's target if a link in the path leads outside the trace, otherwise None."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))

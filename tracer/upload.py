@@ -30,7 +30,7 @@ _TRIES = 5
 
 
 class Upload:
-    """Uploads a local trace to a URL. Readers there never see incomplete files, or files that no writer lists."""
+    """Uploads a local trace to a URL. Readers of the URL never see incomplete files, or files that no writer lists."""
 
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url

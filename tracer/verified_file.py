@@ -218,7 +218,7 @@ class VerifiedFile:
             begin = index * self._block_bytes
             raise DamagedTrace(
                 f"{self.store.shown(self.relative)} is damaged between bytes {begin:,} and "
-                f"{begin + sum(map(len, parts)):,} (the checksum differs). Restore it from a backup, or "
+                f"{begin + sum(map(len, parts)):,} (checksum mismatch). Restore it from a backup, or "
                 "move it elsewhere to use the rest of the trace"
             )
         with self._lock:

@@ -86,7 +86,7 @@ class Worker:
     def signs(self) -> tuple[int, list[str]]:
         """Values that change while the thread makes progress: finished tasks and CPU times."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
-        # schedstat counts CPU time in nanoseconds, but some kernels lack this file.
+        # schedstat counts CPU time in nanoseconds. Fall back to stat on kernels that lack it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
             with contextlib.suppress(OSError):
                 return self._num_done, (task / name).read_text(errors="replace").rpartition(")")[2].split()[times]

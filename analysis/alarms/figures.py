@@ -31,7 +31,11 @@ NOT_FINITE = "num_not_finite"
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read mean |exp(a) - exp(b)|, mean exp(|d|) and NOT_FINITE per step, over the same tokens as `read_series`."""
+    """Read the metrics in OF_TOKENS, and NOT_FINITE, at each step.
+
+    OF_TOKENS are the means of |exp(a) - exp(b)| and exp(|d|), where a and b are a token's logprobs in the two passes.
+    They cover the same tokens as `read_series`.
+    """
     if not tokens_by_step(database, run):
         return read_averages(database, run)
     lists = ["mask"] if sequence_columns(database, run).mask else []
@@ -42,7 +46,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Compute the result of `read_token_figures` from the sequences' steps and their NEEDED_SUMS."""
+    """From each sequence's step and NEEDED_SUMS, compute the metrics that `read_token_figures` returns."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -72,7 +76,7 @@ def is_of_pair(name: str) -> bool:
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read a metric in FIGURES for the open run, or None if it was not recorded. Recorded infinities become NaN."""
+    """Return the metric `name` (one of FIGURES) of the open run, or None if not recorded. Infinities become NaN."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -90,9 +94,10 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return the steps at which a metric has a value, and the values, or None if it has none or is only estimated.
+    """Return the steps and values of a metric, or None if it has no values or is only estimated.
 
-    With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
+    chi2_token is computed from other metrics. With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2,
+    and chi2_token = mean w^2 - 1.
     """
     if metric in of_tokens:
         return of_tokens[metric]
@@ -102,7 +107,7 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     if any(series[name].source.startswith(ESTIMATED) for name in names):
         return None  # published levels apply to the exact metric, not to estimates
     columns = [series[name].values for name in names]
-    # If exp(d) overflows (d above 709 nats), k3 is infinite and missing from the series, so it is put back here.
+    # If exp(d) overflows (d above 709 nats), k3 is infinite. A series omits infinite values, so restore them here.
     if "k3" in names:
         place, k3 = names.index("k3"), series["k3"]
         columns[place] = np.where(np.isin(k3.steps, k3.not_finite), np.inf, k3.values)
@@ -148,9 +153,9 @@ def rate_jumps(learning_rate: Array) -> np.ndarray:
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return [n] bool: True where the gradient norm has exceeded NORM times its trailing median for TIMES steps.
+    """Return [n] bool: True where the gradient norm exceeds NORM times its trailing median for TIMES steps in a row.
 
-    The median covers 20 steps and leaves out the 5 steps just before the current one.
+    The median covers 20 earlier steps. The last 5 steps before the current one are left out.
     """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)

@@ -205,7 +205,10 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every rule. If `series` covers only selected steps, `whole` must cover all steps."""
+    """Evaluate every alert rule.
+
+    If `series` covers only selected steps, `whole` must cover all steps, because some rules need earlier steps.
+    """
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -271,7 +274,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
-    """Evaluate every rule at the selected steps. Pass `of_tokens` to reuse a `read_token_figures` result."""
+    """Evaluate every alert rule at the selected steps. Pass `of_tokens` to reuse a `read_token_figures` result."""
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())

@@ -60,10 +60,10 @@ def attribute(
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to settle it. A single run is only an observation,
+    evidence for and against it, and the cheapest replay or rerun to settle it. A single run gives only observations,
     because what changed first need not be the cause. `control` is a baseline run with the same seeds and one deliberate
-    change, ideally to an exact engine. Comparing with it counts as an intervention. If only the baseline improves, the
-    drop is reported as `flat`. A mismatch that begins after the drop is never its cause.
+    change, ideally to an exact engine. Comparing with it counts as an intervention. If the baseline improves but the
+    run does not, this is reported as a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
     steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.
@@ -162,14 +162,14 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """Judge each of `steps` as if a drop began there. Return the likeliest cause and the facts it was judged on."""
+    """Judge the suspects as if a drop began at each of `steps`. Return the most probable cause and its facts."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
         told = (*table(at), *(() if control is None else table_beside(at, control)[0]))
         suspects = judged(told, ALONE if control is None else BESIDE)
         if facts.new_reward is not None and step == facts.new_reward.step:
-            # It is certain that the rewards changed, so the cause cannot be `unknown`.
+            # The rewards certainly changed at this step, which rules out `unknown`: scale the other probabilities up.
             named = [one for one in suspects if one.code != "unknown"]
             total = sum(one.probability for one in named)
             suspects = tuple(replace(one, probability=one.probability / total) for one in named)

@@ -168,7 +168,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect, except `unknown`, that is likelier than all others together, or None if there is none."""
+        """Code of the suspect that is likelier than all others together, unless it is `unknown`. Otherwise None."""
         return _sure_code(self.suspects)
 
     @property

@@ -64,8 +64,8 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # If only some prompts are shared, the prompts that are not can explain differences in sampling, tools and
-        # advantages. If few are shared, they can explain every difference except one between the weights.
+        # Report the prompts if those that the runs do not share can explain the difference. They can explain different
+        # sampling, tools or advantages and, if few prompts are shared, everything except different weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -100,7 +100,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
     engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
     if tokens is not None and not tokens.apart and not equal.any():
-        # All responses differ at their first token, so there is no shared token to compare.
+        # All responses differ at their first token, so there is no shared token to compare. If the run's mismatch is
+        # much larger than the baseline's, only the engine is taken to differ, otherwise the trainer as well.
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
@@ -110,7 +111,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         return UPDATE, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
-        # The engine may look unchanged because its precision is too low to show the effect of a single update.
+        # An update can change the trainer alone: the engine may lag behind, or its precision may be too low to show a
+        # small change.
         is_update = is_behind or trained < t.MATERIAL_MISMATCH
         return (UPDATE if is_update else SCORING), values | {"apart": trained}
     if engine_parts:

@@ -69,7 +69,7 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return the facts in which a run differs from its baseline, and the step and kind of their first difference."""
+    """Return the facts that distinguish a run from its baseline, and the first difference (None unless `decisive`)."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     if facts.fall is not None and facts.fall.share > 0 and control.fall is not None:
@@ -78,7 +78,7 @@ def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Diverg
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference, or None if it comes after the drop, grew out of rounding, or is due to the seed."""
+    """Return the first difference, or None if it follows the drop, grew out of rounding, or is due to other seeds."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted

@@ -68,13 +68,13 @@ class Facts:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
-        # Comparing with a baseline may have shifted the onset, so whether each change precedes it is checked again.
+        # Comparing with a baseline may have shifted the onset, so check again which changes precede it.
         ordered = (replace(change, order=order_beside(change, fall)) for change in found)
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Abrupt, permanent changes in inputs long before the drop, whose effect can take many updates to appear."""
+        """Abrupt, permanent changes in inputs long before the drop. Their effect can take many updates to appear."""
         if self.fall is None:
             return ()
         near, first = {(change.series, change.step) for change in self.near}, self.steps[0]
@@ -99,7 +99,7 @@ class Facts:
     def settings_of(self, suspect: str) -> list[RecordedChange]:
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A logged number that rarely changes may be a measurement, not a setting, e.g. the best reward so far.
+            # A logged number that rarely changes may be a measurement, e.g. the best reward so far. Keep only settings.
             found = [
                 change for change in found if change.series in (*self.settings, *SAMPLING) or is_setting(change.series)
             ]
@@ -142,7 +142,7 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop. If there are enough steps, only the first half is used, because the cause may
+        """Sequences before the drop. If there are enough steps, only the first half of them, because the cause may
         begin before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
@@ -282,9 +282,9 @@ class Facts:
         return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Locate the drop in the difference between the run and a baseline.
+        """Return these facts with the drop located in the difference between the run and its baseline.
 
-        If both have the same seeds, their shared noise cancels.
+        If both runs have the same seeds, this cancels the noise that they share.
         """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}

@@ -111,7 +111,7 @@ DIFFERENCES: Mapping[str, str] = {
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {
-    "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
+    "no_outcome": "detecting a collapse takes rewards or evaluations from at least {min_values} steps",
     "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
     "itself is wrong",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses "
@@ -150,9 +150,9 @@ def verdict_sentence(result: Attribution) -> str:
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop in {result.outcome} before that." if result.outcome else ""
-        return f"{broken}. These steps carry no information.{before}"
+        return f"{broken}. Nothing can be concluded from these steps.{before}"
     if not result.outcome:
-        return "Cannot detect a collapse: rewards or evaluations were recorded at fewer than three steps."
+        return "Cannot detect a collapse: neither rewards nor evaluations were recorded at three steps or more."
     if result.fall is None:
         calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise{later_clause(result.later)}"
         if any(note.code == "reward_changed" for note in result.note_codes):
@@ -202,9 +202,9 @@ def unsure_clause(result: Attribution) -> str:
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
-        return f"Cause unknown. None of those tested explains it ({first.probability:.0%}){why}"
+        return f"Cause unknown. Probably none of the causes tested ({first.probability:.0%}){why}"
     if named is not first:
-        return f"Cause unknown. Probably none of those tested ({first.probability:.0%}); the likeliest of them is {named.titled()}"
+        return f"Cause unknown. Probably none of the causes tested ({first.probability:.0%}); the likeliest of them is {named.titled()}"
     return f"Cause unknown. Most likely of those tested: {named.titled()}; {result.suspects[1].titled()}"
 
 
@@ -232,7 +232,8 @@ def _first_suspect(result: Attribution) -> str | None:
 
 
 def _shown_evidence(suspect: Suspect) -> tuple[Evidence, ...] | None:
-    """Evidence for and against the suspect, null if it is unlikely (below 2%). `diagnose --verbose` shows it anyway."""
+    """Evidence for and against the suspect, or null if the suspect is unlikely (below 2%). `diagnose --verbose` always
+    shows it."""
     return suspect.evidence if suspect.probability >= _SHOWN else None
 
 

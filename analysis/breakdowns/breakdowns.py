@@ -151,7 +151,7 @@ class Breakdowns:
     """Profiles by `position`, `length` and, if recorded, `entropy`, which excludes tokens with a non-finite entropy."""
     envelope: float | None
     """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
-    to c / 2 would cause such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
+    to c / 2 lead to this bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
     """SQL queries that return the same numbers for the whole run. Keys: `density`, `position`, `length`, `entropy`."""
 
@@ -160,11 +160,11 @@ def read_breakdowns(
     database: Database, pair: Pair = ("train", "rollout"), *, notable: Sequence[int] = (), max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:  # fmt: skip
-    """Break down the first open run's mismatch. None if no token in the loss has a finite logprob in both passes.
+    """Break down the first open run's mismatch. Return None if no loss token has a finite logprob in both passes.
 
     Only the first use of each sequence (iteration 0) is read, at up to `max_steps` steps: the `notable` ones, and
-    evenly spaced others. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash over step
-    and seq_id, so row order does not matter.
+    evenly spaced others. If there are more than `max_tokens` tokens, whole sequences are sampled by a hash of step and
+    seq_id, so the sample does not depend on row order.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)

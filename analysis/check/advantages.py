@@ -70,7 +70,7 @@ ORDER BY step, place
 and `answer`, a hash of the response alone, only cover loss tokens."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Comparing hashes of prefixes, only at lengths that rows of the group have, takes far less time than comparing all pairs.
+# Hash prefixes only at lengths that rows of the group have, which takes far less time than comparing all pairs of rows.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -107,9 +107,10 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        `steps` holds the step of each element of `affected`. Without it, its elements are the rows of the run or of
-        `sample`, or those that `rows` selects, and what the affected ones share is described. Arrays in `numbers` are
-        reduced to medians. If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
+        By default, `affected` has one element for each row of the run or of `sample`, or only for the rows selected by
+        `rows`, and the finding says what the affected rows have in common. If the elements of `affected` are not rows,
+        `steps` holds the step of each element. Arrays in `numbers` are reduced to medians over the affected elements.
+        If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -157,7 +158,8 @@ class DataRows:
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of rows whose prompt and response begin another prompt of their group, and of those others, [K] each."""
+        """Pairs of rows in the same group, as two arrays of row indices, [K]: the second row's prompt begins with the
+        first row's prompt and response."""
         rows, cell = self.rows, numbered(self.labels, self.at)
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
@@ -185,7 +187,10 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return rewards [N] minus the mean of the group's other rewards, divided by their standard deviation, [N] (or NaN)."""
+    """Normalise each reward by the mean and standard deviation of the other rewards in its group, [N].
+
+    NaN if the other rewards are all equal.
+    """
     n, x = count_of(g), r - mean_of(g, r)
     others = np.maximum(n - 1, 1)
     deviation = np.sqrt(np.maximum(n * mean_of(g, x * x) - x * x * n / others, 0.0) / others)
@@ -206,7 +211,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
-    """Map each way of misplacing rewards to [N] indices: for each row, the row whose reward it gets, or -1 for none."""
+    """For each way of misplacing rewards, return the index of the row whose reward each row gets, [N], -1 for none."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -249,8 +254,8 @@ class _Rows:
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """Number of the set of groups, [N], that share a baseline and a scale: those that map the group's rewards to its
-        advantages. A group with equal rewards joins the nearest set of its step that gives them its advantage."""
+        """Number of the set to which each row's group belongs, [N]. Groups of a step form a set if the same baseline
+        and scale turn their rewards into advantages. A group with equal rewards joins the nearest set that fits it."""
         firsts = np.unique(self.g, return_index=True)[1]
         r, a, covariance = (mean_of(self.g, each)[firsts] for each in (self.r, self.a, self.x * self.a))
         with np.errstate(all="ignore"):
@@ -270,7 +275,7 @@ class _Rows:
         return np.asarray(label[self.g])
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Return [N] minima or maxima of `values` over each row's step."""
+        """Return the minimum or maximum (`reduce`) of `values` over each row's step, [N]."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -303,7 +308,7 @@ class _Rules(NamedTuple):
     between: np.ndarray
     """Standard deviation between group mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation of the recorded advantages with those of the best rule. `own` uses those of the group-mean rule."""
+    """Correlation of the recorded advantages with those of the best rule. `own` is the same for the group-mean rule."""
     own: np.ndarray
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
@@ -312,7 +317,7 @@ class _Rules(NamedTuple):
 
 
 def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
-    """Find each step's rule for computing advantages from rewards. Without `explain`, only correlate the two."""
+    """Find each step's rule for computing advantages from rewards. Without `explain`, only compute correlations."""
     r, a, g, n, sums = rows.r, rows.a, rows.g, rows.n, rows.sums
     y, varies = a - mean_of(g, a), np.isfinite(rows.spread)
     spread_a = rms_of(g, y)
@@ -328,14 +333,15 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
         scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
         divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
         own = np.maximum(rows.fit(rows.x), scales[1])
-        # With any baseline but the group's mean, the groups' mean advantages scatter by 1 / sqrt(n) of the advantages.
+        # If the group's mean is the baseline, every group's mean advantage is 0. With any other baseline, the standard
+        # deviation of the groups' mean advantages is about 1 / sqrt(n) times that of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
         fits = {"own": own}
         if (has_both & ~(has_own & (own > 0.99))).any():
             fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
         best = np.argmax(np.round([*fits.values()], 3), 0)  # the first rule wins a tie
         fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
-        # Advantages that a rule reproduces only roughly follow an unknown rule, which may be sound.
+        # If the best rule reproduces the advantages only roughly, the true rule is unknown and may be correct.
         is_clear = (fit > 1 - _INEXACT) & (own < 0.99)
         has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
         name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
@@ -345,7 +351,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield every rule except `own`: its name and variants of its advantages [N], up to a factor and a constant."""
+    """Yield every rule except `own`: its name, and for each variant of the rule an array of advantages, [N], which are
+    known up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -417,11 +424,12 @@ def _by_rank(rows: _Rows) -> np.ndarray:
 
 
 def _factor(rows: _Rows) -> np.ndarray:
-    """Return the scale of each step's advantages, [S], or NaN if a usual normalisation explains it or none fits."""
+    """Return the scale of each step's advantages, [S]. NaN if it is unknown or a usual normalisation explains it."""
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
     size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
-    # Leave-one-out baselines multiply by n / (n - 1), a batch may be normalised over tokens, and eps is up to 0.1.
+    # Usual normalisations, with the range of their factors: a leave-one-out baseline multiplies advantages by
+    # n / (n - 1), normalising over tokens changes the standard deviation, and the eps added to it is up to 0.1.
     usual = (
         (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
         (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
@@ -441,7 +449,7 @@ def _factor(rows: _Rows) -> np.ndarray:
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
-    """Name the constant that is subtracted from rewards at most of the steps in `off` ([S] bool)."""
+    """Return the name of the constant that was probably subtracted from the rewards at the steps `off` ([S] bool)."""
     num, tokens = rows.sums(rows.at >= 0), rows.of_step(np.maximum, rows.length)
     (r, spread), (a, unit) = (
         (rows.sums(values) / num, np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30))
@@ -472,7 +480,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         rest = ratio[asked & ~usual[-1] & ~zero]
         factor = float(np.median(rest)) if len(rest) else 1.0
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
-        # Factors near 1 do not count, because groups of different sizes can differ by n / (n - 1).
+        # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
         pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
     fewer = int(usual[1].sum() < usual[0].sum())
@@ -518,24 +526,25 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups where equal rewards have different advantages, all rewards are equal and advantages are not 0, or
-    advantages do not sum to 0 because rows were removed."""
+    """Find groups where equal rewards have different advantages, groups where all rewards are equal but advantages are
+    not 0, and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # The lower median of the advantages for equal rewards counts as correct. With only two rows, this is a guess.
+    # For equal rewards in a group, the lower median advantage counts as correct. For only two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
     if 3 <= off.sum() < 0.34 * asked.sum():
         return "advantages_unequal", off, {}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
-    # If advantages are whitened over tokens, the mean advantage of a group need not be 0.
+    # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
     loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
-    # Advantages that depend on more than the reward vary in such groups, so only nearly constant ones count.
+    # If advantages depend on more than the reward, they vary even in groups with equal rewards. Only groups with nearly
+    # constant advantages then count.
     if off[~is_equal].any():
         loose &= scale < 1e-3 * np.abs(a)
     has_own = (rules.name == "own") | (rules.name == "none") | (rules.own > 0.99)
@@ -621,11 +630,11 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif name == _BATCH and is_elsewhere_unknown:
         yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
     elif name == _BATCH:
-        # If all groups in a step have the same mean, the batch rule fits as well as the group-mean rule.
+        # Include steps where all groups have the same mean: both the batch rule and the group-mean rule fit them.
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
         numbers["explanation"] = _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
-        # A wrong centre cannot be intended, but an unknown one may be a running mean.
+        # A mean that includes padding is always a fault, but an unknown baseline may be an intended running mean.
         is_padded, is_unknown = (numbers["explanation"] == name for name in (PADDED, _BATCH))
         is_unknown &= not run.setting(ALGORITHM, "running|critic|ema|moving")
         can_be_right = not is_padded and bool(is_other or not run.group_setting)

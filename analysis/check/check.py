@@ -154,7 +154,7 @@ def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]
 
 
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
-    """Return the whole run's first step and its rms d (nats), or None if the selected steps include it."""
+    """Return the first step of the whole run and its rms d (nats), or None if the selected steps include it."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"
@@ -182,7 +182,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Those after `unexplained` are guesses and explain none."""
+    """Count the sampled tokens explained by each finding. Findings after `unexplained` are guesses and explain none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept
@@ -287,7 +287,7 @@ def _explained(data: PairData) -> list[Finding]:
     for _ in range(_MAX_ROUNDS):
         if data.num_kept < FEW or data.rms() == 0.0:
             break
-        # Differences that the recording declares are tested first.
+        # First test the differences that the trace declares: policy versions, quantisation and adapters.
         declares = (kinds.find_versions, kinds.find_quantisation, kinds.find_adapter) if not found else ()
         given = [each for find in declares for each in find(data)]
         is_quantised = any(each.signal == "contract" for each in given)
@@ -311,7 +311,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the place of nearly all tokens of `best` that rounding cannot explain, if there is one."""
+    """Add to the first finding a place that contains nearly all tokens of `best` that rounding cannot explain."""
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -342,8 +342,8 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Add findings with a new code or cause. Those visible only after the fault `behind` has been corrected have no
-    command, because it would read the uncorrected trace."""
+    """Append the findings in `more` whose code or cause is new. If the fault `behind` hides them, they get no command,
+    because commands read the trace, where that fault is not corrected."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
     if behind is not None:
@@ -352,14 +352,14 @@ def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None
 
 
 def _candidates(data: PairData) -> list[Hypothesis]:
-    # A non-deterministic side is not a fixed function of the other side.
+    # A non-deterministic side cannot be a fixed function of the other side, so leave out the detectors in _FIXED.
     tried = [find for find in _VALUES if find not in _FIXED] if not_repeatable(data) else _VALUES
     return [each for find in tried for each in find(data)]
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Keep only explanations that predict values if one place contains nearly all tokens that rounding cannot explain
-    and the sides agree elsewhere."""
+    """Return the explanations that the places do not refute: all of them, or only those that predict values if one
+    place holds nearly all tokens that rounding cannot explain and the sides agree elsewhere."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
         is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0
@@ -369,7 +369,7 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
-    """Return explanations for the tokens inside the best places."""
+    """Yield explanations for the tokens inside the best places."""
     most = 0.97 * data.num_kept
     parts = [
         each for each in placed
@@ -379,7 +379,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside, outside = data.without(~place.tokens), data.without(place.tokens)
         if inside.num_kept < FEW:
             continue
-        # No explanation predicts rounding errors, so it may leave as large an error unexplained as there is elsewhere.
+        # No explanation predicts rounding errors, so an error as large as that outside the place may remain.
         noise = min(level(outside) / max(level(inside), 1e-30), 0.9) if outside.num_kept else 0.0
         is_narrow = place.finding.numbers.get("kind") == "from" or len(np.unique(inside.position)) < 5
         by_position = "position" in str(place.finding.numbers.get("feature")) and is_narrow
@@ -387,7 +387,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
             alike = [other for other in whole if other.gain > MIN_GAIN_NATS and _shared(each, other) > 0.8]
             same = min(alike, key=lambda other: (other.rank, -other.gain), default=None)
             # Values that are wrong from some position on always look as if they came from different tokens or from a
-            # smaller vocabulary.
+            # smaller vocabulary, so explanations of that kind do not count there.
             left = np.sqrt(max((each.left or 0.0) ** 2 - noise**2, 0.0) / (1 - noise**2))
             if left <= MAX_LEFT and not (by_position and each.left is None and same is None):
                 yield replace(same or replace(each, beside=place.finding), gain=each.gain + place.gain)
@@ -406,7 +406,8 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, if it is large enough, or a simpler one with at least half of it."""
+    """Return the explanation with the largest gain, or a simpler one with at least half that gain. None if the largest
+    gain is too small."""
     predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
 
     def is_predicted(one: Hypothesis) -> bool:
@@ -431,9 +432,10 @@ def _without(data: PairData, found: Sequence[Hypothesis | Finding]) -> PairData:
 
 
 def _is_told(data: PairData, place: Where) -> bool:
-    """Return True if rounding explains the mismatch outside a place, but not that inside.
+    """Return True if rounding explains the mismatch outside a place, but not the mismatch inside it.
 
-    For a writer, contract or setting, a factor of three is enough, because rounding does not depend on these.
+    If the place is a writer, contract or setting, a mismatch three times as large inside as outside is enough, because
+    rounding does not depend on these.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
@@ -521,7 +523,7 @@ def _state(data: PairData) -> list[Finding]:
 
 
 def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:
-    """Mark a declared difference as expected unless the mismatch is larger than that difference explains."""
+    """Mark a declared difference as expected unless the mismatch is larger than the difference can explain."""
     allowed = allowed_noise(data)
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))

@@ -13,7 +13,7 @@ from .pair_data import PairData
 
 
 def sql(data: PairData, query: str) -> Advice:
-    """Return a `tim-trace sql` command. In the query, `{pair}` and `{sequences}` become tables that join both passes."""
+    """Return a `tim-trace sql` command. In the query, `{pair}` and `{sequences}` are tables that join both passes."""
     a, b = data.sample.a.name, data.sample.b.name
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:

@@ -51,7 +51,7 @@ _EXPLAINED_BY = {
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
-    """Check the data at the selected steps. Tokens are inspected only at `sample`'s steps."""
+    """Check rewards, advantages, groups and metrics at the selected steps, and tokens only at `sample`'s steps."""
     run = DataRows(database, sample)
     found: dict[str, DataFinding] = {}
     if len(run.at):
@@ -75,8 +75,8 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         least = 1 + max(by_token.sum(), 8) // 2
         yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
-    # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of rewards.
-    # Only a row that is left out of its own normalisation can exceed that.
+    # A value normalised over n values is at most sqrt(n), and a reward minus a baseline is at most the range of
+    # rewards. An advantage can exceed both bounds only if its row is left out of its own normalisation.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(by_token, rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
@@ -93,7 +93,8 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
-    """Find rows whose advantage differs from that of the row that continues them, though only last rows have rewards."""
+    """Find turns whose advantage differs from that of a later turn of the conversation, although only last turns have
+    rewards."""
     row, later = run.continued
     if run.is_per_token or np.nan_to_num(run.rows["reward"][row]).any():
         return
@@ -103,7 +104,7 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Return [N] bool: True for rows after the last step that has a row in `differs` ([N] bool)."""
+    """Return [N] bool: True for rows after the last step in which `differs` ([N] bool) is True for any row."""
     return np.asarray(at > at[differs].max(initial=-1))
 
 
@@ -117,7 +118,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     value = float(rewards[known][-1])
     later = known & _after_last(known & (rewards != value), at)
     earlier = rewards[known & ~later]
-    # Only different responses are evidence: a collapsed policy earns the same anyway.
+    # Only distinct responses are evidence: a collapsed policy repeats one response and always earns the same reward.
     num_later = len(np.unique(answer[later & (response > 0)]))
     usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
     if num_later * np.log(usual) < CHANCE and not (len(earlier) and value == rewards[known].max()):
@@ -130,7 +131,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     if not within.any():
         return
     kind = np.unique(response[asked], return_inverse=True)[1]
-    # Number of different responses per group, beyond the first.
+    # Number of distinct responses per group, minus one.
     more = np.bincount(np.unique(np.stack([cell, kind])[:, within], axis=1)[0]) - 1
     share = np.unique(reward[within], return_counts=True)[1].max() / within.sum()
     if (num := int((more > 0).sum())) >= 8 and np.maximum(more, 0).sum() * np.log(share) < CHANCE:
@@ -148,7 +149,8 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     firsts = np.unique(cell, return_index=True)[1]
     prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated, num_prompts = count_of(group), count_of(prompt) > 1, prompt.max() + 1
-    # A group with several prompts (turns of a conversation) is wrong if each is repeated in it or occurs in another group.
+    # A group may contain several prompts (turns of a conversation). Group ids are wrong if each prompt is repeated
+    # within the group, or if each prompt also occurs in another group.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated
@@ -248,22 +250,23 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Find the steps ([S] bool) at which the logged value contradicts the mean over the rows, and return True if most do,
-    as if they were averages over other rows."""
+    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether there are
+    so many of them that the logged values seem to be averages over other rows."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
     is_sample = most and not (at_end and off.argmax() >= 2)
-    # Logged means that are exact only at scattered steps were computed over other rows, so sampling errors do not count.
+    # If the steps that differ are scattered over the run, or make up most of it, the logged means were computed over
+    # other rows. Differences within the sampling error then do not count.
     if most or not at_end:
         off &= distance > np.maximum(errors, errors.mean())[ends]
     return np.isin(np.arange(len(value)), ends[off]), is_sample
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Describe which rows or values the logged means [E] average instead, or return an empty string."""
+    """Describe which rows or values were averaged in the logged means ([E]), or return an empty string if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -278,7 +281,7 @@ def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray,
     return next((name for name, each in means.items() if np.allclose(each, value, rtol=1e-4, atol=TINY)), "")
 
 
-# Two passes give certain tokens a logprob of exactly 0, so a step counts only if a token is uncertain.
+# A token with probability 1 has logprob 0 in both passes, so a step counts only if it has a less likely token.
 _EQUAL = """
 SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
        coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag, any_value(a.contract), any_value(b.contract)
@@ -291,7 +294,7 @@ SELECT step, mean_abs_d FROM pair_steps('train', 'reference')
 WHERE step = (SELECT min(step) FROM scores WHERE "pass" = 'train' AND iteration = 0 AND policy_version = 0)
 """
 _OTHER_WEIGHTS = 0.2
-"""Mean |d| between two passes that 16-bit rounding does not reach (nats)."""
+"""Mean |d| between two passes (nats) that is too large for 16-bit rounding."""
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
@@ -415,7 +418,8 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         *_, is_reused, lag, contract_a, contract_b = max(equal, key=lambda row: row[4])
         dtypes = [{*re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(key)))} for key in (contract_a, contract_b)]
         loss = read_loss(run.settings)
-        # If warm-up starts from a learning rate of 0, the first update does not change the weights.
+        # A single equal step is only a notice: if warm-up starts from a learning rate of 0, the first update does
+        # not change the weights.
         is_notice = len(equal) < 2
         if lag > 0:
             reason = f"the weights of {a} are {lag} updates newer"
@@ -443,7 +447,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     step = np.array([row[0] for row in rows])
     reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
     missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
-    # If these rewards differ, they come from elsewhere.
+    # If rows without parts have different rewards, these come from another source, so the finding is only a notice.
     yield from run.find("rewards_of_nothing", missing, step, notice=len({*reward[missing]}) > 1)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
     if len(names) < 2 or there.sum() < 20 or np.ptp(reward[there]) == 0:
@@ -552,21 +556,22 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
 
 
 def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    """Find rows that repeat earlier ones: more than expected, or any whose response chance does not sample twice."""
+    """Find responses that repeat earlier ones, if there are more of them than expected, or if a response is too
+    improbable to be sampled twice."""
     place, temperature = recorded_order(sample), sample.settings["temperature"]
     in_order = np.lexsort((place, sample.steps))
-    # Copies without loss tokens only pad a batch.
+    # Ignore copies without loss tokens, because they only pad a batch.
     full = in_order[(_rows(sample, sample.mask) & (sample.lengths > 0))[in_order]]
     starts, ends = sample.starts[:-1][full], sample.starts[1:][full]
     _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
     earlier, first = rank_of(sample.prefix_keys[starts]), firsts[which]
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
-    # A logprob that one pass lost is the other's. Sampling may be sharper than the recorded distribution: halving
-    # logprobs allows for a temperature of about 0.5.
+    # Use the larger logprob of the two passes, or the only one. Sampling may be sharper than the recorded distribution,
+    # so halve the logprobs, which allows for a temperature of about 0.5.
     likely = np.where(sample.mask & np.isfinite(engine.logprobs), np.fmax(engine.logprobs, other.logprobs), 0.0)
     halved = np.bincount(sample.seq, np.clip(np.nan_to_num(likely), -1e4, 0.0), sample.num_sequences)[full] / 2
     probability = np.minimum(np.exp(halved), 1 - 1e-9)
-    # The log of the number of rows that repeat a response as improbable as this one or more.
+    # Log of the number of rows expected to repeat a response with this probability.
     chance = halved + np.log(max(earlier[asked].sum(), 1))
     again = first != np.arange(len(full))
     rows = np.flatnonzero(asked & again)
@@ -588,7 +593,8 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
 
 
 def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
-    """Explain why `rows` [K] repeat the rows `first` [K] (indices of rows), if their `place` [N] in a step tells."""
+    """Explain why `rows` repeat the rows `first` ([K] indices each), using each row's position within its step
+    (`place`, [N]). Return an empty string if the positions show no reason."""
     if (steps[rows] == steps[first]).all():
         at = np.unique(steps, return_inverse=True)[1]
         num, size = count_of(at[rows]), count_of(at)[rows]
@@ -608,8 +614,8 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
     masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
-        # Leaving out truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL),
-        # and so may be leaving out all rows with certain end tokens.
+        # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
+        # It is a fault if all rows with a certain end token are excluded, too. Others may be excluded on purpose.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
@@ -632,14 +638,14 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
-    # A prefix that is forced, not sampled, is the same in all rows.
+    # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
         yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
 
 
 def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Find finish reasons and limits that the tokens contradict, padded prompts, and tokens after an end token."""
+    """Find finish reasons and length limits that tokens contradict, padded prompts, and tokens after an end token."""
     said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
     lengths, limit, cut = sample.lengths, sample.settings["max_tokens"], said == "length"
     total, longest = lengths + sample.prompt_lengths, int(lengths.max(initial=0))
@@ -656,7 +662,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     has_end = np.isin(last, ends[np.argsort(-counts)][:3])
-    # With stop strings, responses may end with any token, which says nothing about their finish reason.
+    # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
         wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * np.isin(said, ("stop", "length")).sum())))
@@ -687,7 +693,10 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Find entropies recorded in bits, one token off, or of another distribution. Correct ones equal -logprob on average."""
+    """Find entropies in bits, of the adjacent token, or of another distribution.
+
+    Correct entropies equal -logprob on average.
+    """
     compared, every = sample.compared, np.ones(sample.num_sequences, bool)
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
@@ -706,7 +715,7 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         if ratio := ratio_in_bits(surprise, entropy):
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
-            # If this ratio holds only in some rows, the others were sampled from another distribution.
+            # Only report bits if the ratio holds in all rows. Otherwise, some rows come from another distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         if shift := _best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):

@@ -46,7 +46,7 @@ def _size(data: PairData) -> dict[str, float]:
 
 
 def _sampling(data: PairData) -> dict[str, float]:
-    """Measure whether, as in samples from a similar distribution, exp(-d) averages 1 and d averages -mean(d^2) / 2."""
+    """Measure whether exp(-d) averages 1 and d averages -mean(d^2) / 2, as in samples from a similar distribution."""
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)
     ratio = np.exp(np.clip(-d, -30, 10))
@@ -85,7 +85,7 @@ def _rows(data: PairData) -> dict[str, float]:
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
-    """Return the mean of `values` [K] in each group, NaN for groups without values. There are at least `num` groups."""
+    """Return the mean of `values` [K] in each group, NaN for empty groups. `num` is the minimum number of groups."""
     count = np.bincount(group, minlength=num)
     return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
 
@@ -105,7 +105,7 @@ def _certainty(score: float) -> float:
 
 def fades(data: PairData, inside: np.ndarray) -> float:
     """Return how much the mismatch at `inside` ([K] bool) drops from the first to the last third of a response, in
-    standard errors. The effect of a different prompt fades along the response, and that of different weights does not."""
+    standard errors. The effect of a different prompt fades along the response; that of different weights does not."""
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
     along = data.position / np.maximum(data.sample.lengths[data.seq], 1)
@@ -130,7 +130,7 @@ def error_structure(data: PairData) -> tuple[float, float, float]:
     seq, within = data.seq[known], level.copy()
     level[known] = centred(level[known], np.unique(data.sample.steps[seq], return_inverse=True)[1])
     within[known] = centred(level[known], seq)
-    # Subtracting a mean over n tokens lowers the correlation between a sequence's tokens by 1 / n.
+    # Subtracting a mean over n tokens lowers the correlation between a sequence's tokens by 1 / n, so add it back.
     lowered = float(1 / np.average(np.bincount(seq), weights=np.bincount(seq)))
     score = variance_between(level[known], seq)[1]
     return _persistence(level, data.seq), _persistence(within, data.seq) + lowered, score
@@ -237,7 +237,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 
 
 def not_repeatable(data: PairData) -> str | None:
-    """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None if there is none."""
+    """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None if neither does."""
     found = repeats(data)
     for side, own, other in (("a", found.a, found.b), ("b", found.b, found.a)):
         if found.is_known and own > max(allowed_noise(data) / 2, 3 * other, found.d / 3):
@@ -281,8 +281,8 @@ class Onset(NamedTuple):
 
 @once
 def onset(data: PairData) -> Onset | None:
-    """Return the column where the mismatch starts to exceed rounding, if any: the offset from the start of the response,
-    of the prompt, or of the padding to the left of it."""
+    """Return the token position from which the mismatch exceeds rounding, if there is one. It is counted from the start
+    of the response, of the prompt, or of the padding to the left of the prompt, whichever fits best."""
     log, noise, num = levels(data), logit_error(data), data.num_kept
     total = data.position + data.sample.prompt_lengths[data.seq]
     padding = [np.nan_to_num(side.pad_left)[data.seq] for side in (data.sample.a, data.sample.b)]
@@ -302,6 +302,7 @@ def onset(data: PairData) -> Onset | None:
 
     begin, end, again = between(1, 1.2), between(1.8, 2), between(2, 2.2)
     # With an attention window, the mismatch grows along the row, because more and more tokens are outside the window.
+    # An onset at a fixed response position must then fit better to be chosen.
     is_event = of_position > (1.05 if end > 1.2 * begin else 0.9) * share
     if is_event:
         share, at, column = found[0]
@@ -315,7 +316,7 @@ def onset(data: PairData) -> Onset | None:
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences.
 
-    The share is 0 if the medians of the two groups hardly differ, or the larger one is within rounding.
+    The share is 0 if the two groups hardly differ, or if no sequences clearly exceed rounding.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -339,7 +340,7 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 def sampled(data: PairData, side: str) -> tuple[float, float]:
     """Return the mean of a side's logprob + entropy in nats and in standard errors over sequences, or (NaN, 0) without
-    entropies. It is near 0 if the tokens were sampled from that side's distribution."""
+    entropies. The mean is near 0 if the tokens were sampled from that side's distribution."""
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
         return float("nan"), 0.0
@@ -425,7 +426,7 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate `kind` from other kinds: name, value, and True if above the mean."""
+    """Return the features in REASONS that best separate `kind` from others: name, value, and whether above the mean."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])

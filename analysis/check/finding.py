@@ -165,7 +165,7 @@ def unexplained(data: PairData) -> Fit:
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance in `levels` that is explained by splitting tokens at `inside` ([K] bool)."""
+    """Return the share of the variance in `levels` that is explained by whether a token is `inside` ([K] bool)."""
     num, level = int(inside.sum()), levels(data) - levels(data).mean()
     part = float(level[inside].sum())
     return part**2 * (1 / num + 1 / (len(inside) - num)) / max(float(level @ level), 1e-30)
@@ -186,7 +186,7 @@ def nobodys(data: PairData) -> np.ndarray:
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    # With too few uncertain tokens, this run's rounding level cannot be measured.
+    # With too few uncertain tokens to measure this run's rounding level, assume at least what the dtypes allow.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
     # Nearly certain tokens have a different noise level, assumed to be at least a quarter of what the dtypes allow.
@@ -198,7 +198,7 @@ def nobodys(data: PairData) -> np.ndarray:
     order = np.sort(chance)  # false discovery rate after Benjamini and Hochberg, 1995
     passed = order[order <= 1e-3 * np.arange(1, len(order) + 1) / len(order)]
     off = chance <= passed.max(initial=-1.0)
-    # In a mixture of experts, a few such tokens can be due to chance router flips.
+    # In a mixture-of-experts model, up to four such tokens may be router flips unless their d is too large for that.
     return np.asarray(off if off.sum() >= 5 else off & (np.abs(data.d) > max_flip(data)))
 
 
@@ -227,7 +227,7 @@ class Hypothesis:
 
 
 def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
-    """Return a hypothesis that explains the finding's tokens and that nothing, or only a larger `gain` (nats), beats."""
+    """Return a hypothesis that explains the finding's tokens with a `gain` (nats). By default, no other can beat it."""
     assert finding.tokens is not None
     return Hypothesis(finding=finding, tokens=finding.tokens, gain=gain)
 
@@ -280,8 +280,8 @@ _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
 
-# Code -> title, sentence template, and a query that shows the evidence (default: BY_ROW). The finding's numbers are
-# inserted into both templates.
+# Code -> title, sentence, and a query that shows the evidence (default: BY_ROW). The finding's numbers are inserted
+# into all three.
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),
@@ -331,7 +331,7 @@ KINDS = {
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP),
     "reference_apart": ("the {name} pass does not match train: {what}", "{when}the logprobs of train and {name} differ by {size:.2g} nats on average, more than rounding explains, {explanation}", BY_VERSION),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}"),
-    "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than any distribution with the token's logprob has", _ENTROPIES),
+    "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than the token's logprob allows", _ENTROPIES),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
     "entropies_shifted": ("entropies belong to other positions", "-logprob correlates better with {name}'s entropy one position away ({best:.2f}) than with its own ({own:.2f}), so each entropy belongs to the {which} position", _ENTROPIES),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens{ids} at the {end} of {num_rows:,} rows do not count toward the loss"),

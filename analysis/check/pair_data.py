@@ -75,7 +75,7 @@ class PairData:
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
 
-        Rows with other tokens of a similarly large d are probably misplaced as a whole, so only their `tokens` are kept.
+        If other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -106,14 +106,15 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p of the larger probability: the logprob change per unit of logit change (arXiv 2512.23087)."""
+        """[K] 1 - p, where p is the larger of the token's two probabilities. This is the logprob change per unit of
+        logit change (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Ratio of d to the logit change that would explain it, [K]: the difference in log-odds. For small d, it is 1 - p.
+        """[K] d divided by the logit change that explains d (the difference in log-odds). For small d, this is 1 - p.
 
-        It lies between the two passes' values of 1 - p, which are raised to at least 0.001.
+        The ratio lies between the two passes' values of 1 - p, where values below 0.001 count as 0.001.
         """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
@@ -130,7 +131,8 @@ class PairData:
     def level_beyond_tokens(self) -> np.ndarray:
         """[K] log of `noise`, minus its mean over all tokens with the same id. What remains is the effect of location.
 
-        2% of its median is added to `noise`, and each mean includes ten more tokens with the overall mean.
+        Before taking the log, 2% of the median is added to `noise`. Each id's mean is shrunk towards the overall mean,
+        as if the id had ten more tokens at the overall mean.
         """
         there = np.isfinite(self.noise)
         known = self.noise[there]
@@ -221,7 +223,7 @@ class Precision(NamedTuple):
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype, declared or inferred. Layers before the head may be coarser than float32 logits."""
+        """Coarsest declared or inferred dtype: even with float32 logits, layers before the head can be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP and not self.is_stored]
@@ -263,8 +265,9 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return what at least 95% of logprobs [K] were rounded to: a dtype in HALF_ULP, `float32`, or a grid such as
-    `3 decimals`, `steps of 0.01` or `probabilities in steps of 1/255`. None if too few values are informative.
+    """Return the precision to which at least 95% of logprobs [K] were rounded: a dtype in HALF_ULP, `float32`, or a
+    grid such as `3 decimals`, `steps of 0.01` or `probabilities in steps of 1/255`. None if too few values are
+    informative.
 
     If both a dtype and a grid fit, the dtype wins unless the grid has less than half as many points.
     """
@@ -303,7 +306,7 @@ def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms logit error that rounding explains (nats)."""
-    # An unknown dtype could be bfloat16: logits in float16 do not reveal the dtype of the layers before the head.
+    # Assume bfloat16 for an unknown dtype: float16 logits do not reveal the dtype of the layers before the head.
     known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
     dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
     return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * spread(data)
@@ -311,8 +314,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return the spread of the sampled tokens' log-odds (nats, at least 1) in the pass where it is smaller: the standard
-    deviation and, if positive, the mean, added in quadrature."""
+    """Return sqrt(sd^2 + max(mean, 0)^2) of the sampled tokens' log-odds (nats), for the pass where it is smaller.
+    The result is at least 1."""
     compared = data.sample.compared
     odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
     return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
@@ -325,30 +328,31 @@ def log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return [K] values in nats: the largest error in d from rounding the recorded logprobs of both passes."""
+    """Return the largest error in d (nats), [K], that rounding the recorded logprobs of both passes can cause."""
     pairs = zip((data.a, data.b), precisions(data), strict=True)
     halves = [half_ulp(values, side.rounded) for values, side in pairs if side.rounded is not None]
     return np.asarray(sum(halves, np.zeros(data.num_kept)) + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
 def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
-    """Return half the distance from each of `values` [K] to the next number at a precision from `value_precision`."""
+    """Return half the spacing of representable numbers around each of `values` [K]. `precision` is a result of
+    `value_precision`."""
     if precision in HALF_ULP:
-        # Values below the smallest normal number are evenly spaced.
+        # Below the smallest normal number, the spacing is constant, so smaller exponents are raised to its exponent.
         least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)
         exponent = np.maximum(np.frexp(values)[1], least)
         return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
-        # Any smaller probability may have been stored as the smallest one, so its error can be large.
+        # The smallest stored probability may stand for any smaller one, so its error is set to 8 nats.
         return np.asarray(np.where(step > 1, -np.log1p(-0.5 / np.maximum(step, 2)), 8.0))
     return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return [K] values in nats: the logit error that would explain d, plus the recorded logprobs' rounding error."""
+    """Return the logit error that would explain d, plus the rounding error of the recorded logprobs, [K] (nats)."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
@@ -368,12 +372,13 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Return the logits' dtype, judging by logprob differences within one context. None if there are too few.
+    """Infer the logits' dtype from logprob differences within one context. None if there are too few differences.
 
     In one context, two logprobs differ by as much as their logits. bfloat16 logits above 1 are multiples of 2^-7, and
     so are their differences. A temperature divides this spacing.
     """
-    # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
+    # Leave out small differences, because they are always near a grid point, and large ones, because the logprobs' own
+    # rounding errors are too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None

@@ -71,7 +71,7 @@ class PairSums:
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
     """Read the sums stored in the trace (a Ray cluster stores missing ones first), or compute them from the tokens.
 
-    `names` are NEEDED_SUMS and, optionally, more columns of schemas.sums after them. SUM_EXP_ABS_D is allowed only if
+    `names` starts with NEEDED_SUMS, which more columns of schemas.sums may follow. SUM_EXP_ABS_D is allowed only if
     the trace stores no sums.
     """
     if database.ray is not None:
@@ -117,7 +117,7 @@ class PassSample:
     entropy: np.ndarray | None
     """[N] float64 (nats), NaN where missing. None if no entropy is finite."""
     share_lost: float
-    """Share of the recorded entropies that are not finite, or larger than any distribution with the token's logprob has."""
+    """Share of the recorded entropies that are not finite, or larger than the token's logprob allows."""
     versions: np.ma.MaskedArray
     """[S] int64 policy version of the scoring weights. Masked where unknown."""
     contracts: list[str | None]
@@ -230,8 +230,8 @@ def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
 def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
     """Return [N] bool: tokens in the loss that `side` did not sample, because a chat template inserted them.
 
-    They have no logprob, border on tokens outside the loss that have none either, and have a few ids that the other
-    tokens rarely have.
+    They have no logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare among
+    the other tokens.
     """
     null, ids = side.is_null, sample.tokens
     run = np.cumsum(np.r_[True, (np.diff(null) != 0) | (np.diff(sample.seq) != 0)]) - 1
@@ -245,7 +245,7 @@ def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
 
 
 def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
-    """Return mean(-logprob) / mean(entropy), [K] each, if it is ln 2 at all levels of entropy (which are then bits), else 0."""
+    """Return mean(-logprob) / mean(entropy) if it is ln 2 at all levels of entropy (it is then in bits), else 0."""
     parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
     ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
     is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03
@@ -295,7 +295,7 @@ def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
     columns = ["s.step", "s.seq_id", "s.num_response_tokens"]
     rows = database.connection.sql(token_query(passes, columns, steps=steps, of_sequences=True, order=_ORDER))
     names = _within(rows.to_arrow_table())["seq_id"].to_pylist()
-    # With more than 1,000 sequence ids, reading whole steps is faster.
+    # With more than 1,000 sequence ids, reading whole steps is faster than filtering by id.
     return f"seq_id IN ({', '.join(map(quoted, names))})" if len(names) <= 1000 else ""
 
 
@@ -327,7 +327,7 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
 
 
 MOST_LOST = 0.2
-"""Maximum share of lost entropies for which the entropies can still belong to the logprobs."""
+"""If more than this share of a pass's entropies is lost, they are reported as not belonging to its logprobs."""
 
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:
@@ -348,14 +348,15 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 
 def _most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
-    """Return the largest entropy (nats) of a distribution over `num_ids` ids in which one has this logprob, plus 1%."""
+    """Return, for each logprob, the largest entropy (nats, plus 1%) that a distribution over `num_ids` ids can have if
+    one id has this logprob."""
     p = np.exp(np.minimum(logprobs, 0.0))
     rest = np.maximum(1 - p, 1e-12)
     return np.asarray(1.01 * (-p * np.log(np.maximum(p, 1e-300)) + rest * (np.log(num_ids) - np.log(rest))))
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
-    # Passing Python scalars to Arrow would import pandas.
+    # Fill NULLs from an array of zeros, because passing a Python scalar to Arrow would import pandas.
     known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
     return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 

@@ -110,7 +110,7 @@ FEATURES = {
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
-    """Return a description as a phrase, e.g. `all at the first token of the response`."""
+    """Render a location's description as a phrase, e.g. `all at the first token of the response`."""
     feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), str(numbers["values"])
     name, _, last = feature.rpartition("_")
     side = f" of pass {last}" if last in ("a", "b") and feature not in FEATURES else ""
@@ -124,7 +124,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 @once
 def places(data: PairData) -> list[Where]:
-    """Return the descriptions of the mismatch's location that have enough evidence, best first."""
+    """Describe where the mismatch is located. Return only descriptions with enough evidence, best first."""
     level, num = levels(data), np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean, rows = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1), np.flatnonzero(num)
     of_rows = sequence_columns(data.sample).items()
@@ -150,8 +150,8 @@ def _rows(data: PairData) -> list[tuple[int, int]]:
 
 
 def _trigger_ids(data: PairData) -> list[int]:
-    """Return a minimal set of token ids that occur just before the onset of the mismatch in several rows, and much less
-    often at tokens without mismatch."""
+    """Return a small set of token ids that occur just before the mismatch begins in several rows, but much less often
+    at tokens without mismatch."""
     noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway
     off = noise > 50 * np.quantile(noise, 0.1)
     if not least < off.sum() < MAX_COVERED * data.num_kept:
@@ -216,7 +216,8 @@ def _split(
 ) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones.
 
-    Gain, kind, distinct values, indices of those inside, and masks of the units inside and of the units with a value.
+    The result holds the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units
+    inside, and the units with a value.
     """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
@@ -251,7 +252,7 @@ def _split(
         options.append((float(worth[at]), "from" if up else "before", size[at:] if up else np.arange(at + 1)))
     if known.dtype != bool and len(known) <= num / 2:
         order = np.argsort(-(sums / counts), kind="stable")
-        # The cost of naming m of n values is the log of the number of ways to choose them.
+        # Penalize choosing m of n values by the log of the number of ways to choose them.
         cost = size * (np.log(len(known) / size) + 1) + np.log(len(known))
         worth = gains(np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]) - cost
         at = int(np.argmax(worth))
@@ -264,7 +265,8 @@ def _split(
 
 
 def onset_of(data: PairData, name: str) -> tuple[int, float] | None:
-    """Return the value of a token feature from which the mismatch is larger, and by which factor, if there is evidence."""
+    """Return the value of a token feature from which on the mismatch is larger, and by what factor. None if no value
+    has enough evidence."""
     values, level = token_columns(data)[name], levels(data)
     if (best := _split(name, values, level)) is None or best[1] != "from":
         return None
@@ -346,7 +348,7 @@ def recorded_order(sample: Sample) -> np.ndarray:
 
 @once
 def occurrences(data: PairData) -> dict[str, np.ndarray]:
-    """Return how often each token's id [K] occurs earlier in the `response` and in the `row` (prompt and response)."""
+    """Return how often each token's id occurs earlier, [K]: in the `response` or the `row` (prompt and response)."""
     sample = data.sample
     rows, tokens = sample.seq, sample.tokens.astype(np.int64)
     given = [np.asarray(each or (), np.int64) for each in sample.prompts]
@@ -367,7 +369,8 @@ def _seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Map each possible batch size (rows) to the sequences' batch numbers, [S]. For `step`, a batch is a step."""
+    """Map each possible batch size (rows) to the sequences' batch numbers, [S]. Under the key `step`, each step
+    is one batch."""
     sizes = PERIODS[:-1]
     return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
 
@@ -409,8 +412,8 @@ _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "rew
 
 
 def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
-    """Name the first column ([S]) with a value, or a range, that nearly all `affected` rows ([S] bool), and hardly any
-    others, share. Empty if chance may explain it."""
+    """Describe what nearly all `affected` rows ([S] bool), but hardly any other rows, have in common: a value, or a
+    range of values, in one of the columns ([S] each). Empty if it may be due to chance."""
     num, total = int(affected.sum()), len(affected)
     tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
     if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:
@@ -419,7 +422,7 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
         column, own = columns[name], columns[name][affected]
         usual = Counter(own.tolist()).most_common(1)[0][0]
         options = [(f"{usual:.10g}" if isinstance(usual, float) else str(usual), column == usual)]
-        # Steps up to the last one are described by the finding's first step.
+        # A range that extends to the last step is left out: the finding's first step already describes it.
         if name in ("reward", "response_length") or (name == "step" and own.max() < column.max()):
             options += [(f"{own.min():g} to {own.max():g}", (column >= own.min()) & (column <= own.max()))]
         for values, inside in options if usual is not None else ():
@@ -430,8 +433,8 @@ def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[s
 
 
 def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
-    """Return the rows (as text, and as [S] bool) where finite `values` [S] differ most from all others, or None if chance
-    can explain the difference. Only features known before sampling are tried."""
+    """Return the rows (as text, and as [S] bool) whose finite `values` [S] differ most from the others, or None if
+    chance can explain the difference. Only features known before sampling are tried."""
     rows, found = np.flatnonzero(np.isfinite(values)), []
     known_before = ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
     for name, column in sequence_columns(sample).items():

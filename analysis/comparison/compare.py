@@ -72,7 +72,7 @@ def compare(
     """
     if b is None:
         if pair != DEFAULT_PAIR:
-            raise InvalidOption("needs a second run; name a reference pass with against instead", option="pair")
+            raise InvalidOption("needs a second run; to choose a reference pass, use against instead", option="pair")
         with progress("comparing passes", 1):
             return compare_passes(open_database(a, steps), against)
     if against is not None:

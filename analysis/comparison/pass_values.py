@@ -131,6 +131,6 @@ class PassValues:
         return self.rows[row][1], token - int(self.starts[row])
 
     def extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
-        """Raise each sequence's end offset in `ends_R` where needed, so that it lies after all of its given tokens."""
+        """Raise the end offsets `ends_R` where needed, so that every one of `tokens` lies before its sequence's end."""
         rows = np.searchsorted(self.starts, tokens, side="right") - 1
         np.maximum.at(ends_R, rows, tokens + 1 - self.starts[rows])

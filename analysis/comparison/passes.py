@@ -67,7 +67,7 @@ class PassClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingContradiction:
-    """Passes whose stated settings contradict their bits."""
+    """Passes whose stated settings are contradicted by a bitwise comparison of their logprobs."""
 
     code: str
     passes: tuple[str, ...]
@@ -87,7 +87,7 @@ class SettingContradiction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddToken:
-    """A token at which one class is much farther from the others than it is at other tokens."""
+    """A token at which one class is much farther from the other classes than it usually is."""
 
     passes: tuple[str, ...]
     seq_id: str
@@ -128,7 +128,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """A trace's passes grouped by equal bits, with odd tokens and with passes whose bits contradict their settings."""
+    """A trace's passes grouped by equal bits, odd tokens, and passes whose bits contradict their settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -313,9 +313,9 @@ class _Group:
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
         """Compare each pair of passes with other pairs that differ in the same single setting, by the same two values.
 
-        Whether a setting changes the bits depends on model and prompt, so only pairs in this group are evidence that it
-        does. Pairs in all groups are evidence that it does not. A pair with different bits is a contradiction if the
-        pairs with equal bits outnumber those with different bits, including this pair.
+        Whether a setting changes the bits depends on the model and the prompts. A pair from another group therefore
+        counts only if its bits are equal. A pair with different bits is a contradiction if the pairs with equal
+        bits outnumber those with different bits, including this pair.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
         class_of = {name: tuple(passes) for passes in self.classes for name in passes}
@@ -404,7 +404,8 @@ class _Group:
                 self.odd_tokens.append(odd)
 
     def _abs(self, number: int, median_T: np.ndarray) -> np.ndarray:
-        """Return [T]: a class's distance from the median at each token, 0 where either is missing or not finite."""
+        """Return a class's distance from the median at each token, [T]. 0 where its logprob or the median is missing or
+        not finite."""
         abs_T = median_T.copy()
         for block in self.values.blocks([self.firsts[number]]):
             abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]
@@ -418,7 +419,8 @@ def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
-    """Return the settings that differ between passes, by pass. Settings that always change together count as one."""
+    """Map each pass to its values of the settings that differ between passes. Settings that always change together
+    count as one."""
     joined: dict[tuple[int, ...], list[str]] = {}
     for key in sorted({key for name in names for key in settings.get(name, {})}):
         values = [settings.get(name, {}).get(key) for name in names]

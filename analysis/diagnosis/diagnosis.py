@@ -23,7 +23,7 @@ ADDS_LITTLE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Dtypes for pass a and pass b, or None if unknown."""
+    """Dtypes of pass a and pass b, each None if unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
@@ -57,7 +57,7 @@ class SizeComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """Change in the mismatch if a replay replaces pass a."""
+    """How the mismatch changes if a replay replaces pass a."""
 
     arm: str
     pair: tuple[str, str]
@@ -88,7 +88,7 @@ class ReplayEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenSide:
-    """What to fix, according to `check` and `attribute` together."""
+    """The component to fix, according to `check` and `attribute` together."""
 
     side: str
     """`data`, or a component in check.finding.Broken."""

@@ -184,7 +184,10 @@ def normal_text(found: Diagnosis) -> str:
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
-    return f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there; find out what did."
+    return (
+        f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there; look for a "
+        f"change that was not recorded."
+    )
 
 
 def broken_text(broken: BrokenSide) -> str:

@@ -116,7 +116,8 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function of h and h(1, 0) (None if infinite) that gives a lower and an upper bound on the sum of h."""
+    """Return a function that takes h(p, q) and the value h(1, 0) (None if infinite), and returns a lower and an upper
+    bound on the sum of h over the vocabulary."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -169,7 +170,7 @@ def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside
 
 
 def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
-    """Return the maximum of sum p max(ln(cap / q), 0) over all p with p <= cap and sum p <= t."""
+    """Return the maximum of sum p max(ln(cap / q), 0) over all p with p <= cap and sum p <= tail_hi."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
         filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])

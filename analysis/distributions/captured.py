@@ -95,8 +95,8 @@ class DistributionPairs:
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return each row's measures.
 
-        `columns` holds the run and the number of tokens, followed by the group, first row, contract, policy version and
-        attempt of each side.
+        `columns` holds the run and the number of tokens, then, for each side, the group, first row, contract, policy
+        version and attempt.
         """
         with self._lock:
             try:
@@ -231,10 +231,12 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract with hidden states lacks the output head; record it with the contract"
+                f"{self.store.url}: a contract with hidden states lacks the output head; record the head with the contract"
             )
         if version is None:
-            raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")
+            raise WeightsMissing(
+                f"{self.store.url}: hidden states have no policy version, so their output head is unknown"
+            )
         key = (version, attempt, hidden_dtype, repr(sorted(described.items())))
         if self._held is None or self._held[0] != key:
             self._held = None

@@ -57,7 +57,7 @@ def kl_terms(logp: Array, logq: Array) -> Array:
     """Return h = p ln(p / q) - p + q, or +inf where only q is 0. scipy's kl_div is imprecise where p is close to q."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
-        # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
+        # For small d, p ln(p / q) and q - p nearly cancel, so compute their sum (about p d^2 / 2) with expm1.
         terms = np.where(np.abs(d) < 0.1, p * (d + np.expm1(-np.clip(d, -1, 1))), p * d - p + q)
     terms = np.where(np.isneginf(logp), q, terms)
     terms = np.where(np.isneginf(logq) & ~np.isneginf(logp), np.inf, terms)
@@ -91,8 +91,8 @@ def even_entropy(r: Array) -> Array:
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
     """Return all MEASURES, by name, for rows whose full vocabulary is known on both sides.
 
-    If one vocabulary is padded, the divergences compare the distributions conditional on the common tokens, and
-    separate columns hold each side's mass outside them.
+    If one vocabulary is padded, both distributions are renormalized over the common tokens before they are compared.
+    Separate columns hold each side's mass outside these tokens.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)

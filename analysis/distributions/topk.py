@@ -69,7 +69,7 @@ class PartialDistribution:
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides with the same columns, and True if there may be tokens without a column.
+    """Return both sides with the same columns, and whether some tokens may have no column.
 
     A top-K side does not record the vocabulary size, so it is taken from the other side if that one is full.
     """
@@ -125,8 +125,8 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return a column for each of b's tokens [C, K]: its index in a's list if listed there, otherwise one after a's
-    list."""
+    """Return a column for each of b's tokens, [C, K]: its index in a's list if listed there, otherwise a column after
+    those of a's list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

@@ -233,7 +233,8 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have another scale, such as a share of correct answers. The rewards' floor then does not apply.
+    # An evaluation may have another scale than the rewards, e.g. a share of correct answers. The rewards' floor
+    # therefore applies to it only if it has negative values.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,

@@ -95,7 +95,7 @@ _QUANTITIES = {
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the open run's inputs, and the metrics that no other series uses.
+    """Read the open run's inputs (e.g. prompts, advantages, settings) and logged metrics that no other series contains.
 
     A hyperparameter keeps its value at all steps until the next recorded change.
     """
@@ -109,7 +109,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
         if name in columns
     }
     found |= {series.name: series for series in _of_metrics(database, logged)}
-    # Settings that vary replace hyperparameters of the same name.
+    # If a sampling setting recorded per sequence varies, it replaces the hyperparameter of the same name.
     for name in (name for name in SAMPLING_SETTINGS if name in columns):
         steps, values = columns[name]
         known = np.isfinite(values)

@@ -172,7 +172,8 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (identical weights until then) or `later`."""
+        """When the mismatch begins: `from the start`, `with the first updates` (until then, the weights are identical),
+        or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -298,9 +299,9 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Match the engine's logprobs of prefixes from step `first` on against the trainer's at earlier steps."""
+    """From step `first` on, match the engine's prefix logprobs against the trainer's from earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
-    # Only prefixes at which engine and trainer differ are matched, because just one of several replicas may lag.
+    # Match only prefixes at which engine and trainer differ, because only one of several replicas may lag.
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
     starts = np.flatnonzero(np.r_[True, opening[1:] != opening[:-1]])
     since = starts[np.searchsorted(starts, np.arange(len(opening)), side="right") - 1] if len(starts) else starts

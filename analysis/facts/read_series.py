@@ -94,7 +94,7 @@ def read_entropy(
 ) -> list[Series]:
     """Read the token entropy by step, or estimate it from logprobs if it was not recorded.
 
-    If `database` omits steps of the run, pass as `given` what `read_given` returns for the whole run.
+    If `database` omits steps of the run, call `read_given` on the whole run and pass the result as `given`.
     """
     given = read_given(database, run) if given is None else given
     for name in ("train", "current"):

@@ -37,7 +37,8 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _correlations(x: np.ndarray, y: np.ndarray, place: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Return the sums of xy, xx and yy at each place, where both vary, and their correlations at these places."""
+    """Return, for each index in `place`, the sums of xy, xx and yy, and a mask that is True where both x and y vary.
+    Also return the correlation of x and y at the indices where the mask is True."""
     sums = [np.bincount(place, product) for product in (x * y, x**2, y**2)]
     spread = (sums[1] > 1e-12) & (sums[2] > 1e-12)
     xy, xx, yy = (each[spread] for each in sums)
@@ -125,11 +126,11 @@ _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:
-    """Find the step, at most `last`, at which the variance of rewards that length explains within a step grows most.
+    """Find the step, at most `last`, at which the reward variance that length explains within steps grows most.
 
-    Return the step and the explained shares of the variance before and after it, or None if there are too few steps.
-    The share before the first step is 0. Both shares refer to the larger of the two variances before and after, so a
-    large share of the little variance that is left once all responses are right counts little.
+    Return the step, and the explained variance before and after it. Both are divided by the larger of the two total
+    variances, so that a tiny remaining variance has little weight when nearly all rewards become equal. Before the
+    first step, the explained variance counts as 0. Return None if there are too few steps.
     """
     rows = rollouts.ordered(np.isfinite(rollouts.reward))
     steps, at = np.unique(rows.step, return_inverse=True)
@@ -146,7 +147,7 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
     )
 
     def explained(first: int, end: int) -> tuple[float, float]:
-        """Return the variance that length explains, adjusted for the number of lengths, and the whole variance."""
+        """Return the variance that length explains (adjusted for the number of lengths), and the total variance."""
         counts, sums = counts_SL[end] - counts_SL[first], sums_SL[end] - sums_SL[first]
         known, n = counts > 0, float(counts.sum())
         whole = float((squares_SL[end] - squares_SL[first]).sum()) / max(n - (end - first), 1.0)
@@ -166,10 +167,10 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
 
 
 def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]:
-    """Find the step, at most `last`, since which rewards take values that never occurred before.
+    """Find the step, at most `last`, from which on rewards take values that never occurred before.
 
-    Return the step, the share of such values in the steps before it (those that first occur in these steps), and their
-    share from the step on. If rewards are continuous, both shares are near 1.
+    Return the step, and the share of rewards with new values before it and from it on. Each share covers a few steps,
+    and a value is new if it first occurs in these steps. If rewards are continuous, both shares are near 1.
     """
     rows = rollouts.ordered(np.isfinite(rollouts.reward))
     steps, at = np.unique(rows.step, return_inverse=True)
@@ -178,7 +179,7 @@ def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]
     starts, first = np.searchsorted(at, np.arange(len(steps) + 1)), at[first_row][value]
 
     def share(begins: int) -> float:
-        """Return the share of rows in a window of steps whose values first occur in this window."""
+        """Return the share of rows, in a window of steps from index `begins`, whose reward values first occur there."""
         return float((first[starts[begins] : starts[begins + _FEWEST_TELLING]] >= begins).mean())
 
     shares = np.array([share(begins) for begins in range(max(len(steps) - _FEWEST_TELLING + 1, 0))])
@@ -236,8 +237,8 @@ def changed_responses(
             chosen = spans & differs
             lengths = rollouts.length[one][chosen]
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            # If a bonus per token grows with every step, the difference depends on the length times
-            # the number of steps in between.
+            # If a per-token bonus grows by the same amount at every step, the difference is proportional to the length
+            # times the number of steps in between.
             steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily

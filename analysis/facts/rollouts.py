@@ -170,7 +170,7 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def _keyed(hashes: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return hashes [N] of the pairs of a hash and a number."""
+    """Combine each hash with a number into a new hash, [N]."""
     return np.asarray(hashes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + number.astype(np.uint64))
 
 
@@ -196,7 +196,10 @@ def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [N] reward differences (NaN if a reward is missing), and whether each exceeds the rounding error."""
+    """Return [N] reward differences (NaN if a reward is missing), and whether each exceeds the rounding error.
+
+    The rounding error is 1e-6 times the largest absolute value in `scale_of`, but at least 1e-6.
+    """
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale
@@ -222,7 +225,7 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Comparison of the rewards of identical responses. A deterministic reward gives equal values."""
+    """How the rewards of identical responses differ. A deterministic reward function would score them equally."""
 
     num_pairs: int
     unequal: float
@@ -249,10 +252,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the ways of reordering rewards that undo known bugs, and the row [N] from which each row's reward comes.
-
-    Each phrase is written to follow the word "with".
-    """
+    """Yield reorderings of the rewards, each of which would undo a known bug: a phrase that can follow "with", and the
+    index of the row whose reward each row gets, [N]."""
     step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
     first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
     size, place = end - first, row - first
@@ -289,7 +290,10 @@ _KEPT_STEPS, _FEWEST_KEPT = 8, 3
 
 
 def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
-    """Return the mean rewards before and after a step if the reward distribution does not change there, else None."""
+    """Return the mean rewards before and after a step if the reward distribution stays the same, else None.
+
+    If rewards are assigned to the wrong responses, their distribution does not change.
+    """
     of_rows, of_steps = [], []
     sides = rollouts.until(step - 1).since(step - _KEPT_STEPS), rollouts.since(step).until(step + _KEPT_STEPS - 1)
     for part in sides:
@@ -312,9 +316,9 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the shares of pairs of identical responses to identical prompts whose rewards differ.
+    """Return how often the rewards differ in pairs of identical responses to identical prompts, as two shares.
 
-    The first share is for pairs within a group, the second for pairs from two groups of one step. A share is NaN if
+    The first share is for pairs within a group, the second for pairs from two groups in one step. A share is NaN if
     there are too few pairs.
     """
     least = least_reward(rollouts)

@@ -228,7 +228,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     best = int(np.argmax(means[: len(means) - width + 1]))
     before, after = float(means[best]), float(means[-1])
     noise = level_deviation(values)
-    # For pure noise, the largest of m means is about sqrt(2 ln m) standard errors above their average.
+    # Subtract the selection effect: in pure noise, the largest of m means is about sqrt(2 ln m) standard errors above
+    # their average.
     chosen = np.sqrt(2 * np.log(max(len(values) / width, 2.0)))
     error = max(noise / np.sqrt(width), 1e-12)
     excess = (before - after) / error - chosen
@@ -241,7 +242,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     if not is_fall and not (beside is not None and excess > 0 and _ends_below(outcome, beside, least)):
         return None
     low, step, high = (best + index for index in break_between(values[best:], before, after))
-    # break_interval fits the levels itself. The best window's level is biased upwards and gives too early a start.
+    # break_interval fits the levels itself, because the best window's level is biased upwards and would make the drop
+    # start too early.
     first, last = (best + index for index in break_interval(values[best:], noise))
     lost_at = _first_below(values, step, width, before - 0.8 * (before - after))
     is_quick = lost_at - step <= max(width, len(values) // 10)

@@ -95,7 +95,7 @@ class Prefixes:
     num_K: np.ndarray
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return how many tokens of each pair both runs scored, [K], and their logprobs in run A and in run B, [T]."""
+        """Return, for each pair, the number of tokens scored by both runs, [K], and their logprobs in A and B, [T]."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)

@@ -60,7 +60,7 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return calls to the macros that read tokens. The rows that they return suffice to compute every metric.
+        """Return the macro calls that read tokens. Every metric can be computed from the rows that these calls return.
 
         The rows include the columns run, step and seq_id. A macro may read the rows of earlier macros.
         """
@@ -118,8 +118,8 @@ def literal(value: Any) -> str:
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
     """Read a pair's tokens once, instead of once per metric. Medians over tokens still need a second read.
 
-    Inside the context, the macros that read tokens return rows from temporary tables instead, and leave out the
-    sequences that `database.leave_out` excludes.
+    Inside the context, macros that otherwise read tokens return rows from temporary tables, without the sequences that
+    `database.leave_out` excludes.
     """
     connection, kept = database.connection, list[str]()
     try:

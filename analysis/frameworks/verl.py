@@ -97,7 +97,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Merge the rows of each run or step, which hold one option each, into one with columns `<option>_<statistic>`."""
+    """Merge the rows of each run or step, one per option, into a single row with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}

@@ -26,8 +26,8 @@ OWN = "tim"
 
 CHECK = "check"
 CERTIFICATE = "certificate"
-"""Conditions without a threshold: `check` is violated if the comparison has a fault, and `certificate` if the run
-deviates from the certificate."""
+"""Conditions without a threshold: `check` is met if the comparison has a fault, and `certificate` if the run deviates
+from the certificate."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -43,7 +43,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a metric over the run, the last steps, or any single step."""
+    """A failure condition: a bound on a metric over the run, the last steps, or any single step."""
 
     text: str
     source: str
@@ -55,7 +55,7 @@ class Condition:
     of_size: bool
     """True if the condition applies to the absolute value (`tim.|k1|>0.1`)."""
     any_step: bool
-    """True if a single step that violates the condition fails the gate."""
+    """True if the gate fails as soon as a single step meets the condition."""
     last: int
     """Number of steps at the end of the run to evaluate together, or 0 for the whole run."""
 
@@ -63,7 +63,7 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition. NaN and infinities always do."""
+        """Return True if a value meets the failure condition. NaN and infinities always do."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -81,7 +81,7 @@ def parse_condition(text: str) -> Condition:
     if found is None or math.isnan(bound):
         raise InvalidOption(
             f"got {text!r}; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append "
-            f"'any step' or 'last N steps' unless the condition covers the whole run",
+            f"'any step' or 'last N steps' to test these steps instead of the whole run",
             option="fail_on",
         )
     return Condition(
@@ -133,17 +133,17 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed."""
     fails: bool
-    """True if this condition makes the gate fail: it is violated, or too many tokens were left out to decide."""
+    """True if this condition makes the gate fail: it is met, or too many tokens were left out to decide."""
     steps_beyond: int | None
-    """How many steps violate the condition. None for `check` and for counts, which are totals over the run."""
+    """How many steps meet the condition. None for `check` and for counts, which are totals over the run."""
     worst_step: int | None
     """Step whose value is furthest beyond the bound or, if no value is beyond it, the step closest to it."""
     how: str
-    """How many steps violate the condition, and how the interval was computed. For `check`, a list of the faults."""
+    """How many steps meet the condition, and how the interval was computed. For `check`, a list of the faults."""
 
     @property
     def warns(self) -> bool:
-        """True if the condition's steps pass when taken together, although single steps violate it."""
+        """True if the steps taken together do not meet the condition, but single steps do."""
         return not self.fails and bool(self.steps_beyond)
 
 

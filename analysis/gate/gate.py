@@ -41,16 +41,16 @@ def gate(
     summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
-    """Fail if a run violates a condition, for the CI of training code.
+    """Fail if a run meets a failure condition, for the CI of training code.
 
-    A condition describes failing values. It is `check`, which fails if the comparison has a fault, or
-    `<source>.<metric><sign><number>` with sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for
-    a `stats --like verl` column (the last part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim`
-    also has the per-step metrics used by alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over steps.
+    A condition is either `check`, which is met if the comparison has a fault, or `<source>.<metric><sign><number>` with
+    sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for a `stats --like verl` column (the last
+    part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim` also has the per-step metrics used by
+    alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over steps.
 
-    By default, a condition covers all tokens in the run. With ` any step`, it fails if any single step violates it,
-    which is how published alert levels are meant to be used. With ` last 20 steps`, it covers the tokens in those
-    steps. A verdict's `warns` property is true if the condition passes but single steps violate it.
+    By default, a condition covers all tokens in the run. With ` any step`, it is met if any single step meets it, which
+    is how published alert levels are meant to be used. With ` last 20 steps`, it covers the tokens in those steps. A
+    verdict's `warns` property is true if only single steps meet the condition.
 
     Every metric except a count has an interval over groups. Sequences in a step form a group if they share a
     `group_id`, and a sequence without one is its own group. Metrics computed from sums use a bootstrap-t. Maxima use a

@@ -212,7 +212,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Resample groups to get intervals for the metrics that are computed from sums or maxima over sequences."""
+    """Compute bootstrap intervals over groups, for the metrics that are computed from sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -244,7 +244,8 @@ def quantile_cuts(
     found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
     if isinstance(found, NoInterval):
         return found
-    # With ties, the share above the value is not 1 - p, so shift p by the distances from this share to its bounds.
+    # With ties, the share above the value is not 1 - p, so shift p by the distances from this share to the bounds of
+    # its interval.
     above = float(num_above_N.sum() / num_tokens_N.sum())
     low, high = (min(max(probability + above - end, 0.0), 1.0) for end in (found[1], found[0]))
     return low, high

@@ -63,7 +63,8 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return a formula for the covariance. The totals must be centred near the means to avoid cancellation."""
+    """Return a formula for the covariance of two values, given the names of their totals. To avoid cancellation, the
+    values must be centred near their means before they are summed."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 

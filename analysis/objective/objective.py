@@ -35,8 +35,8 @@ def objective(
     rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used is current / train = exp(drift), current /
     rollout = rho*, or current / current = 1. A term's bias is b = w f(rho_used) - f(rho*), after arXiv 2605.14220. A
     term is a token, or a sequence if the loss takes one ratio per sequence. f is the term's contribution, including
-    the advantage (the mean for a sequence). w is the loss's correction weight, or 1 without a correction. In vespo, w
-    multiplies rho_used. Exponents are clamped to +-20 nats.
+    the advantage (for a sequence, its mean advantage). w is the loss's correction weight, or 1 without a correction. In
+    vespo, w multiplies rho_used. Exponents are clamped to +-20 nats.
 
     The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
     vespo), fields of Loss, or both, e.g. `gspo,clip_high=0.01`. Sums within an update (one inner iteration in a
@@ -50,7 +50,7 @@ def objective(
     in `cannot` and `notes`. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
-        raise InvalidOption(f"got {confidence}; pass a share between 0 and 1, e.g. 0.95", option="confidence")
+        raise InvalidOption(f"got {confidence}; pass a number between 0 and 1, e.g. 0.95", option="confidence")
     database = open_database(trace, steps, ray)
     chosen, basis = choose_loss(database, loss)
     sides = choose_sides(database, chosen)

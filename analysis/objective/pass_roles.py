@@ -49,7 +49,8 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Choose passes, with substitutes for missing ones. Return None if neither `train` nor `current` has logprobs."""
+    """Choose the pass for each role, or a substitute if that pass is missing. Return None if neither `train` nor
+    `current` has logprobs."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -132,7 +133,7 @@ bound is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and codes that say where its settings come from (see sentences.loss_basis).
+    """Return the loss, and statements that say where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
     recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.

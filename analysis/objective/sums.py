@@ -118,7 +118,8 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of trainer, engine and current policy. The trainer's stand in for a missing pass."""
+    """Return the logprobs of trainer, engine and current policy. If a pass is missing, the trainer's logprobs are
+    used."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -246,7 +247,7 @@ class LossRows:
 def shares(loss: Loss, rows: LossRows) -> Array:
     """Return the weight that the loss gives to each token in a row, [R].
 
-    With aggregation `sequence`, each row has a single term, which gets the weight. An update without
+    With aggregation `sequence`, a row has only one term, and the weight is that of this term. An update without
     recorded micro-batches is treated as one batch.
     """
     update_R = rows.update_R
@@ -265,12 +266,13 @@ def shares(loss: Loss, rows: LossRows) -> Array:
 
 
 def knows_micro_batches(rows: LossRows) -> np.ndarray:
-    """Return whether every row of an update has a recorded micro-batch, [U]."""
+    """Return, for each update [U], whether all its rows have a recorded micro-batch."""
     return np.asarray(np.bincount(rows.update_R, rows.micro_batch_R == 0) == 0)
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the number of tokens in a row's micro-batch times the number of micro-batches in its update, [R]."""
+    """Return, for each row [R], the number of tokens in its micro-batch times the number of micro-batches in its
+    update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -24,7 +24,7 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
 
 
 def worst_steps(found: Objective) -> Rows:
-    """Return the rows of the NUM_WORST updates with the largest bias (or mismatch, if the bias is unknown)."""
+    """Return one row for each of the NUM_WORST updates with the largest bias (or mismatch, if the bias is unknown)."""
     if not found.steps.rows:
         return found.steps
     place = found.steps.columns.index(_worst_by(found))

@@ -119,7 +119,7 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return a statement on the sign and size of the bias if its interval excludes 0, otherwise one on the noise level.
+    """Return a statement about the bias's sign and size if its interval excludes 0, otherwise about the noise level.
 
     Clipping f(rho*) raises b by itself, so no sign is reported if the bias without the clip (`unclipped`) has the
     opposite sign.

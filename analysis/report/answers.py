@@ -157,7 +157,7 @@ def objective_answer(subject: Subject) -> Answer:
 
 
 def _effect(relative: Estimate, push: float, size: float) -> str:
-    """Return a code for the net bias if its interval excludes 0, otherwise a code for the noise level."""
+    """Return a code that describes the net bias if its interval excludes 0, and otherwise the noise level."""
     if relative.low is None or relative.high is None:
         return "undecided"
     if _straddles(relative):

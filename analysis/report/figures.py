@@ -28,8 +28,8 @@ def figures(
     """Return the figures that `report --png` writes, as matplotlib Figures keyed by file name.
 
     `run` shows all series by step. The others (`k3`, `reward`, `d-by-probability`, ...) show one chart each. The
-    figures do not belong to pyplot: change them through `figure.axes`, and write them with `figure.savefig(path)`. The
-    options are those of `report`.
+    figures are not managed by pyplot: change them through `figure.axes`, and write them with `figure.savefig(path)`.
+    The options are those of `report`.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

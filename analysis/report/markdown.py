@@ -16,7 +16,8 @@ _SERIES = ("series", "first", "last", "smallest", "largest", "changes at step")
 
 
 def report_markdown(made: Report) -> str:
-    """Return the headline, the five answers, the next commands and the main series, with four-digit values."""
+    """Return the headline, the five answers, the next commands and the main series, with values rounded to four
+    digits."""
     first, verdict = made.subjects[0], made.verdicts[0]
     names = [escaped(subject.name) for subject in made.subjects]
     rows = []

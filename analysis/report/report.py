@@ -139,7 +139,7 @@ def _write_figures(
 
 def _names(urls: Sequence[str]) -> list[str]:
     parts = [url.rstrip("/").split("/") for url in urls]
-    # A trace at RUN/trace is identified by RUN, so its name needs at least two parts of its path.
+    # A trace at RUN/trace is identified by RUN, so a short name must include at least the last two parts of the path.
     least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1
     for depth in range(least, max(least, max(len(part) for part in parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -80,7 +80,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch series `name`, with the replay in place of pass a. On a logarithmic
+    """Return one line per replay: the mismatch series `name`, computed with the replay as pass a. On a logarithmic
     axis, 0 becomes NaN."""
     many = len(subjects) > 1
     found = []

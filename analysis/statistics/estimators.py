@@ -19,8 +19,9 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert the columns [N] of schemas.sums to columns [N] whose totals are the input of FROM_SUMS. For precision,
-    ratios are divided by the largest ratio, and the median of the sequences' means is subtracted from probabilities."""
+    """Convert the columns [N] of schemas.sums to columns [N] whose totals are the inputs to the formulas in FROM_SUMS.
+    For precision, ratios are divided by the largest ratio, and the median of the sequences' means is subtracted from
+    probabilities."""
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
     with np.errstate(over="ignore", under="ignore"):

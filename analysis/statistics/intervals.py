@@ -74,13 +74,14 @@ def bootstrap(
     """Return bootstrap-t intervals over groups for statistics of totals (Efron 1981; Hall 1988).
 
     Each resample gives t = (resampled value - value) / (resampled standard error), where standard errors come from the
-    infinitesimal jackknife (Efron 1982). The bounds are value - t * standard error at two quantiles. With few groups,
-    the variance is underestimated, so the quantiles are expanded (Hesterberg 2015, What Teachers Should Know About the
-    Bootstrap, section 3.2, for percentiles). No bound is closer to the value than the bound of a Student's t interval
-    with G - 1 degrees of freedom. scipy.stats.bootstrap supports neither groups nor bootstrap-t intervals.
+    infinitesimal jackknife (Efron 1982). The bounds are value - t * standard error at two quantiles of t. With few
+    groups, the variance is underestimated, so more extreme quantiles are used (Hesterberg 2015, What Teachers Should
+    Know About the Bootstrap, section 3.2, does this for percentile intervals). No bound is closer to the value than the
+    bound of a Student's t interval with G - 1 degrees of freedom. scipy.stats.bootstrap supports neither groups nor
+    bootstrap-t intervals.
 
-    `constants` are passed to the statistics with the totals, and are not resampled. If a bound is infinite,
-    the result is CARRIED, unless `open_ended` is on.
+    `constants` are passed to the statistics together with the totals, and are not resampled. If a bound is infinite,
+    the result is CARRIED, unless `open_ended` is set.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -226,7 +227,7 @@ class _Resampling:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
             off_G = np.asarray(by_unit_G - total / self._number, np.float64)
-            # Avoid BLAS: on busy cores, waiting for its threads takes fifty times as long as the computation.
+            # Use einsum, not BLAS: on busy cores, waiting for BLAS threads takes fifty times as long as computing.
             resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
             self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
         return self._by_unit[name]

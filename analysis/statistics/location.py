@@ -40,9 +40,10 @@ class Located:
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the change in a segment at least `margin` values from either end. A jump or a slope change has one
-    parameter. Both together, or an exponential approach, have a second one, which costs ln(n). The interval covers
-    every form that fits almost as well as the best, because noise can make a ramp look like a later jump."""
+    """Locate the change in a segment at least `margin` values from either end. A jump alone or a slope change alone has
+    one parameter. A jump with a slope change, or an exponential approach to a new level, has two, and the second adds
+    ln(n) to the cost of the fit. The interval covers every form that fits almost as well as the best, because noise can
+    make a ramp look like a later jump."""
     n = len(values)
     places = np.arange(margin, n - margin + 1)
     lines = StretchSquares(values)

@@ -98,7 +98,7 @@ def clamped_exp(log_ratio: Array) -> Array:
 def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
     """Return f_A(ratio), what a term adds to the objective.
 
-        ppo_clip   min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio <= `clip_hard`
+        ppo_clip   min(min(ratio, clip_hard) A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
         reinforce  ratio A
         sapo       4 / tau sigmoid(tau (ratio - 1)) A
         cispo      min(ratio, clip_high) A, the weight on grad log p

@@ -71,8 +71,8 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 def level_deviation(values: np.ndarray) -> float:
     """Return sqrt(n) times the mean's standard deviation, unaffected by changes in level and slope. In a first-order
-    autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the series' mean has the
-    variance var (1 + phi) / (1 - phi) / n."""
+    autoregression with variance var, the expected value of (x[i-1] - 2 x[i] + x[i+1])^2 is var (6 - 8 phi + 2 phi^2),
+    and the variance of the series' mean is var (1 + phi) / (1 - phi) / n."""
     n = len(values)
     phi = 0.0
     if n >= ENOUGH:

@@ -70,7 +70,7 @@ _OWN = (*_SCALARS, "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
-    # DuckDB pushes literal keys down to the file scan, so that other rows are not decoded.
+    # Write the keys as literals, because DuckDB pushes these down to the file scan and does not decode other rows.
     names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
     read = {f"p{number}": name for number, name in enumerate(passes)}
     return token_query(
@@ -166,11 +166,11 @@ def read_token_samples(
 ) -> TokenSamples:
     """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b) (nats).
 
-    The worst sequences have the largest |d| in any token. Typical ones have a mean |d| closest to the median. The
-    same random ones are chosen in every call. Each step's worst sequences are added. In a large run, only some steps
-    are searched (see choice.look_at), starting with the `notable` steps. Some sequences are omitted to limit the number
-    of tokens shown, and long responses are cut to a window around their worst token. The result's `choice` describes
-    the selection.
+    The worst sequences are those with the largest |d| in any token, and the typical sequences those whose mean |d| is
+    closest to the median. The random sequences are the same in every call. Each step's worst sequences are added. In a
+    large run, only some steps are searched (see choice.look_at), starting with the `notable` steps. Some sequences are
+    omitted to limit the number of tokens shown, and long responses are cut to a window around their worst token. The
+    result's `choice` describes the selection.
 
     If the trace has only one pass of the pair, d is missing. An empty trace has no sequences. Raises DamagedTrace.
     """

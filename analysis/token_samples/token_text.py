@@ -204,11 +204,11 @@ def read_token_text(source: Source) -> TokenText:
 def _content(source: Source) -> bytes:
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
-        raise ValueError(f"it has {size:,} bytes, more than any vocabulary needs")
+        raise ValueError(f"the file has {size:,} bytes, more than any vocabulary needs")
     content = source.store.read_bytes(_FILE)
     accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
     if accounts and whole_hash(content) not in accounts:
-        raise ValueError("its checksum differs from the recorded one")
+        raise ValueError("the file's checksum differs from the recorded one")
     return content
 
 

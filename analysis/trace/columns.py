@@ -59,7 +59,8 @@ def _has(
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """Flatten a contract into text values by dotted path, e.g. `model.attention`. Lists stay whole."""
+    """Flatten a contract into a dict that maps dotted paths, e.g. `model.attention`, to text values. Lists are not
+    split."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():

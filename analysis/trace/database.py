@@ -121,8 +121,8 @@ class Database:
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
-                f"the trace is damaged or incomplete, so the remaining data proves nothing: {self.damaged[0]}{more}; "
-                f"restore it, or use {option('partial')} to analyze the rest anyway"
+                f"the trace is damaged or incomplete, so a verdict on the rest would be unreliable: "
+                f"{self.damaged[0]}{more}; restore the trace, or use {option('partial')} to analyze the rest anyway"
             )
 
     def define_named(self, words: frozenset[str]) -> None:
@@ -161,7 +161,8 @@ class Database:
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use computed sums instead of stored ones: per-sequence sums, or with `runs`, sums over whole runs."""
+        """Make queries use the pair's computed sums instead of its stored ones: the per-sequence sums or, with `runs`,
+        the sums over whole runs."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:
@@ -179,7 +180,7 @@ class Database:
 
     def ask(self, query: str) -> Rows:
         """Return a query's rows, bitwise identical on every call."""
-        # A single thread adds numbers in a fixed order.
+        # Use a single thread, so that numbers are added in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())

@@ -34,7 +34,7 @@ def check_timeout(timeout: float) -> None:
 def limited(
     connection: duckdb.DuckDBPyConnection, timeout: float | None = None, memory: str | None = None
 ) -> Iterator[None]:
-    """Raise InvalidQuery if the block takes longer than `timeout` seconds or more memory than `memory`.
+    """Raise InvalidQuery if the block runs longer than `timeout` seconds or needs more memory than `memory`.
 
     DuckDB's own limit covers its buffers, but not strings and lists under construction. On Linux, the
     memory of the whole process is therefore limited too, until the block ends.
@@ -87,7 +87,7 @@ def _process_limit(num_bytes: int | None) -> Iterator[None]:
 
 
 def _data_bytes() -> int | None:
-    """Return the current size of the memory that RLIMIT_DATA limits, or None if the system does not report it."""
+    """Return how many bytes of memory currently count toward RLIMIT_DATA, or None if the system does not report it."""
     try:
         with open("/proc/self/status", encoding="ascii") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))

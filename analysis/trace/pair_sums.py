@@ -76,7 +76,7 @@ class FiniteTokens:
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`. An empty mask counts every token."""
+    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`. With an empty mask, every token counts."""
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
@@ -115,7 +115,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return columns of schemas.sums by name, [N]. In sequences without a finite token, they are 0."""
+    """Return columns of schemas.sums by name, [N]. For sequences without a finite token, the values are 0."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -133,7 +133,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
-    """Return the sums in `names`, [B]. `starts_B` contains the index of each sequence's first token."""
+    """Return the sums that `names` lists, [B]. `starts_B` contains the index of each sequence's first token."""
     # Compute these values here: as cached properties, they would make threads wait for a lock.
     d_T, asked = a_T - b_T, frozenset(names)
     size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
@@ -164,7 +164,7 @@ _OF_WEIGHTS = frozenset(("sum_weight", "sum_weight2"))
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return the sums in OF_PROBABILITIES, [B]. To stay precise near 0 and 1, probabilities are measured from the
+    """Return the sums in OF_PROBABILITIES, [B]. To stay precise near 0 and 1, probabilities are taken relative to the
     sequence's largest probability: exp(a) - exp(peak) = exp(peak) expm1(a - peak)."""
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}

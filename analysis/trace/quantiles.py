@@ -114,7 +114,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return exact quantiles. Every value counted in the histogram must have been added before."""
+        """Return exact quantiles. All values counted in the histogram must have been added first."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -146,7 +146,8 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont: only `above * share` is rounded before the products are added."""
+    """Interpolate like DuckDB's quantile_cont, which rounds `above * share` but not the other product before adding
+    them."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

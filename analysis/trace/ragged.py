@@ -74,8 +74,8 @@ class Tokens:
 def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, advantage: Any = None, advantages: Any = None
 ) -> Tokens:
-    """Flatten Arrow lists of per-token values. Each sequence is cut to the length of its shortest pass. An empty `mask`
-    list counts every token, and `advantages` override `advantage`."""
+    """Flatten Arrow lists of per-token values. Each sequence is cut to the length of its shortest pass. With an empty
+    `mask` list, every token counts. `advantages` override `advantage`."""
     needed = {name: flat(lists) for name, lists in logprobs.items()}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
     counted_T = None if mask is None else counted(mask, lengths_N)

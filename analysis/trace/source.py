@@ -117,7 +117,7 @@ def find_sums(source: Source) -> None:
         if found is None:
             continue
         kind, pair, covers, read = found
-        # Steps that were trained again reuse sequence names, so sums over only some segments are ambiguous.
+        # If steps were trained again, use only sums over all segments, because segments share sequence names.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):
@@ -155,9 +155,9 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         content = json.loads(footer.metadata[MADE_OF])
         kind, (a, b), covers = content["kind"], content["pair"], set(content["covers"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where} does not record its source files") from error
+        raise DamagedTrace(f"{where} does not record which files its sums were computed from") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
-        raise DamagedTrace(f"{where}: its content does not match the checksum in its name")
+        raise DamagedTrace(f"{where}: the content does not match the checksum in the file name")
     if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:
         return None
     keeps_tail = indexed is not None or not store.is_local

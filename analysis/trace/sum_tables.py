@@ -39,7 +39,7 @@ class ComputedFile:
 
 
 class SumTables:
-    """Tables of sums over several traces. Their temporary files are deleted together with this object."""
+    """Tables of sums over several traces. The temporary files are deleted when this object is garbage-collected."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection

@@ -210,7 +210,7 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     for spec, write in ((SEQUENCE_SUMS, write_sums), (STEP_HISTOGRAMS, write_histograms)):
         columns = ", ".join(spec.schema.names)
         write(connection.sql(f"SELECT {columns} FROM {spec.name} WHERE {within} ORDER BY ALL").to_arrow_table())
-    # The view includes the table that rows are inserted into. DuckDB reads the whole view before it inserts.
+    # Inserting into a table while reading it through the view is safe, because DuckDB first reads the whole view.
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
@@ -260,7 +260,7 @@ def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progr
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every finished, writable trace. Return True if all traces received them."""
+    """Write a pair's sums into every local, finished, writable trace. Return True if all traces received them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
@@ -306,7 +306,8 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Delete outdated sums. The files just replaced are kept, because other processes may still read them."""
+    """Delete the sums that were outdated when the trace was opened. Files replaced since then are kept, because other
+    processes may still read them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 

@@ -66,7 +66,7 @@ class TableViews:
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
         """Limit all tables to the selected steps, but keep earlier hyperparameters, because they stay in effect. Return
-        the steps by run, and an SQL condition that selects them."""
+        each run's selected steps, and an SQL condition that selects them."""
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)
         kept_steps = {run: parse_steps(steps, every, of=run if several else "") for run, every in recorded.items()}
@@ -122,7 +122,7 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        # Ask DuckDB which of its types correspond to the columns' Arrow types.
+        # A missing column becomes NULL with the DuckDB type that corresponds to its Arrow type.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -171,8 +171,8 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition that selects exactly these steps. It is a plain range if that range contains no other
-    `recorded` step.
+    """Return an SQL condition that selects exactly these steps. If no other `recorded` step lies between them, the
+    condition is a plain range.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'

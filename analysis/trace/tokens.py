@@ -41,7 +41,7 @@ def token_query(
 
     `rows` are SQL expressions for the columns. They refer to the sequence as `s`, and to passes by their keys in
     `passes`. If `steps` is a range, all steps in it are read. `keys` is an SQL condition that applies to every table.
-    `sequences` is joined only if needed, because the join takes a third of the time.
+    `sequences` is joined only if needed, because the join takes a third of the query's time.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
@@ -134,7 +134,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps in evenly spaced pairs.
+    """Return evenly spaced pairs of neighbouring steps, up to `most` steps in total.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -147,8 +147,7 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Choose the first given step, and then, in order, each step that keeps the total number of tokens within
-    `max_tokens`.
+    """Choose the first step and then, in the given order, every step that fits within `max_tokens` tokens in total.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}
@@ -180,9 +179,9 @@ take more of them."""
 def spread(
     database: Database, function: Callable[[Database, Unit], Iterable[Made]], units: Sequence[Unit]
 ) -> Iterator[Made]:
-    """Yield results from `function(database, unit)` lazily and in order. On a cluster (`database.ray`), actors open
-    the traces themselves, and all arguments must be picklable. Raises InvalidOption if a trace is being
-    recorded, and any error from `run_units`."""
+    """Yield results from `function(database, unit)` lazily and in order. On a cluster (`database.ray`), each actor
+    opens the traces itself, so all arguments must be picklable. Raises InvalidOption if a trace is being recorded, and
+    any error from `run_units`."""
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
     return _in_order(database.ray, _Reader(places(database), database.steps, database.catalogue, function), units)
@@ -228,8 +227,8 @@ def places(database: Database) -> tuple[str, ...]:
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
-                f"{source.store.url} is being recorded or was not finished, so nodes could see different rows; "
-                f"run the command without a cluster",
+                f"{source.store.url} is still being recorded or was never finished, so nodes could read different "
+                "rows; run the command without a cluster",
                 option="ray",
             )
     return tuple(

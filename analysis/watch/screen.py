@@ -22,7 +22,7 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Print each view below the previous one. If `again`, redraw the view in place, and print the last view in full at
+    """Print each view below the previous one or, if `again`, redraw the view in place and print the last one in full at
     the end or after Ctrl-C."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     if not again:
@@ -30,7 +30,7 @@ def show(views: Iterator[Watched], *, again: bool) -> None:
             console.print(WatchedView(seen), crop=False)
         return
     last = None
-    # Like Ctrl-C, these signals raise KeyboardInterrupt so that the terminal is restored.
+    # Make these signals raise KeyboardInterrupt, as Ctrl-C does, so that the terminal is restored.
     with _handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         try:
             with (

@@ -54,7 +54,7 @@ class WatchedView:
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole
-        # Every section except the latest steps prints how many rows were cut, even if no row remains.
+        # Number of lines if all rows are cut. Every section except `latest` then has a line that counts its cut rows.
         empty = sum(
             len(self._console.render_lines(part, self._options)) for part in self.drawn(dict.fromkeys(whole, 0))
         )

@@ -52,7 +52,8 @@ class Watcher:
         self._moved: tuple[tuple[int, float], tuple[Moved, ...]] | None = None
 
     def look(self) -> Watched:
-        """Read up to `memory.MOST_TOKENS` tokens. Raises TraceNotFound, NewerTrace or DamagedTrace."""
+        """Read up to `memory.MOST_TOKENS` new tokens, and return the run's current view. Raises TraceNotFound,
+        NewerTrace or DamagedTrace."""
         for attempt in range(_ATTEMPTS):
             try:
                 return self._look()

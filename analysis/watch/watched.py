@@ -78,7 +78,7 @@ class Watched(Result):
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """Return the value at a step, None if it was not recorded, or NaN if it is NaN or infinite."""
+    """Return the series' value at a step: None if no value was recorded, and NaN if the value is NaN or infinite."""
     if step in series.not_finite:
         return float("nan")
     value = float(series.values[np.searchsorted(series.steps, step)])

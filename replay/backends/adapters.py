@@ -84,8 +84,8 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     ]  # fmt: skip
     if others:
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}; only plain LoRA and DoRA can be "
-            f"replayed"
+            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, but only plain LoRA and DoRA "
+            f"can be replayed"
         )
     del known["peft_type"]
     return {field: value for field, value in known.items() if value is not None}
@@ -95,9 +95,7 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
-        raise CannotReplay(
-            f"the adapter name {ascii(name)[:80]} is not valid as a folder name; the trace may be damaged"
-        )
+        raise CannotReplay(f"the adapter name {ascii(name)[:80]} is not a valid folder name; the trace may be damaged")
     return _fields(name, recorded, LoraConfig) | {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
 
 
@@ -125,8 +123,8 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return the weights under the base model's names, with the adapter merged into them. PEFT merges it, as when TRL
-    sends weights to an engine (trl.generation.vllm_generation)."""
+    """Return the weights under the base model's names, with the adapter merged into them. PEFT does the merging, as it
+    does when TRL sends weights to an engine (trl.generation.vllm_generation)."""
     import torch
 
     model = wrapped.get_base_model()

@@ -41,7 +41,8 @@ class Head:
     """torch dtype of logits and all values computed from them. None means float32 (float64 for a float64 head)."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """Return the log-probabilities [N] of `ids_N` in nats, each predicted by the preceding token's hidden state."""
+        """Return the log-probabilities [N] of `ids_N` in nats, each computed from the preceding token's hidden
+        state."""
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
@@ -51,12 +52,13 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """Return log-probabilities [C] of `ids_C` in nats. Overwrites the logits unless a backward pass needs them."""
+        """Return the log-probabilities [C] of `ids_C` in nats. Overwrites the logits unless a backward pass needs
+        them."""
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         if logits_CV.dtype in (torch.bfloat16, torch.float16):
-            # Like TRL and verl for 16-bit logits, use log_softmax, which rounds only its result.
+            # For 16-bit logits, use log_softmax as TRL and verl do. It rounds only its result.
             return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 

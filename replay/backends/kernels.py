@@ -58,7 +58,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    # transformers releases without this function always repeat keys and values.
+    # Without this function, a transformers release always repeats keys and values, so there is nothing to replace.
     return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 

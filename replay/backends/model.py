@@ -44,7 +44,7 @@ def build(
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        # Buffers keep their dtype, because rotary frequencies are always float32.
+        # Convert only parameters. Buffers keep their dtype, because rotary frequencies are always float32.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
@@ -87,8 +87,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
     device_map = infer_auto_device_map(model, max_memory=dict(memory), no_split_module_classes=list(whole or ()))
     if "disk" in device_map.values():
         raise CannotReplay(
-            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes on {len(memory)} "
-            f"devices; replay with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
+            f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes available on "
+            f"{len(memory)} devices; replay with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
         )
     return dispatch_model(model, device_map, force_hooks=True)
 
@@ -126,7 +126,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
     if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # e.g. a kernel failed to load
-        raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
+        raise KeyError(f"the attention {chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # the weights are loaded later, so initialise only the buffers
     model.init_weights()
@@ -179,8 +179,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Convert tensors that transformers keeps in float32 in 16-bit models (such as a router's bias) back to float32,
-    and convert any remaining float32 tensors of float64 models to float64."""
+    """Restore float32 for tensors that transformers keeps in float32 in 16-bit models, such as a router's bias. In a
+    float64 model, convert the remaining float32 parameters to float64."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -211,10 +211,10 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
             if source.shape != target.shape:
                 raise CannotReplay(
                     f"the weights do not fit the model: {name} has shape {tuple(source.shape)}, but the model expects "
-                    f"{tuple(target.shape)}"
+                    f"{tuple(target.shape)}; check that the weights belong to this model"
                 )
             if dtype is None and source.dtype != target.dtype:
-                # The run kept this tensor in a different dtype, so keep it in that dtype here too.
+                # The recorded tensor has a different dtype from the rebuilt one, so use the recorded dtype.
                 target.data = source.to(target.device, copy=True)
             else:
                 target.copy_(source)

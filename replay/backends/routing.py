@@ -21,10 +21,10 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append each row's router choices to `into`. If `recorded` choices are given, force the model to use them. Raises
+    """Append each row's router choices to `into`. With `recorded`, force the model to use the recorded choices. Raises
     CannotReplay if they do not fit the model.
 
-    Padding tokens always keep the router's own choice. With `keeps_same_sets`, so do tokens for which the router
+    Padding tokens always keep the router's own choice. With `keeps_same_sets`, a token also keeps it if the router
     selects the recorded experts in any order.
     """
     if not known:
@@ -43,7 +43,7 @@ def followed(
     if parts:
         into.extend(_rows(parts, batch))
     elif recorded is not None:
-        raise CannotReplay(f"routing recorded: {tap.problem or 'the routers did not run'}")
+        raise CannotReplay(f"the recorded routing cannot be used: {tap.problem or 'the routers did not run'}")
 
 
 class Table:
@@ -52,15 +52,15 @@ class Table:
     ):
         self._keeps_same_sets = keeps_same_sets
         if any(part.expert_weights is None for part in recorded):
-            raise CannotReplay("routing recorded: the trace has the experts' ids but not their weights; record both")
+            raise CannotReplay("the recorded routing has expert ids but no expert weights; record both")
         ids_NLS = np.concatenate([np.asarray(part.expert_ids) for part in recorded])
         weights_NLS = np.concatenate([np.asarray(part.expert_weights) for part in recorded])
         num_layers, num_slots = ids_NLS.shape[1:]
         wanted = (len(known), known[0].num_slots or num_slots)
         if (num_layers, num_slots) != wanted:
             raise CannotReplay(
-                f"routing recorded: the trace has {num_layers} layers with {num_slots} experts per token, but the "
-                f"model has {wanted[0]} with {wanted[1]}; check that this is the model that was trained"
+                f"the recorded routing covers {num_layers} layers with {num_slots} experts per token, but the model "
+                f"has {wanted[0]} with {wanted[1]}; check that this is the model that was trained"
             )
         cells = batch.tokens_BW
         self.ids_BWLS = np.full((*cells.shape, num_layers, num_slots), NOT_ROUTED, np.int64)
@@ -71,7 +71,9 @@ class Table:
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
         found = choice(output)
         if found is None:
-            raise CannotReplay(f"routing recorded: {type(module).__name__} does not return expert ids and weights")
+            raise CannotReplay(
+                f"the recorded routing cannot be used: {type(module).__name__} does not return expert ids and weights"
+            )
         ids_CS, weights_CS, place = found
         begin = self._done[index]
         end = self._done[index] = begin + len(ids_CS) // len(self.ids_BWLS)

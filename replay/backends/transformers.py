@@ -41,7 +41,7 @@ class TransformersScorer(BatchScorer):
         with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            # The last layer may be on a different device from the first.
+            # Index on the device of each tensor: the last layer may be on a different device from the first.
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
@@ -56,7 +56,7 @@ class TransformersScorer(BatchScorer):
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # As in sampling, run the whole prompt first, and then the recorded tokens through the cache.
+            # As in sampling, first run the whole prompt, then the response through the KV cache, in parts.
             cache, parts = kv_cache(self._model.config, self._kv_dtype), []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(
@@ -73,7 +73,7 @@ class TransformersScorer(BatchScorer):
         ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
         inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # As in the recorded run, transformers' own attention starts a new row wherever positions restart at 0.
+            # Pass no spans: as in the recorded run, transformers' attention starts a row where positions restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)

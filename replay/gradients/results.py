@@ -12,7 +12,8 @@ from ...schemas.results import Result
 class ModuleGradient:
     """Compares an arm's gradient a with the recorded gradient r, for the whole model or one kind of module.
 
-    Both are sums over n micro-batches: a = sum(a_i), r = sum(r_i). Each n a_i is an estimate of a.
+    Both are sums over n micro-batches: a = sum(a_i), r = sum(r_i). Each micro-batch alone gives an
+    estimate of a, n a_i.
     """
 
     module: str
@@ -58,7 +59,7 @@ class GradientStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReport(Result):
-    """Gradients for each step and arm. The first arm is the recording."""
+    """Gradients for each step and arm. The recorded gradient comes first."""
 
     _text = "tim_trace.analysis.replay_text:gradient_text"
 

@@ -71,7 +71,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # Call the function that clip_grad_norm_ uses, so that the norm has the same bits as one logged in training.
+        # Call the function that clip_grad_norm_ uses, so that the norm has the same bits as the one logged in training.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None

@@ -204,8 +204,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
-            f"{run.store.url}: step {step} has no logprobs for pass {pass_name!r}, required by the loss or an "
-            f"arm; {how}"
+            f"{run.store.url}: step {step} has no logprobs for pass {pass_name!r}, which the loss or "
+            f"an arm requires; {how}"
         )
     return found
 

@@ -39,7 +39,7 @@ def tiny(dtype: Any) -> float:
 
 
 def growth(length: int) -> float:
-    """Return g(n), the error bound for n summed products, relative to u sum|a||b|."""
+    """Return g(n), the error bound for n summed products, relative to u sum|a||b|, where u is the unit roundoff."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
@@ -107,11 +107,11 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised values may be subnormal before a weight multiplies them.
+        # Normalised values may be subnormal before they are multiplied by the weight, so allow a larger absolute error.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
-        # The cosines and sines may be multiplied by a factor above 1, before or after rounding.
-        # The highest frequency is 1, so no angle exceeds the last position plus 2.
+        # The cosines and sines may be multiplied by a factor above 1, before or after rounding. The highest frequency
+        # is 1, so no angle exceeds the last position. The 2 is a safety margin.
         positions = [value for value in takes if value is not None and not value.is_floating_point()]
         angle = float(positions[0].max()) + 2.0 if positions else 2.0
         largest = max(1.0, float(exact.abs().amax()))
@@ -135,21 +135,22 @@ def _of_module(
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
     """Bound the error [T, N, D] from rotating pairs of elements by float32 angles.
 
-    Models pair elements differently, so the bound holds for any pair: a rotation preserves the pair's norm, which is at
-    most sqrt(2) times the vector's largest element.
+    Models pair elements differently, so the bound must hold for any pair. A rotation preserves the pair's norm, which
+    is at most sqrt(2) times the vector's largest element.
     """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error in one elementwise sum or product, which may be scaled before or after."""
+    """Bound the error in one elementwise sum or product. `steps` is the number of roundings allowed, including those of
+    any scaling before or after it."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in the unobserved output of an MLP or attention, in proportion to each token's largest
-    element."""
+    """Bound the error [T, H] in the output of an MLP or attention layer that was not observed, in proportion to each
+    token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
@@ -235,7 +236,7 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
     lengths, taken = x.norm(dim=-1, keepdim=True), growth(x.shape[-1]) * rounding.sums + rounding.casts
-    # A merged weight is rounded once more, to its own dtype.
+    # A merged weight is rounded once more, to its own dtype. Allow for that, since the weights may be merged.
     merged = 0.0 if rounding.weight is None else 2.0 * unit(rounding.weight)
     whole, rows = weight, weight.norm(dim=-1)
     off = (taken + merged) * lengths * rows
@@ -265,25 +266,26 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
 
 def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool) -> Any:
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
-    # Normalised values are rounded to the input's dtype before they are multiplied by a weight of a wider dtype.
+    # If the weight has a wider dtype than the input, normalised values are first rounded to the input's dtype.
     out = max(rounding.out, unit(rounding.taken))
-    # If the operator uses the unrounded sum of two inputs, each value and the norm may differ by up to one roundoff.
+    # If the operator uses the unrounded sum of two inputs, each value and the norm may be off by one roundoff.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round the mean, the centred value, its square, the mean square, the root, a quotient, a factor and a sum.
-    # The root halves the errors of the square and the mean square.
+    # Code may round eight values: the mean, the centred value, its square, the mean square, the root, a quotient, a
+    # factor and a sum. The root halves the errors of the square and the mean square, so these count as 7 roundings.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # If the factor is 1 + weight, the weight is rounded before the addition, and the factor may be close to 0.
+        # If the factor is 1 + weight, the weight is rounded before 1 is added. The factor may be close to 0, so this
+        # error is bounded relative to the weight.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
     added = x.new_zeros(()) if bias is None else bias.double()
-    # The factor for each channel is the weight or 1 + the weight.
+    # Recover each channel's factor from the exact output, since it may be the weight or 1 + the weight.
     dims = tuple(range(x.dim() - 1))
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread

@@ -82,14 +82,15 @@ class Cores:
             bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
-                # A rotation can move an error to the other element of a pair.
+                # The projection before the rotation was not observed, so its error is allowed too. A rotation can move
+                # an error to the other element of a pair.
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # Queries and keys use the same cosines and sines, so if only the keys are wrong, the error arose after
-                # the rotation.
+                # Queries and keys use the same cosines and sines. If only the keys are wrong, the error is therefore
+                # attributed to the keys, not to the rotation, unless each head's norm is right.
                 is_right = ratio(taken, exact, bound) <= 1.0
-                # A rotation preserves each head's norm.
+                # A wrong rotation still preserves each head's norm.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
                 kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
                 are_right = is_right
@@ -117,7 +118,8 @@ class Cores:
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
     """Return the permutation from the float64 model's query and key dimensions [D] to the execution's, or None if the
-    order is the same or no permutation fits. Scores do not depend on the order as long as queries and keys agree."""
+    order is the same or no permutation fits. Scores do not depend on this order, as long as it is the same for queries
+    and keys."""
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

@@ -144,7 +144,8 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # In a trace with adapters, parameters have PEFT's names, but in the rebuilt model they do not.
+        # In a trace with adapters, parameter names start with PEFT's prefix. Remove it, because the rebuilt model's
+        # names do not have it.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before the executions allocate memory

@@ -110,7 +110,7 @@ class Execution:
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
         """Score `rows`, together with the rows in `of` that share their forward passes. Each forward pass runs inside
-        `around`. Return float64 logprobs [T] by sequence."""
+        the context manager that `around` returns. Return float64 logprobs [T] by sequence."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:

@@ -34,9 +34,9 @@ def judge_router(
     heard: Heard, name: str, module: Any, takes: tuple[Any, ...], outputs: list[Any], call: Call,
     again: Callable[[], list[Any]],
 ) -> None:  # fmt: skip
-    """Judge a router's logits, its choice given these logits, and its scores."""
+    """Judge a router's logits, its choice of experts given these logits, and its scores."""
     kind, layer = kind_of(name), layer_of(name)
-    # Some routers return choices before logits, so logits are recognised by their width.
+    # Some routers return choices before logits, so take the widest output as the logits.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
     num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
     of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
@@ -55,7 +55,8 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # A logit error affects the forward pass only through the scores, so no `point` is passed.
+            # A logit error affects the forward pass only through the scores, so it is not propagated separately (no
+            # `point` is passed).
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:
@@ -67,7 +68,7 @@ def judge_router(
         unit = max(bounds.unit(each.dtype) for each in call.gives if each is not None and each.is_floating_point())
         made_right = follows(again, outputs[of_all], given_TE, ids_TS, ids_slot, max(unit, 2.0**-24))
         if made_right is None:
-            # Each logit may be off by the bound, so logits may change places if they differ by up to twice the bound.
+            # Each logit may be off by the bound, so two logits may swap places if they differ by up to twice the bound.
             least = exact_TE.gather(-1, exact_TS).amin(-1) - exact_TE.gather(-1, ids_TS).amin(-1)
             made_right = least <= 2.0 * bound_TE.amax(-1)
         differs_T &= ~made_right
@@ -84,7 +85,7 @@ def judge_router(
         value = value.reshape(score.shape)
         point = heard.called(name), GIVES, slot
         heard.judgement.add(name, kind, layer, score[same_T], value[same_T], bound[same_T], point)
-        # Scores cannot be compared for tokens with different choices.
+        # Tokens with different choices have no comparable scores, so their error is set to 0.
         if point in heard.judgement.errors:
             off = torch.where(same_T[:, None], score.double() - value, 0.0)
             heard.judgement.errors[point] = off.type(torch.float32)

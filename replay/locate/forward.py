@@ -49,7 +49,8 @@ class Forward:
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, judge each operator, and continue with the values recorded from the execution."""
+        """Within the context, judge each operator and replace its inputs and outputs with those recorded from the
+        execution."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
@@ -148,13 +149,14 @@ class Forward:
         if slot and are_experts(self._operators[name]):
             return new  # expert weights, which are judged with the choice
         if last == "rotary_emb":
-            # The rotary module uses only the dtype of the hidden states. Their values are judged at the layer's input.
+            # The rotary module uses only the dtype of the hidden states, so they are not replaced. Their values are
+            # judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
             return new
         self._between(name, layer, taken, exact, point)
-        # Values are replaced in place if possible, since the same tensor is later added to the residual stream.
+        # Replace the values in place if possible, because the same tensor is later added to the residual stream.
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
@@ -194,7 +196,8 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                # The activation takes the operator's output unchanged, so the error is the operator's.
+                # If the exact value is the output of an operator that was not observed, the error is attributed to that
+                # operator, not to the activation.
                 if missed is not None and bool((missed[0] == exact).all()):
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:

@@ -34,7 +34,7 @@ from .vllm_execution import AnyExecution, VllmExecution, names
 
 
 class Graft:
-    """Replaces operators in the taker's running model with the giver's."""
+    """Runs the taker's model with some of its operators replaced by the giver's."""
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
@@ -43,7 +43,8 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the operators that both executions have, plus attention if rows are padded."""
+        """Return the names of the operators that both executions have. Attention is included only if all batches are
+        padded."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))

@@ -108,8 +108,8 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Bound the error in the residual stream, in which branches may be scaled, and partial sums rounded, before
-        they are added."""
+        """Bound the error in the residual stream. The outputs of attention and MLPs may be scaled, and their partial
+        sums rounded, before they are added to it."""
         size = exact.abs()
         for branch in self.branches:
             if branch.numel() == exact.numel():
@@ -146,7 +146,7 @@ class Heard:
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
         """Return the output and error bound of an operator that was not observed, shaped like `exact`.
 
-        Return None if the operator was observed, or if its output has a different size.
+        Return None if the operator was observed, or if its output differs from `exact` in size.
         """
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():

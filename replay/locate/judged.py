@@ -54,7 +54,8 @@ class Judgement:
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error at `point`."""
+        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error under `point`, if
+        given."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -63,7 +64,8 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Judge integers that must be equal, such as positions and expert choices. `differs` is [T, ...]."""
+        """Judge integers that must be equal, such as positions and expert choices. `differs` [T, ...] is True where
+        they are not."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs

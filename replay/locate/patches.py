@@ -81,7 +81,7 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
 def _choices(
     giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
-    """Return router choices [T, L, S] by sequence. Unselected routers get NOT_ROUTED."""
+    """Return router choices [T, L, S] by sequence. Routers that `wanted` does not select get NOT_ROUTED."""
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):
         own = [names_of(name, module)[0] for name, module in mixtures(giver.model).items()]
@@ -121,8 +121,9 @@ def _choices(
 def _score_with(
     taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return the taker's float64 logprobs [T] by sequence, with the experts in `chosen`. If the taker would choose the
-    same experts, its own weights and order are kept, so that only different choices have an effect."""
+    """Return the taker's float64 logprobs [T] by sequence when its routers choose the experts in `chosen`. For tokens
+    where the taker chooses the same experts itself, its own expert weights and order are kept, so that only different
+    choices have an effect."""
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]
 

@@ -48,7 +48,7 @@ class Reference:
     def judge(
         self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
-        """Judge the operators in a row's forward pass, then release their values. The head's values stay in `taps`."""
+        """Judge the operators in a row's forward pass, then release their values, except those that the head needs."""
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
@@ -126,7 +126,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies each error by its gradient during the backward pass."""
+    """Multiplies each error by the gradient at the same point during the backward pass."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """True in the backward pass. Recomputed layers are not observed again."""
+        """True in the backward pass, so that recomputed layers are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)

@@ -54,7 +54,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
     """Select sequences from an option value: `8`, `random:8` or a list of ids. Raises InvalidOption, CannotReplay."""
     usable = [row for row in rows if row.scored.any()]
     if not usable:
-        raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
+        raise CannotReplay(f"{run.store.url}: step {step} has no sequence with a scored token")
     by_name = {row.seq_id: row for row in usable}
     head, _, tail = text.rpartition(":")
     if tail.isdigit() and head in ("", RANDOM) and (number := int(tail)):
@@ -209,7 +209,8 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. If the projection is fused, they count as one operator."""
+    """Judge the operators after the last hidden states. If the projection is fused with the log-softmax,
+    they count as one operator."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):
@@ -235,8 +236,8 @@ def judge_head(
         if made is not None:
             made = made[before].flatten(1)
             bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
-            # Logits of padding tokens in the vocabulary are dropped, so their effect is attributed to the log-softmax.
-            # Missing logits become NaN.
+            # Logits for padding entries of the vocabulary are dropped, so their effect is attributed to the
+            # log-softmax. Missing logits become NaN.
             made = torch.nn.functional.pad(
                 made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
             )

@@ -47,7 +47,7 @@ class RowTaps:
 
     @property
     def first_position(self) -> int:
-        """Position id of the row's first token, above 0 if shifted by left padding."""
+        """Position id of the row's first token. It is above 0 if left padding shifted it."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -62,8 +62,8 @@ def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int,
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
-    """Return the modules without submodules, plus those named in `also`. A mixture's experts count as one operator, and
-    so does a projection with its adapters."""
+    """Return the modules without submodules, plus those named in `also`. The experts of a layer count as one
+    operator, and so does a projection with its adapters."""
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -112,7 +112,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
 
-    # A norm over each head's queries returns [B, N, W, D].
+    # A per-head query norm returns [B, N, W, D], so move the heads behind the tokens.
     if not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W):
         return of_tokens(value, shape, places_T, heads_first=True)
     return None

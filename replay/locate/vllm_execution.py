@@ -250,7 +250,7 @@ class _EngineTaps:
         if not self._wanted(name):
             return
         for seq_id, where, first in self.spans:
-            # Cloned, since vLLM overwrites its outputs.
+            # Clone the tensors, because vLLM reuses their memory.
             took, gave = (
                 tuple(None if value is None else value[where].clone() for value in of) for of in (takes, gives)
             )

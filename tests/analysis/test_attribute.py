@@ -518,7 +518,7 @@ def test_without_an_outcome_nothing_is_judged(tmp_path):
             recorder.add_scores("train", batch, logprobs=[[-1.0, -0.5]])
     found = attribute(tmp_path / "run")
     assert (found.outcome, found.fall) == ("", None)
-    assert "rewards or evaluations were recorded at fewer than three steps" in verdict_sentence(found)
+    assert "neither rewards nor evaluations were recorded at three steps or more" in verdict_sentence(found)
 
 
 def test_a_run_without_a_rollout_pass_says_that_no_mismatch_can_be_seen(tmp_path):

@@ -179,7 +179,7 @@ def test_the_verdict_in_words():
     )
     unknown = attribution(suspect("unknown", 0.7), suspect("length", 0.2), suspect("reward", 0.1))
     assert verdict_sentence(unknown) == where + (
-        "Cause unknown. Probably none of those tested (70%); the likeliest of them is response length (20%), from this run alone."
+        "Cause unknown. Probably none of the causes tested (70%); the likeliest of them is response length (20%), from this run alone."
     )
     assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
     assert (unknown.cause, unknown.first_suspect.code) == (None, "length")
@@ -187,13 +187,13 @@ def test_the_verdict_in_words():
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.0499)).first_suspect is None
     assert attribution(suspect("unknown", 0.95), suspect("length", 0.05)).first_suspect.code == "length"
     assert verdict_sentence(attribution(suspect("unknown", 0.98), suspect("length", 0.02))) == where + (
-        "Cause unknown. None of those tested explains it (98%), from this run alone."
+        "Cause unknown. Probably none of the causes tested (98%), from this run alone."
     )
     seen = Evidence(code="rewards_changed", points=7.0, values={"step": 40, "share": 1.0, "num_responses": 70})
     for evidence in ((seen, PRIOR), (PRIOR, seen)):
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
         assert verdict_sentence(counted) == where + (
-            "Cause unknown. None of those tested explains it (98%): 100% of 70 responses sampled "
+            "Cause unknown. Probably none of the causes tested (98%): 100% of 70 responses sampled "
             "both before and after step 40 get a different reward after that step, from this run alone."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")

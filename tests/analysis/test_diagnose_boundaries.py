@@ -379,7 +379,7 @@ def test_a_calm_run_is_told_in_one_line():
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
-            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Probably none of those tested (90%); the likeliest "
+            "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Probably none of the causes tested (90%); the likeliest "
             "of them is noisy or wrong rewards or labels (10%).",
         ),
     ],

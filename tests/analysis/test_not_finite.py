@@ -69,7 +69,7 @@ def test_the_sequences_of_its_first_step_are_the_next_thing_to_look_at(tmp_path)
 def test_the_verdict_of_a_run_that_did_not_fall_says_it_too(tmp_path):
     found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
     assert verdict_sentence(found) == (
-        "loss is NaN or infinite from step 30 until the end. These steps carry no information. No drop in reward before that."
+        "loss is NaN or infinite from step 30 until the end. Nothing can be concluded from these steps. No drop in reward before that."
     )
     assert attribute(recorded(tmp_path / "sound", logged={"loss": STEPS + 1})).not_finite == ()
 

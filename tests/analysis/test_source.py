@@ -283,7 +283,7 @@ def test_no_trace_is_told_apart_from_nothing(tmp_path):
     with pytest.raises(DamagedTrace, match=r"trace.json is not a trace manifest"):
         open_source(str(tmp_path))
     (tmp_path / "trace.json").write_text('{"format": "tim-trace", "format_version": 99}')
-    with pytest.raises(NewerTrace, match="Upgrade it with"):
+    with pytest.raises(NewerTrace, match="Upgrade tim-trace with"):
         open_source(str(tmp_path))
 
 

@@ -184,7 +184,7 @@ def test_a_trace_that_grows_is_not_divided(tmp_path):
     recorder.flush()
     try:
         for ask in (stats, objective, corrections):
-            with pytest.raises(InvalidOption, match=r"ray: .* is being recorded or was not finished"):
+            with pytest.raises(InvalidOption, match=r"ray: .* is still being recorded or was never finished"):
                 ask(tmp_path / "run", ray="local")
     finally:
         recorder.close()

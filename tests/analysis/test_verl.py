@@ -351,7 +351,7 @@ def test_a_run_is_one_batch(verl, tmp_path):
 
 def test_what_verl_has_no_numbers_of_is_refused(tmp_path):
     make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match="verl logs no metrics by sequence; use by='run' or by='step'"):
+    with pytest.raises(InvalidOption, match="verl logs no metrics per sequence; use by='run' or by='step'"):
         stats(tmp_path / "run", like="verl", by="sequence")
     with pytest.raises(InvalidOption, match="like: got 'other'; use one of nemo-rl, openrlhf"):
         stats(tmp_path / "run", like="other")

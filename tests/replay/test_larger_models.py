@@ -34,7 +34,9 @@ def test_a_model_whose_layers_are_moved_one_by_one_gives_the_bits_of_one_device(
 
 def test_a_model_that_fits_nowhere_is_refused():
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    with pytest.raises(CannotReplay, match="does not fit: its layers need more than the 20,000 bytes on 1 devices"):
+    with pytest.raises(
+        CannotReplay, match="does not fit: its layers need more than the 20,000 bytes available on 1 devices"
+    ):
         models.divided(model, {"cpu": 20_000})
 
 

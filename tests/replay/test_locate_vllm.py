@@ -121,7 +121,7 @@ def test_a_recorded_run_is_held_against_its_engine(tmp_path, mode):
         (
             "qwen2_moe",
             {"against": "engine=vllm"},
-            "supported mixtures of experts: Qwen3MoeForCausalLM",
+            "supported mixture-of-experts models: Qwen3MoeForCausalLM",
         ),
         ("llama", {"against": "engine=vllm", "against_factory": "module:function"}, "factory"),
     ],

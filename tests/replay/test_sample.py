@@ -129,7 +129,7 @@ def test_what_is_no_sample_is_refused(trace, text):
 
 
 def test_a_share_that_draws_nothing_is_refused(trace):
-    with pytest.raises(InvalidOption, match=r"no group was drawn from 18 groups \(72 sequences\)"):
+    with pytest.raises(InvalidOption, match=r"none of the 18 groups \(72 sequences\)"):
         replay(trace, sample="1e-9")
 
 

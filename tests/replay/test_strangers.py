@@ -372,7 +372,7 @@ def test_vllm_takes_of_the_recorded_arguments_what_is_a_number_or_a_word():
         trusted.safe_engine_arguments(own | {"hf_overrides": {"a": 1}, "model": "/etc", "kv_cache_dtype": None}) == own
     )
     for wrong in ({"max_num_seqs": 2**40}, {"quantization": "/etc/x"}, {"tensor_parallel_size": 0}, [1]):
-        with pytest.raises(CannotReplay, match="engine vllm: the recorded arguments"):
+        with pytest.raises(CannotReplay, match="engine vllm: the recorded engine arguments"):
             trusted.safe_engine_arguments(wrong)
 
 

@@ -80,7 +80,7 @@ def test_vespo_takes_the_ratio_of_the_sequence_whatever_trl_s_level_says():
     weighed = GRPO | said | {"beta": 0.1, "use_bias_correction_kl": 1.0}
     assert read_loss(weighed).kl_level == "token"
     assert read_loss(weighed | {"importance_sampling_level": "sequence"}).kl_level == "sequence_mean"
-    with pytest.raises(InvalidRecord, match="vespo needs one ratio per sequence, got level token"):
+    with pytest.raises(InvalidRecord, match="vespo needs one ratio per sequence, but level is token"):
         Loss(kind="vespo")
 
 

@@ -152,7 +152,7 @@ def test_a_replay_without_weights_says_how_to_attach_them(tmp_path, model):
         batch = recorder.add_sequences(step=1, prompt_ids=[[1, 5]], response_ids=[[2, 9]])
         recorder.add_contract("rollout", {"engine": "vllm"})
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
-    with pytest.raises(CannotReplay, match=r"policy_version not recorded.*tim-trace weights RUN --attach 0 DIR"):
+    with pytest.raises(CannotReplay, match=r"does not contain policy_version.*tim-trace weights RUN --attach 0 DIR"):
         replay(tmp_path / "run")
 
 
@@ -160,7 +160,7 @@ def test_rows_of_no_version_are_not_scored_where_there_are_several(dumped, tmp_p
     save(make_model(1), tmp_path / "other")
     attach(dumped, 0, tmp_path / "model")
     attach(dumped, 1, tmp_path / "other")
-    with pytest.raises(CannotReplay, match="policy_version not recorded"):
+    with pytest.raises(CannotReplay, match="does not contain policy_version"):
         replay(dumped)
 
 
@@ -363,7 +363,7 @@ def _of(**changes):
         (_of(architectures=["Mine"], auto_map={"AutoModelForCausalLM": "mine.Mine"}), "names the architecture Mine"),
         (
             _of(num_hidden_layers=3, layer_types=["full_attention"] * 3),
-            r"has no model\.layers\.2\..* and \d+ more; check that it is a complete Qwen3ForCausalLM",
+            r"has no model\.layers\.2\..* and \d+ more; check that it contains a complete Qwen3ForCausalLM",
         ),
         (_of(intermediate_size=40), "has the wrong shape for|cannot be loaded"),
         (_of(model_type="moon"), "config.json cannot be read"),

@@ -198,7 +198,7 @@ def test_completions_of_ms_swift_are_rows_of_lists(tmp_path):
     rows = connect(tmp_path / "run").execute(query).fetchall()
     assert rows == [(3, -1.0, {"Accuracy": 0.0}), (3, 1.0, {"Accuracy": 1.0})]
     dumps.write_lines(tmp_path / "completions.jsonl", [{**line, "advantages": [1.0]}])
-    with pytest.raises(ImportFailed, match="lists with different lengths"):
+    with pytest.raises(ImportFailed, match="lists of different lengths"):
         import_dump("ms-swift", tmp_path, output=tmp_path / "x")
 
 

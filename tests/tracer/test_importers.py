@@ -604,7 +604,7 @@ def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
         ),
         (
             [{"step": 2, "loss": 0.5}],
-            "missing columns: name, value. A metrics file needs step, name and value",
+            "missing columns: name, value. A metrics file needs the columns step, name and value",
         ),
     ],
 )

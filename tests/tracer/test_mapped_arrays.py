@@ -200,7 +200,7 @@ def holed_inside(value):
 TOKEN_IDS = r"token ids \[response tokens, K\], without NULL"
 EXPERT_IDS = r"expert ids \[prompt and response tokens, layers, slots\], without NULL"
 HOSTILE = [
-    ("train_topk_ids", ragged, r"'train_topk_ids' has a list of length 2 at row 1, token 1, and one of length 1 at"),
+    ("train_topk_ids", ragged, r"'train_topk_ids' has a list of length 2 at row 1, token 1, but the first"),
     ("train_topk_ids", lambda v: v + 0.5, rf"'train_topk_ids' contains .*each row needs {TOKEN_IDS} \(row 1, element 0"),
     ("train_topk_ids", lambda v: v * np.nan, rf"'train_topk_ids' contains .*each row needs {TOKEN_IDS} \(row 1"),
     ("train_topk_ids", lambda v: v - 100, rf"each row needs {TOKEN_IDS} \(row 1"),
@@ -213,16 +213,16 @@ HOSTILE = [
     ("train_topk_ids", lambda v: "x", rf"each row needs {TOKEN_IDS} \(row 1"),
     ("train_topk_ids", lambda v: v[:-1], r"sequence 's0': got 1 values of train_topk_ids for 2 response tokens"),
     ("train_topk_ids", lambda v: v[:0], r"sequence 's0': got 0 values of train_topk_ids for 2 response tokens"),
-    ("train_topk_ids", lambda v: None, r"sequence 's0': pass 'train' has topk_logprobs, tail_logprob for its distribution. Map topk_ids and"),
+    ("train_topk_ids", lambda v: None, r"sequence 's0': pass 'train' has topk_logprobs, tail_logprob as its distribution. Map topk_ids and"),
     ("train_topk_logprobs", holed_inside, r"each row needs numbers \[response tokens, K\], without NULL \(row 1"),
     ("train_tail_logprob", holed, r"each row needs numbers \[response tokens\], without NULL \(row 1, element 1: NULL"),
     ("rollout_expert_ids", lambda v: v[:, 0], rf"each row needs {EXPERT_IDS} \(row 1"),
-    ("rollout_expert_ids", lambda v: v[:, :1], r"has a list of length 2 at row 2, token 0, and one of length 1 at"),
+    ("rollout_expert_ids", lambda v: v[:, :1], r"has a list of length 2 at row 2, token 0, but the first"),
     ("rollout_expert_ids", lambda v: v + 0.5, rf"each row needs {EXPERT_IDS} \(row 1"),
     ("rollout_expert_ids", lambda v: v.astype(int) + 2**15, rf"each row needs {EXPERT_IDS} \(row 1"),
     ("rollout_expert_ids", lambda v: v[:-1], r"got 2 values of rollout_expert_ids for 3 prompt and response tokens"),
-    ("rollout_expert_ids", lambda v: None, r"pass 'rollout' has .* for its routing.*Map expert_ids"),
-    ("rollout_expert_weights", lambda v: v[:, :, :1], r"has a list of length 2 at row 2, token 0, and one of length 1"),
+    ("rollout_expert_ids", lambda v: None, r"pass 'rollout' has .* as its routing.*Map expert_ids"),
+    ("rollout_expert_weights", lambda v: v[:, :, :1], r"has a list of length 2 at row 2, token 0, but the first"),
 ]  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return top-K logprobs and their tail, or full-vocabulary logprobs. A tail mass below 1e-7 may become -inf."""
+    """Return the top-K logprobs with their tail (see tail_of), or logprobs over the full vocabulary."""
     if logprobs is None or not len(logprobs):
         return None
     ids_TK, logprobs_TK = _ranked(logprobs)
@@ -168,7 +168,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions, and store their logprobs as the rollout pass. `names` contains a name for each prompt."""
+        """Record the completions, with their logprobs as the rollout pass. `names` holds one name per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -114,7 +114,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors gathered from a sharded trainer for the engine, and hash each of them."""
+        """Yield the tensors gathered for the engine. If the trainer is sharded, hash each of them."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -215,7 +215,10 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the most distinct values in a row of `coarse`, or None if `coarse` is not a rounded copy of `own`."""
+    """Return the maximum number of distinct values in a row of `coarse`.
+
+    Returns None if `coarse` is not a rounded copy of `own`.
+    """
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -49,7 +49,10 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tensor's name, its value, and its value without the adapter, if any. Skip quantised tensors."""
+    """Yield each tensor's name, its value with any adapter merged in, and its base value (None without an adapter).
+
+    Quantised tensors are skipped.
+    """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():
@@ -83,7 +86,7 @@ def _merged(layer: Any, inner: str) -> Any:
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield the engine's copy of each weight under the name it was sent with.
+    """Yield each weight that the engine holds, under the name used to send it.
 
     `shapes` maps sent names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
     stacked experts and tensors packed for a kernel are skipped.
@@ -115,7 +118,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 def _engine_name(model: Any, name: str) -> str:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # Mappers that stack tensors return the fused tensor's name, but the lookup needs the name of each part.
+    # Mappers that stack tensors return the fused tensor's name. Keep the original name, which the lookup needs.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 

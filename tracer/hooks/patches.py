@@ -42,7 +42,10 @@ class Patches:
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`. Return the missing functions, each with the data lost without it."""
+        """Wrap a class's functions with methods of `hooks`.
+
+        Returns the missing functions, each mapped to the data that is lost without it.
+        """
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
@@ -73,7 +76,10 @@ def _put_back(owner: Any, name: str, original: Any) -> None:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, including those in **kwargs, but without `self`. Raises TypeError."""
+    """Return a call's arguments by name, including those in **kwargs, but without `self`.
+
+    Raises TypeError if the arguments do not match the function's signature.
+    """
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
@@ -100,7 +106,10 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a note if the release is untested or functions are missing. `missing` maps functions to the data lost."""
+    """Return a note if the release is untested or functions are missing, otherwise None.
+
+    `missing` maps each missing function to the data that is lost without it.
+    """
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

@@ -35,7 +35,7 @@ def install(session: Session, module: Any) -> Patches:
         except (TypeError, ValueError) as error:
             if kwargs == given and os.environ.get(_JOB) == job:
                 raise
-            # The variables added for recording may be the cause, so try again with the program's own arguments.
+            # Variables added for recording may have caused the error, so try again with the program's own arguments.
             not_taken_along(error)
             if job is not None:
                 os.environ[_JOB] = job

@@ -61,7 +61,7 @@ class Order:
 class Session:
     """Recording state of one process.
 
-    An error in a call made through `record` ends the recording of one `Part`, and an error in a block under `guard` ends all
+    An error in a call made through `record` ends the recording of one `Part`, and an error in a `guard` block ends all
     recording in this process. Neither error reaches the program. Recording never calls a collective operation, because
     processes that have stopped recording would not take part in it.
     """
@@ -160,7 +160,7 @@ class Session:
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Prevent recording errors from reaching the program.
 
-        `what` names the data that is lost. An error ends this process's recording, unless `otherwise` handles it.
+        An error ends this process's recording, unless `otherwise` handles it. `what` names the data lost in that case.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -227,7 +227,8 @@ class Session:
         if not self._exit_registered:
             atexit.register(self.close)
             self._exit_registered = True
-        # A multiprocessing child exits with os._exit, which skips atexit, but runs multiprocessing's finalizers first.
+        # A multiprocessing child exits with os._exit, so atexit handlers do not run in it. It runs multiprocessing's
+        # finalizers before it exits, so register one.
         if "multiprocessing.util" in sys.modules:
             from multiprocessing import util
 
@@ -255,7 +256,10 @@ _HOOKS = {
 
 
 def activate() -> Session | None:
-    """Hook supported libraries as soon as they are imported. Return None if not started by `tim-trace record`."""
+    """Hook supported libraries as soon as they are imported.
+
+    Returns None if `tim-trace record` did not start this process.
+    """
     order = Order.from_environment()
     if order is None:
         return None

@@ -78,7 +78,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook, unless the trainer's class is a hooked subclass, whose hook already covers calls via super()."""
+        """Run a hook, but not for trainers of a hooked subclass, whose own hook already covers calls via super()."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -117,5 +117,5 @@ def _hook_engines(session: Session, patches: Patches) -> None:
         patches.wrap(owner, "_iter_named_params", gather)
         patches.wrap(owner, "generate", generate)
     for owner in engine_classes("VLLMClient"):
-        # TRL before 1.11 sends tensors one by one.
+        # TRL before 1.11 sends tensors one by one, so hook the function for a single tensor there.
         patches.wrap(owner, "update_named_params", send) or patches.wrap(owner, "update_named_param", send_one)

@@ -105,7 +105,7 @@ class AsyncTrainerHooks(TrainerHooks):
         return found
 
     def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        # If TRL sends only an adapter, as a file, there are no tensors to compare.
+        # If TRL sends only an adapter file, there are no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
         if is_heard:
             self.session.engine_weights.hold(trainer)

@@ -23,7 +23,8 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Name the pass of each scoring, based on the output tensor that holds its logprobs or, for RLOO, on call order."""
+    """Pair each scoring with its pass name. The name depends on the output tensor that holds the logprobs or, for
+    RLOO, on the call order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -142,13 +143,16 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of the tokens in the loss. Token 0 is never one of them, because no earlier token predicts it."""
+        """Indices of the tokens in the loss. Token 0 is never included, because no earlier token predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Samples packed into a row, in loss order. Shapes: S samples, T tokens in the longest response, M loss terms."""
+    """Samples packed into one row, in the order in which the loss processes them.
+
+    Shapes: S samples, T tokens in the longest response, M loss terms.
+    """
 
     samples: Sequence[PackedSample]
 

@@ -44,11 +44,11 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths of a tokenizer attribute in TRL 1.3 and newer, in older releases, and with image processors."""
+    """Return the paths where a tokenizer attribute may be: TRL 1.3 and newer, older releases, multimodal processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
-# In TRL 1.14 and newer, a trainer may have several end tokens.
+# In TRL 1.14 and newer, a trainer may have several end tokens (`eos_token_ids`).
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
 PAD_TOKEN = Attribute("finish reasons for responses that end with padding", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the trainer's temperature", ("temperature", "args.temperature"))
@@ -91,7 +91,7 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the name of TRL's function that adds a fused head, or None before TRL 1.15. Replays call it too."""
+    """Return the name of TRL's function that adds a fused head, or None before TRL 1.15. Replays call that function."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None

@@ -42,8 +42,8 @@ class HeadTap:
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        # All parameters are checked, not only the head: under FSDP, a parameter looks whole while it is gathered for a
-        # forward pass, but is freed afterwards.
+        # Check all parameters, not only the head. Under FSDP, the head may look whole because it is gathered for a
+        # forward pass, but it is freed afterwards.
         is_whole = not any(map(is_sharded, model_parameters(model)))
         if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
             return "trainer distributions are not captured: the model's head is sharded across processes (FSDP, ZeRO-3)"

@@ -123,7 +123,7 @@ class TrainerHooks:
         rewards_per_func = original(trainer, *args, **kwargs)
         generation = self._state(trainer).generation
         if generation is not None:
-            # copied, since the trainer may modify its tensor later
+            # Copy the tensor, because the trainer may modify it later.
             generation.rewards_per_func = self.session.record(Part.REWARDS, lambda: rewards_per_func.detach().clone())
         return rewards_per_func
 
@@ -211,7 +211,8 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics, or only new ones, because comparing values would wait for the device."""
+        """Record new and changed metrics. With `only_new`, skip changed metrics, because comparing values may
+        wait for the device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -365,7 +366,7 @@ class TrainerHooks:
             ROLLOUT,
             batch,
             logprobs=logprobs,
-            # Tool output was not sampled, so it has no logprobs. The trainer fills in 0.0.
+            # Tool output was not sampled, so it has no logprobs. Mask the 0.0 that the trainer fills in.
             scored_mask=tool_mask,
             policy_version=generation.policy_version,
             distribution=call.distribution(captured) if call is not None and captured else None,
@@ -394,7 +395,7 @@ class TrainerHooks:
             read = partial(scoring_contract, trainer, source="loss", grad=True)
             contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
-            # Without a separate forward pass, the first logprobs computed in the loss are the `train` pass.
+            # Without a separate forward pass, the first logprobs computed in the loss serve as the `train` pass.
             has_train = loss.recorded.train_scored[loss.rows].any()
             made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
             for pass_name in made[:-1] if has_train else made:

@@ -99,7 +99,8 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` by its module name, so that Ray runs the hooked trainer."""
+    """Pass the task runner of verl's imported entry module to `run_ppo`. `python -m` runs another copy of this module,
+    which is not hooked."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +197,7 @@ class TrainerHooks:
             self._flushes = True
             self._begin(trainer)
         with self.session.guard("verl's batch"):
-            # Only this class always samples with the previous step's weights. Subclasses may use older ones.
+            # Only RayPPOTrainer itself always samples with the previous step's weights. Subclasses may use older ones.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
             rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
             self._record(trainer, rows, lambda name: padded_column(batch, name))
@@ -266,7 +267,8 @@ class TrainerHooks:
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # Here `old_log_probs` is a copy of the rollout's logprobs. The trainer computes its own only in the loss.
+            # In bypass mode, `old_log_probs` is a copy of the rollout's logprobs, because the trainer computes its own
+            # logprobs only in the loss.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)
@@ -278,7 +280,7 @@ class TrainerHooks:
                 recorded,
                 logprobs=logprobs,
                 entropy=values("entropy") if pass_name == TRAIN else None,
-                # Tool output was not sampled, so it has no logprobs. verl fills in 0.0.
+                # Tool output was not sampled, so it has no logprobs. Mask the 0.0 that verl fills in.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
                 forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,

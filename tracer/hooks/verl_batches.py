@@ -66,7 +66,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B] values, one per row, or None if a row's unmasked tokens have different values.
+    """Return the value [B] that all unmasked tokens of a row share, or None if they differ in any row.
 
     Fully masked rows get 0.0.
     """
@@ -80,7 +80,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Infer finish reasons [B]: `stop` after an end token, else `length` for `most` tokens or more, else None."""
+    """Infer finish reasons [B]: `stop` for a final end token, `length` for at least `most` tokens, otherwise None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -102,7 +102,10 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, keyed `<uid>_<sample>_0`. `sampled_by` is the last weight transfer before sampling."""
+    """Return a DataProto's rows, keyed `<uid>_<sample>_0`.
+
+    `sampled_by` is the number of the last weight transfer before sampling, or None to read it from the batch.
+    """
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -157,7 +160,7 @@ class Progress:
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates included in the weights that transfer number `transfer` sent."""
+        """Return the number of actor updates included in the weights sent by transfer number `transfer`."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -174,7 +177,7 @@ def progress_of(trainer: Any) -> Progress:
         version=begin + done,
         old_version=begin if is_separate else begin + done,
         updates_a_transfer=updates,
-        # OneStepOffRayTrainer increments its step counter before the transfer.
+        # OneStepOffRayTrainer increments its step counter before the transfer, so transfer numbers are one ahead.
         transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
         is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
     )
@@ -206,8 +209,8 @@ FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)
 class Forwards:
     """Forward passes in one engine call.
 
-    Holds, for each row, the number of its forward pass, its place in that pass, the number of rows in that pass, and
-    the number of padding tokens after the row.
+    Stores four numbers for each row: its forward pass's number, its index in that pass, the number of rows in that
+    pass, and the number of padding tokens after the row.
     """
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
@@ -220,7 +223,8 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        # The driver merges rows from several processes. Each counts from 0, so the rank makes the numbers unique.
+        # The driver merges rows from several processes, which all number their passes from 0. Include the rank to make
+        # the numbers unique.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
             rows = part[ROW_KEY].tolist()
@@ -241,7 +245,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return each row's four numbers (see the class) as [B, 4] int64, or None if a row was not in any pass."""
+        """Return the four numbers of each row as [B, 4] int64, or None if a row was not in any pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -255,7 +259,7 @@ class Forwards:
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
     """Return the contract's `attended_tokens` entry, or an empty dict if attention sees all tokens.
 
-    Before verl 0.8, attention sees only as many tokens of a padded row as the loss mask is wide.
+    Before verl 0.8, attention sees only the first W tokens of a padded row, where W is the loss mask's width.
     """
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)

@@ -159,7 +159,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Like `trainer_tensors`, but for unsharded models and with the names under which verl sends the tensors."""
+    """Like `trainer_tensors`, but only for unsharded models, and with the names that verl uses to send the tensors."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -131,7 +131,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # With param_offload, the parameters may not have been on the device before this point.
+            # Record the weights only here, because with param_offload they may not have been on the device before.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -211,7 +211,8 @@ class WorkerHooks:
         return self._update_of(data, told, rows, lengths)
 
     def _update_of(self, data: Any, told: dict[str, Any], rows: list[tuple[int, str]], lengths: np.ndarray) -> Update:
-        """Return the update. `rows` has (position in `data`, key) pairs, `lengths` [B] response lengths in tokens."""
+        """Return the update that `told` describes. `rows` lists pairs (index in `data`, key). `lengths` [B] are
+        response lengths in tokens."""
         self._begin_training()
         data[ROW_KEY] = _arange(len(lengths))
         recorder = self.session.recorder
@@ -269,14 +270,14 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Policy versions count whole updates, but weights change with each mini-batch. Only the first
-                # mini-batch has a policy version.
+                # Only the first mini-batch has a policy version, because versions count whole updates, but weights
+                # change with each mini-batch.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract for a pass whose scores the driver records. One process records it, once per pass."""
+        """Record the contract of a pass whose scores the driver records. Only one process does this, once per pass."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

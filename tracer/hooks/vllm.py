@@ -125,7 +125,10 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and the caller's requests (both empty for unrecorded calls)."""
+        """Return arguments that also request logprobs, and what the caller requested for each prompt.
+
+        Both are empty if the call is not recorded.
+        """
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -139,7 +142,7 @@ class OfflineHooks(EngineHooks):
         if len(each) != rows or any(not hasattr(p, "logprobs") for p in each):
             return {}, []
         captured = self._captured(rows)
-        # Most prompts share one params object, so handle each pair of params and capture flag only once.
+        # Most prompts share one params object, so handle each combination of params and capture flag only once.
         known: dict[tuple[int, bool], tuple[Any, Requested]] = {}
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:

@@ -50,7 +50,8 @@ class Conditions:
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Return a call's conditions. `lora_requests` is None, one LoRA request, or one per prompt."""
+        """Return a call's adapters, and whether it uses a grammar. `lora_requests` is None, a request or a list of
+        requests, one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
         has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)

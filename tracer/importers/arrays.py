@@ -35,7 +35,7 @@ class NumpyDtype:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise NotPlain("unexpected state of a NumPy dtype")
+            raise NotPlain("a NumPy dtype with unexpected pickled state")
         self.order = state[1]
 
     @property
@@ -57,10 +57,10 @@ class NumpyArray:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) in (4, 5)):
-            raise NotPlain("unexpected state of a NumPy array")
+            raise NotPlain("a NumPy array with unexpected pickled state")
         shape, dtype, fortran, content = state[-4:]
         if not isinstance(dtype, NumpyDtype) or not isinstance(content, (*BYTES, str, list)):
-            raise NotPlain("unexpected state of a NumPy array")
+            raise NotPlain("a NumPy array with unexpected pickled state")
         self._shape, self._dtype, self._fortran = checked_shape(shape), dtype, bool(fortran)
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
@@ -95,7 +95,7 @@ class Tensor:
         self._dtype = dtype
         self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
-            raise NotPlain("a tensor with strides and shape of different lengths")
+            raise NotPlain("a tensor whose strides and shape differ in length")
 
     def array(self) -> np.ndarray:
         if self._array is None:
@@ -123,7 +123,7 @@ HELD = (NumpyArray, Tensor)
 
 
 class Shell:
-    """Stand-in for a framework's object. It has the object's constructor arguments and pickled state."""
+    """Stand-in for a framework's object. Holds the object's constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")
 
@@ -214,7 +214,7 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    raise NotPlain("a call to a name that may only be referenced")
+    raise NotPlain("a call to a torch dtype, which is not callable")
 
 
 _BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {

@@ -20,7 +20,7 @@ from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, pla
 
 
 class Columns:
-    """Imported rows by trace column. Missing columns are None."""
+    """Columns of imported rows, by their names in the trace. Missing columns are None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int):
         self._arrays = arrays
@@ -92,7 +92,7 @@ def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
             row = int(np.searchsorted(ends, token, side="right"))
             raise ImportFailed(
                 f"{rows.file}: column {name!r} has a list of length {lengths[odd[0]]} at {rows.place(row)}, "
-                f"token {token - int(ends[row] - lengths_B[row])}, and one of length {first} at the first token. "
+                f"token {token - int(ends[row] - lengths_B[row])}, but the first token's list has length {first}. "
                 "Give each token the same number of values, at least one"
             )
         sizes += [first] if first else []
@@ -173,7 +173,7 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
-            f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs step, name and value"
+            f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs the columns step, name and value"
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
@@ -252,7 +252,7 @@ class Selection:
 def check_sample(share: float) -> float:
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
-            f"got {share}, expected a share of sequences above 0 and at most 1, e.g. 0.1",
+            f"got {share}, expected a fraction greater than 0 and at most 1, e.g. 0.1",
             option="sample",
         )
     return share

@@ -60,7 +60,7 @@ def _column(cells: list[Any], where: str) -> Any:
     parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
     filled = [part for part in parts if part is not None and len(part)]
     if any(part.values.shape[1:] != filled[0].values.shape[1:] for part in filled):
-        raise ImportFailed(f"{where}: router choices differ in their number of layers or slots")
+        raise ImportFailed(f"{where}: rows differ in the number of layers or slots of their router choices")
     values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
     known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
     missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None
@@ -83,7 +83,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Convert a padded batch to columns. Responses and per-token values are [B, T]."""
+    """Convert a padded batch to columns. Responses and per-token values have shape [B, T]."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -103,7 +103,7 @@ def padded_columns(
 
 
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
-    """Return a padded batch's mapped columns that are not in `own`. Their fields must have one value per row [B]."""
+    """Return the columns that `map` adds to a padded batch, except `own`. Their fields must have one value per row."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
     for name, values in found.items():
         if values is not None and (np.ndim(values) == 0 or len(values) != num_rows):

@@ -35,7 +35,7 @@ Branch = tuple[dict[str, Any], np.ndarray, np.ndarray, dict[str, Values | None]]
 
 
 def branches_of(fields: Fields) -> Iterator[Branch]:
-    """Yield an episode's trainable branches. A sampled node is trained in its first branch only."""
+    """Yield an episode's trainable branches. A sampled node counts for training only in the first branch with it."""
     work = _record(_record(_record(fields.record, "run", fields), "work", fields), "policy", fields)
     common = {
         "policy_version": fields.of(work, fields.where, policy_version="end").integer("policy_version"),
@@ -86,7 +86,7 @@ def _node(fields: Fields, number: int) -> _Node:
     tokens = np.empty(0, np.int32) if tokens is None else tokens
     mask = np.zeros(len(tokens), bool) if mask is None else mask
     if len(mask) != len(tokens):
-        raise ImportFailed(f"{fields.where}: {len(mask)} entries in mask for {len(tokens)} token_ids")
+        raise ImportFailed(f"{fields.where}: mask has {len(mask)} entries for {len(tokens)} token_ids")
     values = {}
     for name in PER_SAMPLED_TOKEN:
         given = fields.values(name)
@@ -106,7 +106,7 @@ def _spread(name: str, nodes: list[_Node]) -> Values | None:
 
 
 def _rewards(trace: Fields) -> dict[str, Any]:
-    """Return the scores and their weighted sum. Rewards whose scoring did not run are left out."""
+    """Return the scores and their weighted sum. Rewards without a score are left out."""
     scores, total = {}, 0.0
     for name in (given := _record(trace.record, "rewards", trace)):
         own = trace.of(

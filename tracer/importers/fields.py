@@ -29,14 +29,14 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
+    """A record's fields, looked up by trace column. Missing fields are None, and invalid fields raise ImportFailed."""
 
     def __init__(
         self, record: Mapping[Any, Any], columns: Mapping[str, tuple[str, ...]], where: str, seen: set[str],
         budget: Budget, added: tuple[str, ...] = (),
     ):  # fmt: skip
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where} is not a record with named fields. Check that the file has this format")
+            raise ImportFailed(f"{where} is not a record with named fields. Check the file's format")
         self.record = record
         self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
         self.added_per_token = tuple(column for column in added if _reader(column) == Fields.values)
@@ -49,7 +49,7 @@ class Fields:
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget, added)
 
     def take(self, num_bytes: int) -> None:
-        """Charge copies of values to the file's memory budget. Raises ImportFailed if the budget is exceeded."""
+        """Charge the size of copied values to the file's memory budget. Raises ImportFailed if that exceeds it."""
         self._budget.take(num_bytes)
 
     def get(self, column: str) -> Any:
@@ -61,8 +61,8 @@ class Fields:
             value = self.record.get(name)
             if isinstance(value, Foreign):
                 raise ImportFailed(
-                    f"{self.where}: field {name!r}, needed for {column}, is {shown(value)}. Save it as a number, text "
-                    f"or a list, or leave it out with --map {name}="
+                    f"{self.where}: field {name!r}, needed for {column}, is {shown(value)}. Save the field as a "
+                    f"number, text or a list, or leave it out with --map {name}="
                 )
             if value is not None:
                 self._seen.add(name)
@@ -84,7 +84,7 @@ class Fields:
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def added_cells(self, own: Collection[str]) -> dict[str, Any]:
-        """Return the cells of mapped columns, except those in `own`, which the format fills in itself."""
+        """Return the cells of the columns that `map` adds, except those in `own`, which the format fills in itself."""
         names = [name for name in self.added + self.added_per_token if name not in own]
         return self.cells(*names) if names else {}
 
@@ -137,7 +137,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number. Arrays with a single element are accepted."""
+        """Return a number. Arrays with a single element are accepted too."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -150,7 +150,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer. Whole-number floats and digits as text are accepted."""
+        """Return an integer. Floats without a fraction and strings of digits are accepted too."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -164,7 +164,8 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return the rewards: the field mapped to `rewards`, or all numbers that are not in a column or `but`."""
+        """Return the field mapped to `rewards`. Without one, return all numeric fields that no column reads and that
+        are not in `but`."""
         if mapped := self.rewards("rewards"):
             return mapped
         known = {name for names in self._columns.values() for name in names}

@@ -46,7 +46,7 @@ class DumpFolder:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files in a folder, or only `path` if it is a file. Links out of the folder are not followed."""
+        """List the files in a folder, or only `path` if it is a file. Links that leave the folder are not followed."""
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
@@ -74,7 +74,7 @@ class DumpFolder:
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
-                f"{path} is a link that points outside the folder, so it was not followed. Import its target"
+                f"{path} is a link that points outside the folder, so it was not followed. Import the link's target"
             )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):

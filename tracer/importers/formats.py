@@ -82,7 +82,7 @@ def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]
     lengths = {len(value) for value in lists.values()}
     if len(lengths) != 1:
         raise ImportFailed(
-            f"{where}: its columns are lists with different lengths: {', '.join(map(str, sorted(lengths)))}"
+            f"{where}: the columns are lists of different lengths: {', '.join(map(str, sorted(lengths)))}"
         )
     return [
         {name: value[place] if name in lists else value for name, value in record.items()}
@@ -179,7 +179,7 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(
-                f"{turn.where}: its prompt does not begin with the previous turns' tokens, so turn {place} was "
+                f"{turn.where}: the prompt does not begin with the previous turns' tokens, so turn {place} was "
                 "re-tokenized"
             )
         if logprobs is not None and len(logprobs) != len(sampled):

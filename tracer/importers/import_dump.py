@@ -44,7 +44,7 @@ def import_dump(
 
     `format` is `auto`, `parquet` (see import_parquet) or a framework or engine from docs/reference/import-formats.md.
     `path` is a file or a folder or, for the parquet format, a URL that fsspec can open. Pass several paths to
-    import the values that several engines gave for the same prompts: each path becomes a pass, and sequences are
+    import the values that several engines computed for the same prompts: each path becomes a pass, and sequences are
     matched by prompt. `map` maps field names in the files to columns, including columns that the format lacks. A field
     mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing
     their names. Incomplete steps and half-written files are skipped and listed in the result. To add them later, import
@@ -72,7 +72,7 @@ def import_dump(
                 raise ImportFailed(f"{folder.url} contains no dump. {hint}{curves_in(folder)}")
     reads_one = folder is None or format in (PARQUET, SCALARS.name) or FORMATS[format].parts is not None
     if reads_one and not isinstance(path, (str, os.PathLike)):
-        raise ImportFailed(f"the {format} format reads one path, but got {len(path)}. Pass a folder or a pattern")
+        raise ImportFailed(f"the {format} format reads one path, but got {len(path)} paths. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
             raise ImportFailed(
@@ -91,7 +91,7 @@ def import_dump(
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
     mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
-    # These must match in every import into the same trace.
+    # Every import into the same trace must use the same options.
     options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
@@ -114,13 +114,13 @@ def import_dump(
     )
     if named and other is not None:
         raise ImportFailed(
-            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Only these "
-            f"columns can be mapped to: {', '.join(MAPPED)}",
+            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Fields can "
+            f"be mapped only to the columns {', '.join(MAPPED)}",
             option="map",
         )
     if named and before is not None and parts:
         raise ImportFailed(
-            f"{output}: files were added since it was imported, but sequences can only be matched if all files are "
+            f"{output}: files were added since the first import, but sequences can only be matched if all files are "
             "imported together. Replace the trace with --force"
         )
     if not parts:
@@ -157,8 +157,8 @@ def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
     for part in parts:
         for name in part.files if part.step is not None else ():
             place, base = os.path.split(name)
-            # A step's files may be in differently named folders. If the names of both folder and file are the same, the
-            # files are from two runs.
+            # The files of a step may be in folders with different names. But two files with the same name, in folders
+            # with the same name, come from two runs.
             key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
             if (other := places.setdefault((part.step or 0, key), place)) != place:
                 raise ImportFailed(
@@ -174,7 +174,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each part is one step and steps increase, so that the names of earlier steps can be dropped."""
+    """Return True if each part is one step and steps increase. If so, earlier steps' sequence names are not kept."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -187,7 +187,7 @@ def _add_parts(
     seen: set[str] = set()
     shared, without, num_text = SharedRows(), list[str](), 0
     if named and (said := too_large(folder.num_bytes([name for part in parts for name in part.files]), TIMES_AS_JSON)):
-        raise ImportFailed(f"{folder.url}: {said}. All files are matched together, so import fewer at once")
+        raise ImportFailed(f"{folder.url}: {said}. All files are held in memory for matching, so import fewer at once")
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
             first = {} if before is None else {name: before.first_line(name) for name in part.files}
@@ -258,7 +258,7 @@ class _Before:
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
-        # A file that grew between imports has one entry per import. Keep the longest.
+        # A file that grew between imports has one entry per import. Sort by size, so that `dict` keeps the longest.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)
 
@@ -278,8 +278,8 @@ class _Before:
                 found.append(part)
         if parts and not self.num_known:
             raise ImportFailed(
-                f"{self._url} was imported from another folder, and none of its files is in {folder.url}. Choose "
-                f"another output folder, or replace the trace with --force"
+                f"{self._url} was imported from another folder, and {folder.url} has none of the imported files. "
+                f"Choose another output folder, or replace the trace with --force"
             )
         return found
 

@@ -15,7 +15,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """A column contains an invalid value. The caller then finds the row that contains it."""
+    """A column contains an invalid value. The caller catches this and finds the row with the value."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
@@ -39,7 +39,7 @@ class Kind:
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array with one element. Unlike in Arrow, a list may contain several types."""
+        """Convert one Python value to an array with one element. Unlike in Arrow, a list may mix types."""
         try:
             return self.column(pa.array([value]))
         except WRONG:
@@ -117,7 +117,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert to float32, which frameworks use for these values. Rounding is allowed, overflow is not."""
+    """Convert to float32, which frameworks use for these values. Values may be rounded but must not overflow."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -199,7 +199,7 @@ REWARDS = Kind(wants="a record with one number per reward function", type=tables
 
 
 def array_kind(type: pa.DataType, shape: str) -> Kind:
-    """Return the kind for nested lists that contain no NULL (see tables.ARRAYS)."""
+    """Return the kind for nested lists without NULL (see tables.ARRAYS). `shape` is their shape, for error messages."""
     if type in _CELLS:
         return replace(_CELLS[type], wants=f"{_CELLS[type].wants.partition(' ')[2]}s {shape}, without NULL")
     inner = array_kind(type.value_type, shape)

@@ -26,7 +26,7 @@ _FILE = r"(?:[^/]*__)?golden_values[^/]*\.json"
 
 
 def _case(path: str) -> tuple[list[str], str, str]:
-    """Return the folders, case and environment (such as `dev_dgx_h100`) in a path.
+    """Return the folders, case and environment (such as `dev_dgx_h100`) named in a path.
 
     Paths have the form `<family>/<case>/golden_values_<env>.json`. A file that was copied out of its folders may have
     `__` instead of each `/`.
@@ -36,7 +36,7 @@ def _case(path: str) -> tuple[list[str], str, str]:
 
 
 def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return each file's pass name and contract, as parsed from its path."""
+    """Return each file's pass name and contract, both parsed from its path."""
     cases = {name: _case(f"{folder.root}/{name}") for name, _ in folder.matching(_FILE)}
     shared = set.intersection(*(set(env.split("_")) for _, _, env in cases.values())) if cases else set()
     paths = []

@@ -52,8 +52,9 @@ def import_metrics(
 ) -> Imported:  # fmt: skip
     """Import a file or folder of scalars.
 
-    All values are held in memory (20 bytes each), because the last value of a step replaces earlier ones. If `output`
-    is a trace that was not imported from scalars, the scalars are added to it. Raises ImportFailed or TraceExists.
+    All values are held in memory (20 bytes each), because a metric's last value at a step replaces earlier ones. If
+    `output` is a trace that was not imported from scalars, the scalars are added to it. Raises ImportFailed or
+    TraceExists.
     """
     names, left_out = files_of(folder)
     found, notes = _Scalars(dict(map or {})), list[str]()
@@ -82,7 +83,9 @@ def _holds_other(output: str | os.PathLike[str], names: Any) -> bool:
     files = (pa.PythonFile(FileCursor(entry.file), mode="r") for entry in take_snapshot(store).files[METRICS])
     known = {name for file in files for name in pc.unique(pq.read_table(file, columns=["name"])["name"]).to_pylist()}
     if both := sorted(known & set(names)):
-        raise ImportFailed(f"{output} already has values for {listed_names(both)}. Rename or skip them", option="map")
+        raise ImportFailed(
+            f"{output} already has values for {listed_names(both)}. Rename or skip these metrics", option="map"
+        )
     return True
 
 
@@ -115,7 +118,9 @@ class _Scalars:
                 self.ignored[name] = None
                 continue
             if len(self.codes) >= _MOST_NAMES:
-                raise ImportFailed(f"{where} has more than {_MOST_NAMES:,} columns. Remove those that are not scalars")
+                raise ImportFailed(
+                    f"{where} has more than {_MOST_NAMES:,} columns. Remove columns that are not scalars"
+                )
             if number is None:
                 self._texts[len(self._values)] = as_text(value)
             self._steps.append(at)
@@ -138,8 +143,8 @@ class _Scalars:
     def check(self, url: str) -> None:
         if self._by_counter and self._differs:
             raise ImportFailed(
-                f"{self._by_counter} has only W&B's counter _step, but other rows have {self._differs}, and the two "
-                "differ. Map the column to use as the step, e.g. _step=step"
+                f"{self._by_counter} has only W&B's counter _step, which differs from {self._differs} in other rows. "
+                "Map the column to use as the step, e.g. _step=step"
             )
         if self._unread:
             raise ImportFailed(f"no row has the column {listed_names([*self._unread])}", option="map")
@@ -174,7 +179,7 @@ class _Scalars:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value), with nested names as `outer/inner`. W&B objects with `_type`, such as images, stay whole."""
+    """Yield (name, value), with nested names as `outer/inner`. W&B objects with `_type` (images) are not flattened."""
     for name, value in values.items():
         if isinstance(value, Mapping) and "_type" not in value and path.count("/") < _MOST_DEPTH:
             yield from _flat(value, f"{path}{name}/")

@@ -49,12 +49,12 @@ _LIST, _ONE = msgspec.msgpack.Decoder(list[msgspec.Raw]), msgspec.msgpack.Decode
 
 
 def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, fields of a micro-batch). Raises ImportFailed if the file is incomplete or malformed."""
+    """Yield each micro-batch's number and fields. Raises ImportFailed if the file is incomplete or malformed."""
     content = whole_content(path, _TIMES)
     where = str(path)
     try:
         if _num_items(content) * _LEAST_BYTES > len(content):
-            raise msgspec.DecodeError("fewer micro-batches than the file states")
+            raise msgspec.DecodeError("the file holds fewer micro-batches than its header states")
         for number, raw in enumerate(_LIST.decode(content), start=1):
             where = f"{path}, micro-batch {number}"
             batch = _ONE.decode(raw)

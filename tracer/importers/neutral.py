@@ -118,8 +118,8 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
                 f". For curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN" if is_curves else ""
             )
             raise ImportFailed(
-                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map your columns "
-                f"to {'it' if len(lacking) == 1 else 'them'}, e.g. theirs={lacking[0]}{remedy}"
+                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map "
+                f"{'a column to it' if len(lacking) == 1 else 'columns to them'}, e.g. theirs={lacking[0]}{remedy}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
@@ -147,7 +147,8 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
-            # pre_buffer would keep the whole file in memory. Without buffer_size, whole column chunks would be read.
+            # Save memory: pre_buffer would keep the whole file in memory, and without buffer_size, whole column chunks
+            # would be read at once.
             parquet = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
             present = [column for column in parquet.schema_arrow.names if column in columns]
             for batch in parquet.iter_batches(batch_size=_rows_at_once(parquet.metadata, present), columns=present):
@@ -239,7 +240,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if ours and ours not in KNOWN:
             names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
             raise cannot_map(
-                theirs, ours, f"Columns are {names}. The prefix rollout_ can be train_, current_ or reference_ instead"
+                theirs, ours, f"Columns are {names}. The prefix rollout_ can also be train_, current_ or reference_"
             )
 
 

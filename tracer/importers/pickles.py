@@ -35,7 +35,7 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Deduct bytes about to be allocated from the budget. Raises ImportFailed if too few are left."""
+        """Deduct `num_bytes`, which are about to be allocated. Raises ImportFailed if the budget is exceeded."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
@@ -136,7 +136,7 @@ class _Machine:
                 width = 1 if code == 0x68 else 4
                 key = int.from_bytes(data[position : position + width], "little")
                 if key not in memo:
-                    raise NotPlain("it reads a memo entry that was never set")
+                    raise NotPlain("the pickle reads a memo entry that was never set")
                 stack.append(memo[key])
                 position += width
             elif code in _NUMBERS:
@@ -166,7 +166,7 @@ class _Machine:
                 elif type(known) is Known and type(arguments) is tuple:
                     stack[-1] = known.make(*arguments)
                 else:
-                    raise NotPlain("it calls something other than a class or function")
+                    raise NotPlain("the pickle calls something other than a class or function")
             elif code == 0x51 and self._persistent is not None:  # BINPERSID
                 stack[-1] = self._persistent(stack[-1])
             elif code in _CONSTANTS:
@@ -209,12 +209,13 @@ class _Machine:
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
-        # Python's unpickler is faster, and safe here because these bytes contain only numbers and no callable.
+        # Use Python's unpickler, which is faster. It is safe here, because these bytes contain only numbers and no
+        # callable.
         stack += pickle.loads(b"(" + run[0] + b"l.")
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Execute a less frequent opcode without an inline argument, and return the current stack."""
+        """Execute one of the less frequent opcodes, which have no inline argument. Return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
@@ -223,7 +224,7 @@ class _Machine:
             if type(stack[-1]) is list:
                 stack[-1].extend(items)
             elif type(stack[-1]) is not Foreign:
-                raise NotPlain("it appends to something other than a list")
+                raise NotPlain("the pickle appends to something other than a list")
         elif code in (0x73, 0x75):  # SETITEM, SETITEMS
             items, stack = ([stack.pop(-2), stack.pop()], stack) if code == 0x73 else (stack, self._marked.pop())
             self._set(stack[-1], items)
@@ -249,12 +250,12 @@ class _Machine:
             if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled later
                 made.give_state(state)
             elif type(made) is not dict:
-                raise NotPlain("it sets state on an object that cannot have any")
+                raise NotPlain("the pickle sets state on an object that cannot have state")
         elif code == 0x92:  # NEWOBJ_EX
             self._budget.take(CONTAINER_BYTES)
             known = (stack.pop(), stack.pop(), stack.pop())[2]
             if type(known) is not Foreign:
-                raise NotPlain("it calls something with keyword arguments")
+                raise NotPlain("the pickle creates an object with keyword arguments")
             stack.append(Foreign(known.module, known.name))
         elif code == 0x30:  # POP
             stack.pop()
@@ -269,12 +270,12 @@ class _Machine:
         if type(target) is Foreign:
             return target
         if type(target) is not dict or len(items) % 2:
-            raise NotPlain("it sets items on something other than a dictionary")
+            raise NotPlain("the pickle sets items on something other than a dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is Foreign or (type(key) is tuple and Foreign in map(type, key)):
                 continue
             if type(key) not in _KEYS and not (type(key) is tuple and all(type(part) in _KEYS for part in key)):
-                raise NotPlain(f"it has a {type(key).__name__} key")
+                raise NotPlain(f"a dictionary has a {type(key).__name__} key")
             target[key] = value
         return target
 

@@ -62,8 +62,10 @@ class ZeroLists:
 
     A list of zeros counts as logprobs if another pass over the same policy has values for the same tokens, all within
     CERTAIN_NATS of 0. Otherwise it counts as a placeholder, unless the list has only one value, because a single zero
-    is weak evidence. A pass whose values are 0.0 throughout the import was probably never filled in, so they become
-    NULL, unless other passes over the same policy also have values and these are all 0.0 too.
+    is weak evidence.
+
+    If all of a pass's values in an import are 0.0, the pass was probably never filled in, and its values become NULL.
+    They are kept only if other passes over the same policy have values too, all of them 0.0.
     """
 
     def __init__(self) -> None:

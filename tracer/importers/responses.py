@@ -67,7 +67,7 @@ def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
     rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
-    """Return the format for servers whose responses contain `key`. `rollout` is the advice for missing logprobs."""
+    """Return the format for servers whose responses contain `key`. `rollout` is the note for files without logprobs."""
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         response, request = response_of(fields.record)
@@ -268,7 +268,7 @@ def _id_logprobs(fields: Fields, column: str) -> tuple[Values, np.ndarray] | Non
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
-        raise ImportFailed(f"{fields.where}: {column} is not a list of tokens with id and logprob")
+        raise ImportFailed(f"{fields.where}: {column} is not a list of tokens, each with an id and a logprob")
     return _triples(fields.of({"t": [[one.get("logprob"), one.get("id")] for one in found]}, fields.where, t="t"), "t")
 
 

@@ -144,7 +144,7 @@ def _slice(reading: Reading, name: str, meta: _Slice, where: str, num_recent: in
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     uid = fields.text("group_id")
-    # Unlike the uid, collection_iter changes when a checkpoint compacts the bank.
+    # Take the step from the uid if possible, because collection_iter changes when a checkpoint compacts the bank.
     found = _UID.fullmatch(uid or "")
     common = {"step": (int(found[1]) if found else fields.record["collection_iter"]) + 1, "group_id": uid}
     for place, member in enumerate(fields.record["group"]["rollouts"]):

@@ -198,7 +198,7 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Record rows that have the same step and the same non-NULL columns."""
+        """Record rows with the same step, the same split, and non-NULL values in the same columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -308,7 +308,7 @@ class _Scores:
 
 
 def _fields(columns: Columns, name: str, is_owner: bool) -> dict[str, str]:
-    """Return the columns of a pass's scores (except logprobs) and arrays, by field. Missing columns are left out."""
+    """Map a pass's score fields (except logprobs) and arrays to their columns, leaving out missing columns."""
     names = [(each, each) for each in OF_TOKENS if is_owner]
     names += [(each, f"{name}_{each}") for each in (*OF_TOKENS, *(ARRAYS if name in STANDARD else ()))]
     return {each: column for each, column in names if columns[column] is not None}
@@ -340,8 +340,8 @@ def _arguments(name: str, arrays: Mapping[str, Ragged], batch: Batch, rows: np.n
         given = [column for column in columns if column in values]
         if given and (not {*columns[:2]} - _OPTIONAL <= {*given} or argument in found):
             raise InvalidRecord(
-                f"step {batch.step}, {batch.label(rows[0])}: pass {name!r} has {', '.join(given)} for its {argument}. "
-                f"Map {' and '.join(columns[:2])}, and only one kind of distribution per pass"
+                f"step {batch.step}, {batch.label(rows[0])}: pass {name!r} has {', '.join(given)} as its {argument}. "
+                f"Map {' and '.join(columns[:2])}, and map only one kind of distribution per pass"
             )
         if given:
             found[argument] = make(**{ARRAYS[column].keyword or column: values[column] for column in given})

@@ -58,7 +58,7 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     if len({re.sub(found[1], "", name) for name in found[0]}) > 1:
         raise ImportFailed(f"{folder.url} contains several runs or tables. Pass one of {listed_names(found[0])}")
     rest = [name for names, part in others if names is not tables for name in names]
-    # Read only the last checkpoint, because it contains the full history up to its step.
+    # Of several checkpoints, read only the last, because it contains the full history up to its step.
     return found[0][-1:] if found[1] == _KINDS[0][1] else found[0], [
         f"{listed_names(rest)} (pass one to read it)"
     ] if rest else []
@@ -159,7 +159,9 @@ def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
             for cells in csv.reader(texts(), delimiter=delimiter):
                 where = f"{path}, line {number}"
                 if len(cells) != len(names):
-                    raise ImportFailed(f"{where} has {len(cells)} cells for {len(names)} columns. Repair or remove it")
+                    raise ImportFailed(
+                        f"{where} has {len(cells)} cells for {len(names)} columns. Repair or remove the line"
+                    )
                 yield where, None, {name: cell for name, cell in zip(named, cells, strict=True) if name and cell != ""}
         except (csv.Error, UnicodeDecodeError) as error:
             remedy = "Write UTF-8 text with one header line"
@@ -258,7 +260,7 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
                 else:
                     ignored[value.tag] = None
         except (DecodeError, KeyError, TypeError, ValueError) as error:
-            raise ImportFailed(f"{where} is not an event ({error}). Check that this is an event file") from error
+            raise ImportFailed(f"{where} is not an event ({error}). Check that the file is an event file") from error
         if values:
             yield where, event.step, values
     if number < whole or (is_cut and not whole):
@@ -318,7 +320,10 @@ _FULL, _LAST = 1, 4
 
 
 def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
-    """Yield a run file's records, in LevelDB's log format after the first 7 bytes (wandb/sdk/internal/datastore.py)."""
+    """Yield the records of a W&B run file.
+
+    After its first 7 bytes, the file is in LevelDB's log format (wandb/sdk/internal/datastore.py).
+    """
     parts, at, size = list[bytes](), 7, path.stat().st_size
     with opened(path) as file:
         if file.read(7)[:4] != b":W&B":

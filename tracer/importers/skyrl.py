@@ -56,7 +56,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         array.shape != (len(sequences), width) for array in (*given, *per_token.values())
     ):
         raise ImportFailed(f"{path}: masks and logprobs must all have the shape [{len(sequences)}, response width]")
-    # The prompt ends at each row's first response token.
+    # In each row, the prompt ends where the first response token begins.
     there, whole = attention.astype(bool), sequences.shape[1]
     mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)
     first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)

@@ -76,7 +76,8 @@ def values_of(fields: Fields) -> dict[str, Values]:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return router choices [S, L, slots] or None. Files have none for the last token, which is never a model input."""
+    """Return router choices [S, L, slots], or None if there are none. The last token, which the model never takes as
+    input, has no choices."""
     found = fields.array("rollout_expert_ids", 3)
     if found is None:
         return None

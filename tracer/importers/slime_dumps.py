@@ -70,7 +70,10 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def _owner(record: Mapping[str, Any]) -> str | None:
-    """Return the framework that wrote a train dump. None if both could have written it, and for a rollout dump."""
+    """Return the framework that wrote a train dump.
+
+    Returns None for a rollout dump, and for a train dump that either framework could have written.
+    """
     if "format_version" in record:
         return "slime"
     return "miles" if record.keys() & {"cp_size", "qkv_format"} else None

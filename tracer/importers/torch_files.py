@@ -51,7 +51,9 @@ def is_cut(path: Path) -> bool:
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
     if depth > _MAX_INSIDE:
-        raise ImportFailed(f"{where} contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
+        raise ImportFailed(
+            f"{where} contains pickles nested more than {_MAX_INSIDE} levels deep, which no framework writes"
+        )
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
@@ -94,7 +96,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
                 if key not in storages:
                     entry = entries.get(f"{root}data/{key}")
                     if entry is None:
-                        raise NotPlain(f"its storage {key!r} is missing")
+                        raise NotPlain(f"storage {key!r} is missing")
                     budget.take(entry.file_size)
                     storages[key] = Storage(dtype, _stored(content, entry))
                     if entry.file_size < numel * _item_size(dtype):
@@ -113,7 +115,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return a view of an uncompressed entry's bytes. ZipFile.read would be slow for thousands of entries."""
+    """Return an uncompressed entry's bytes without copying, because ZipFile.read is slow for thousands of entries."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for entry {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -180,7 +182,7 @@ class _StorageKind(Known):
 
 
 class _DtypeName(_StorageKind):
-    """A torch dtype. Files mention dtypes but never call them."""
+    """Stands for a torch dtype, which pickles refer to but never call."""
 
 
 def _item_size(dtype: str | None) -> int:

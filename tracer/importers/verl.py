@@ -126,7 +126,7 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
     if len(batch) != 3 or not isinstance(batch[2], dict):
-        raise NotPlain("its tensors have an unexpected form")
+        raise NotPlain("the tensors have an unexpected form")
     encoded = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
     foreign = {name: value for name, value in batch[2].items() if isinstance(value, Foreign)}
     return {name: raw_tensor(*value) for name, value in encoded.items()} | foreign
@@ -185,7 +185,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S]. None if the trainer replaced them (replay mode R2)."""
+    """Return the engine's router choices [B, P + T, L, S], or None if the trainer replaced them (replay mode R2)."""
     found = _array(fields, "rollout_expert_ids", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(

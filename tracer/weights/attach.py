@@ -133,7 +133,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
-                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it is a complete {name}"
+                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it contains a complete {name}"
             )
     with torch.no_grad():
         _put_own_dtypes(model, path)
@@ -185,9 +185,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     where, config = snapshot.store.url, model.config.to_dict()
     for known in snapshot.writers:
         if known.model.get("adapters"):
-            raise InvalidOption(
-                f"{where} was recorded with adapters, and a single model folder does not include adapter weights"
-            )
+            raise InvalidOption(f"{where} was recorded with adapters, but a model folder contains no adapter weights")
         recorded = known.model.get("config")
         if isinstance(recorded, dict):
             other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]

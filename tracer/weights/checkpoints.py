@@ -67,7 +67,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsMissing(f"{path} cannot be read ({error}). Restore it from a backup") from error
         header.pop("__metadata__", None)
-        # Mapped copy-on-write, because torch warns about read-only arrays.
+        # Map the file copy-on-write, because torch warns about read-only arrays.
         mapped = np.memmap(path, np.uint8, "c")
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config, with the `architectures` field that vLLM needs added if it is missing."""
+    """Return a model's config. If it lacks the `architectures` field, which vLLM needs, add the field."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -91,7 +91,7 @@ def write_folder(
     folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Mapping[str, bytes], *,
     prefix: str = "",
 ) -> None:  # fmt: skip
-    """Write weights, a config and tokenizer files to a folder for `from_pretrained`.
+    """Write weights, a config and tokenizer files to a folder that `from_pretrained` can load.
 
     With `prefix="adapter_"`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is not
     empty, and StorageError if it cannot be written.
@@ -128,7 +128,7 @@ FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
-    """Open a trace's policy versions, recorded or saved as checkpoints.
+    """Open a trace's policy versions, which are either recorded in it or saved as checkpoints.
 
     Checkpoints are read only from `weights_from` or TIM_TRACE_WEIGHTS_FROM. A folder named in the trace is ignored,
     because the trace may come from an untrusted source.

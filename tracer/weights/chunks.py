@@ -123,7 +123,7 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
     kind = np.dtype(bits_type(dtype))
     if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
-        raise ValueError(f"it does not contain {size:,} elements of {dtype}")
+        raise ValueError(f"the chunk does not contain {size:,} elements of {dtype}")
     return decoded(encoded, kind, size, out_C)
 
 
@@ -131,9 +131,9 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
     # Check the sizes first, because blosc allocates as much memory as the header asks for.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
-        raise ValueError(f"it must contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
+        raise ValueError(f"the data must contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
     if int.from_bytes(encoded[12:16], "little") != len(encoded):  # otherwise blosc would read past the end
-        raise ValueError(f"it is incomplete: it has only {len(encoded):,} bytes")
+        raise ValueError(f"the data is incomplete: only {len(encoded):,} bytes")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out), kind)
     except RuntimeError as error:
@@ -197,11 +197,11 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
     folded_K = decoded(encoded[end:], kind, size)
     ends_K = np.flatnonzero(distances_G != _LONGEST)
     if not len(ends_K) or len(ends_K) != len(folded_K) or ends_K[-1] != len(distances_G) - 1:
-        raise ValueError("its positions and differences do not match")
+        raise ValueError("the positions and differences do not match")
     places_K = np.cumsum(distances_G, dtype=np.int64)[ends_K]
     places_K -= 1
     if places_K[0] < 0 or places_K[-1] >= size:
-        raise ValueError(f"it changes elements beyond the chunk's size ({size:,})")
+        raise ValueError(f"changes lie beyond the chunk's {size:,} elements")
     return places_K, np.asarray((folded_K >> 1) ^ -(folded_K & 1))  # the inverse of _folded
 
 

@@ -224,7 +224,7 @@ class WeightReader:
             return self._read(*parts[0]).reshape(first.shape)
         whole = np.zeros(first.whole_shape, bits_type(first.dtype))
         for record, tensor in parts:
-            # An FSDP1 shard is a contiguous range of elements.
+            # An FSDP1 shard is a contiguous range of the flattened tensor's elements.
             target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
             offsets = zip(tensor.offsets or (), tensor.shape, strict=True)
             place = tuple(slice(start, start + length) for start, length in offsets)
@@ -399,10 +399,10 @@ def _segment_of(name: str) -> Segment | None:
 
 def _layout(content: bytes, expected: str) -> WeightLayout:
     if expected != whole_hash(content):
-        raise ValueError("its content has changed since it was written")
+        raise ValueError("the content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
     if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
-        raise ValueError("it lists a tensor twice")
+        raise ValueError("a tensor is listed twice")
     _check_room(found)
     return found
 
@@ -417,4 +417,4 @@ def _check_room(layout: WeightLayout) -> None:
     # Tensors are read one by one, so they need not fit into memory together.
     needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)
     if needed > memory:
-        raise ValueError(f"its tensors need {needed:,} bytes of memory, but this machine has {memory:,} bytes")
+        raise ValueError(f"the tensors need {needed:,} bytes of memory, but this machine has {memory:,} bytes")

@@ -61,8 +61,8 @@ ChunkChanges = dict[str, list[Changes]]
 class WeightWriter:
     """Copies weights to the host, and writes them on a separate thread.
 
-    Host memory has room for two versions, so a new version waits until the previous one is written. `patience` limits
-    this wait.
+    At most two versions are held in host memory, so a new version waits until the previous one is written. `patience`
+    limits this wait.
     """
 
     def __init__(
@@ -104,10 +104,11 @@ class WeightWriter:
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Store a policy version once. `tensors` maps state_dict names to tensors on any device.
+        """Store a policy version, unless it is stored already.
 
-        Returns as soon as the caller may modify the tensors. For CUDA tensors, the current stream waits for the copy,
-        but the caller does not, unless the weights exceed PINNED_BYTES. Raises InvalidRecord for an unsupported dtype.
+        `tensors` maps state_dict names to tensors on any device. Returns as soon as the caller may modify them. For CUDA
+        tensors, the current stream waits for the copy, but the caller does not, unless the weights exceed PINNED_BYTES.
+        Raises InvalidRecord for an unsupported dtype.
         """
         if version == self._version:
             return
@@ -136,7 +137,7 @@ class WeightWriter:
 
     def _write(self, version: int, layout: WeightLayout, bits: Bits) -> None:
         last, known = self._last, self._written
-        # The delta overwrites the previous copy, and its memory is reused for the next one.
+        # The delta overwrites the previous copy. The next copy reuses that memory.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
         num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
         plan = None
@@ -175,7 +176,7 @@ class WeightWriter:
     def _plan(
         self, row: int, delta: Bits, bits: Bits, *, is_few: bool
     ) -> tuple[int, ChunkChanges] | tuple[None, None] | None:
-        """Return a base row and the changes to it, (None, None) to store a full XOR, or None to begin a new segment."""
+        """Return a base row and the changes since it, (None, None) to store a full XOR, or None for a new segment."""
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
             has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)

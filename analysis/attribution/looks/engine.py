@@ -85,7 +85,7 @@ def age(facts: Facts) -> Iterator[Fact]:
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
-    """Yield how many updates the engine lags behind the trainer. A constant lag is normal in asynchronous training."""
+    """Report how many updates the engine lags behind the trainer. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
     values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
     recorded = facts.values("version_lag")
@@ -99,7 +99,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Yield whether mean -logprob exceeds mean entropy. They match if the recorded policy sampled the tokens."""
+    """Report whether mean -logprob exceeds mean entropy. They are equal if the recorded policy sampled the tokens."""
     known = np.isfinite(facts.values("entropy"))
     if facts.fall is None or not known.any():
         return
@@ -126,7 +126,7 @@ def largest_rise(facts: Facts) -> ChangePoint | None:
 
 
 def declared_lag(facts: Facts) -> tuple[float, float]:
-    """Return the engine's lag (updates) at the onset and while the run was still learning, or 0 if unknown."""
+    """Return the engine's lag (updates) at the onset, and while the run was still learning. Both are 0 if unknown."""
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():

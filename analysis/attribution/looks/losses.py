@@ -28,10 +28,10 @@ _KL = re.compile(r"(^|[^a-z])kl([^a-z]|$)(?!.*coef)", re.IGNORECASE)
 FEWEST = 12
 """Minimum number of steps for a fit: three per coefficient."""
 _MOST_LEFT = 0.1
-"""Share of the logged loss's variance that its terms may leave unexplained."""
+"""If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
 """Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
-second applies where a changed term is compared with an added constant, which is inexact for the same reason."""
+second is for comparing a changed coefficient with an added constant."""
 _OF_UPDATES = """
 SELECT step, avg(by_token) AS by_token, avg(by_sequence) AS by_sequence, avg(sums) AS sums
 FROM (
@@ -151,7 +151,8 @@ def changed_term(
     constant, shifted = (min(float(fit[place]) for fit in fits) for place in (3, 4))
     if left < _MOST_LEFT * spread:
         name = str(names[chosen[term]])
-        # The change is weak evidence if the loss fits nearly as well without it or with an added constant instead.
+        # The change is weak evidence if the loss can be fitted nearly as well without it, or with a change in the
+        # constant instead.
         others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
         level = math.prod(1 - math.sqrt((left + least * spread) / (other + least * spread)) for least, other in others)
         yield fact(code, level, name, term=name, step=int(steps[places[at]]))
@@ -190,7 +191,8 @@ _SIGNS = {"reference": 1.0, "entropy": -1.0}
 _USUAL = {"reference": 0.1, "entropy": 0.02}
 """Coefficients that are not exceeded in published recipes, for runs that declare none."""
 _MOST_LEFT_OF_STEPS = 0.5
-"""Share of the variance of the loss's differences between steps that the terms may leave unexplained."""
+"""If the terms leave more than this share of the variance of the loss's step-to-step differences unexplained, their
+coefficients are not judged."""
 _LEAST_ERRORS = 4.0
 """A coefficient counts only if it is larger than this many standard errors."""
 _FEWEST_DIFFERENCES = 5

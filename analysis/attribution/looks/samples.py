@@ -38,7 +38,7 @@ DATA_FAULTS = {
 
 
 def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
-    """Yield the suspect, the first step and the finding for each fault that `check` finds in the data."""
+    """For each fault that `check` finds in the data, yield its suspect, the step where it begins, and the finding."""
     for suspect, codes in DATA_FAULTS.items():
         for one in facts.checked.data if facts.checked else ():
             if not one.is_notice and one.code in codes.split():
@@ -46,7 +46,7 @@ def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
 
 
 def data_faults(facts: Facts) -> Iterator[Fact]:
-    """Yield the faults that `check` finds in rewards, advantages, groups and responses."""
+    """For each suspect, yield the strongest data fault that `check` finds and that begins no later than the drop."""
     assert facts.fall is not None
     found = defaultdict[str, list[Fact]](list)
     for suspect, since, one in data_faults_since(facts):
@@ -85,7 +85,7 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
 
 
 def mixed(facts: Facts) -> Iterator[Fact]:
-    """Yield whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
+    """Report whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
     assert facts.fall is not None
     first, found = facts.breaks - _LONG, dict[int, Fact]()
     rows = facts.rollouts.until(facts.fall.latest).since(first - _LONG)
@@ -110,7 +110,7 @@ def _apart(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _share_between_groups(rows: Rollouts) -> tuple[float, float] | None:
-    """Return the intraclass correlation and its standard error (Fisher 1925, section 40).
+    """Return the rewards' intraclass correlation and its standard error (Fisher 1925, section 40).
 
     The correlation is the share of the rewards' variance within a step that is due to differences between groups.
     """
@@ -143,7 +143,7 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def new_values(facts: Facts) -> Iterator[Fact]:
-    """Yield whether rewards suddenly take values that the reward function never gave before."""
+    """Report whether rewards suddenly take values that never occurred before."""
     assert facts.fall is not None
     step, before, share = new_reward_values(facts.rollouts, facts.fall.latest)
     if share > before:
@@ -227,8 +227,8 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
-    # If the baseline adapts slowly, the mean advantage may change by as much as the mean reward (divided by the
-    # rewards' standard deviation if advantages are normalised).
+    # If the baseline adapts slowly, the mean advantage changes along with the mean reward (divided by the rewards'
+    # standard deviation if advantages are normalised). A change of that size does not count.
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     early = facts.well_before
     means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
@@ -317,19 +317,21 @@ def endings(facts: Facts) -> Iterator[Fact]:
         jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
         at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0
         step, level = int(steps[first + at]), math.sqrt(max(jumps.max(), 0.0))
-        # If the gradient norm changed earlier, the policy itself may have learned to end responses differently.
+        # If the gradient norm changed earlier, the policy itself may have learned to end responses differently. The
+        # model weighs such a change separately.
         is_own = code == "endings_change" and gradient is not None and gradient < step
         values = {"step": step, "share": float(share[first + at]), "before_share": float(usual[at])}
         yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
 
 
 def capped(facts: Facts) -> Iterator[Fact]:
-    """Yield whether responses suddenly end at a length that many earlier responses exceeded."""
+    """Report whether responses suddenly end at a length that many earlier responses exceeded."""
     assert facts.fall is not None
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])
     longest = np.array([part.max(initial=0) for part in parts])
-    # A policy may also learn to end all responses at one length. A limit cuts them off before the end token.
+    # Count only responses without an end token: a policy can learn to end all responses at one length, but only a limit
+    # cuts them off.
     ended = np.split(facts.rollouts.is_ended, first[1:])
     found = []
     for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):

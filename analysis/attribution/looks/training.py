@@ -51,7 +51,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
     ratios = np.array([values[at] / np.median(values[:at]) for at in range(3, len(values))])
     at = int(np.argmax(ratios > 3.0)) if (ratios > 3.0).any() else int(ratios.argmax())
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
-    # During a linear warm-up, the learning rate is twice its earlier median, so only larger factors count.
+    # In a linear warm-up, the learning rate is always about twice its earlier median, so only larger factors count.
     is_early = first <= max(facts.fall.high, facts.fall.fallen)
     spike = max(of_ratio(factor, 2.0, 10.0), 0.0) if is_early else 0.0
     given = [
@@ -148,7 +148,7 @@ _NEAR_STEPS = 4
 
 
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the reference logprobs suddenly stop resembling the trainer's, although the trainer's hardly change.
+    """Report whether the reference logprobs suddenly stop correlating with the trainer's, which hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """

@@ -54,8 +54,8 @@ from .values import UNRELATED
 MIN_COURSE = 4
 """Minimum number of steps for judging whether the mismatch grows with the updates."""
 MIN_GROWTH = 2.0
-"""Minimum factor by which it grows. In 64 healthy runs with enough steps of about the same mean logprob, it is at most 1.6,
-and in none of them does it grow steadily."""
+"""A growing mismatch is reported only if it grows by at least this factor. In 64 healthy runs with enough steps of
+about the same mean logprob, it grows at most 1.6-fold, and in none of them steadily."""
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -163,7 +163,7 @@ def find_adapter(data: PairData) -> list[Finding]:
 
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch, which raises logprobs in sequences with a
-    positive advantage. Stale weights give no such correlation."""
+    positive advantage. With stale weights, logprobs and advantages are not correlated."""
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
     if advantage is None or not np.isfinite(advantage[rows]).any():
         return []
@@ -191,7 +191,7 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 def find_growth(data: PairData) -> list[Finding]:
     """Detect a mismatch within rounding that grows with the updates where both sides record the same policy version.
 
-    Only steps with about the first step's mean logprob count, because rounding grows as distributions become sharper.
+    Only steps with a mean logprob close to the first step's count, because rounding grows as distributions sharpen.
     """
     sample, steps, noise = data.sample, data.sample.steps[data.seq], logit_error(data)
     fresh = ((sample.a.versions - sample.b.versions).filled(1) == 0)[data.seq]  # an unknown version is not on policy
@@ -390,14 +390,14 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """Leave out the steps before the mismatch jumps from rounding to a constant level. Any fault can cause a jump."""
+    """If the mismatch jumps from rounding to a constant level, keep only the later steps. Any fault can cause this."""
     grown = features.growth(data)
     later = data.sample.steps[data.seq] >= (grown.since or 0)
     return data.within(later) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if, as for stale weights, the mismatch at the place is not yet larger than elsewhere at the first step."""
+    """Return True if the first step's mismatch at `place` is hardly larger than elsewhere, as with stale weights."""
     first, noise = data.sample.steps[data.seq] == data.sample.steps[data.seq].min(), logit_error(data)
     inside, outside = noise[first & place.inside], noise[first & ~place.inside]
     return bool(not first.all() and len(inside) and len(outside) and np.median(inside) < 2 * np.median(outside))
@@ -441,7 +441,7 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # Different weights alone do not make the mismatch fade along responses: the score of 45 runs is at most 2.7.
+            # Different weights alone do not make the mismatch fade along responses: in 45 runs, `fades` is at most 2.7.
             if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
                 numbers["cause"] = "early"
         along = along_movement(data) if numbers["cause"] != "early" else 0.0
@@ -453,7 +453,7 @@ def _finding(
         numbers["side"] = data.names["a" if twins.a > twins.b else "b"]
         broken = SIDES.get(str(numbers["side"]), "computation")
     elif kind == "prompt" and cause == "prompt":
-        # Prefill predicts the first response token, so prefill faults make its error large, and decode faults do not.
+        # Prefill computes the first response token's logprob, so only a prefill fault makes its error large.
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
     elif kind == "onset" and (begins := features.onset(data)) is not None:
@@ -496,7 +496,8 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in MoE models: tokens `off` ([K] bool) and others differ far more than most, in both directions."""
+    """Detect router flips in MoE models: some tokens, including `off` ([K] bool), differ far more than most, with both
+    signs."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -648,7 +649,7 @@ def _bound(n: Mapping[str, Any]) -> dict[str, str]:
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound, "window_text": at}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
-    # Four digits, as the level may be close to `most`.
+    # Show four digits, because the level may be close to `most`.
     return {"level_text": f"{n['level']:.4g}", "bound_text": bound, "window_text": at}
 
 
@@ -703,11 +704,11 @@ def rounding(data: PairData) -> Finding:
 
 
 def _window(data: PairData) -> dict[str, Number]:
-    """Return the recorded attention window, if the mismatch becomes larger at exactly the first token that exceeds it."""
+    """Return the recorded attention window if the mismatch becomes larger at exactly the first token beyond it."""
     recorded = named(data.model.get("config") or {}, *_WINDOWS)
     begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
     for setting, window in recorded.items():
-        # The logprob of a token is computed one position before it.
+        # A token's logprob is computed at the position before it, so the onset may be one past the window.
         if begins is not None and isinstance(window, int) and begins[0] - window in (0, 1):
             return {"setting": setting, "window": window, "onset": begins[0], "times": begins[1]}
     return {}

@@ -154,7 +154,7 @@ def _placed(
 def _shifted(data: PairData) -> Hypothesis | None:
     index = _index(data)
     before = row_means(_cost(data, index))
-    # If only some rows are shifted, the rows that agree would hide the shift, so they are left out.
+    # Leave out rows that agree, because they would hide a shift of the other rows.
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
@@ -164,7 +164,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
     long = compared.sum(axis=1) >= 4
     after, own = row_means(moved), row_means(np.where(compared, unmoved, np.nan))
     fits = long & (after < REALIGNED_SHARE * own) & (lags != 0)
-    # Rows that agree at first and are shifted later have a different fault.
+    # The first tokens must be shifted, too. Rows that agree at first and are shifted later have a different fault.
     head = np.cumsum(compared, axis=1) <= 4
     at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
     if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
@@ -191,7 +191,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return each row's best shift for pass b (tokens), [R]: one of LAGS, or where WIDTH values from its middle fit best."""
+    """Return the best shift of pass b in each row (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive
+    values of the row fit best."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -224,9 +225,9 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain values that rounding cannot explain by the other side's values for tokens up to three places away."""
+    """Detect values that rounding cannot explain but that match the other side's values up to three tokens away."""
     off, found = nobodys(data), []
-    # Values are known to be displaced only if most tokens agree.
+    # Displaced values can be recognised only if most tokens agree.
     if not 5 <= off.sum() <= data.num_kept / 2 or np.median(logit_error(data)[~off]) > allowed_noise(data):
         return []
     error = 4 * unexplained(data).sigma * data.scale + 2 * value_rounding(data)
@@ -236,7 +237,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         return at, (at >= 0) & (np.abs(_at(side.others, at) - side.values) < error[at])
 
     for side in sides(data):
-        # How many fit by chance shows in values so far away that nothing displaces them there.
+        # Lags too large for any real displacement show how many values fit by chance.
         far = [fitting(side, lag) for lag in range(-_FAR, _FAR + 1) if abs(lag) > max(LAGS)]
         chance = (sum(fits.sum() for _, fits in far) + 1) / (sum((at >= 0).sum() for at, _ in far) + 1)
         source, lags = np.full(data.num_kept, -1), {}
@@ -249,7 +250,7 @@ def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         there, num = source >= 0, int((source >= 0).sum())
         left = np.abs(_at(side.others, source) - side.values)[there]
         if num > max(off.sum() / 4, 4) and np.median(left) < 0.1 * np.median(np.abs(data.d[there])):
-            # If both tokens of a pair are off, the pair fits both sides, and the engine's values count as displaced.
+            # If both tokens of a pair mismatch, either side could be the shifted one, so prefer the engine.
             found.append((num * (1.2 if side.own.name == ROLLOUT else 1.0), side, source, lags))
     return [_of_neighbours(data, where, *max(found, key=lambda each: each[0])[1:])] if found else []
 
@@ -381,7 +382,7 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's cheapest sequence of lags of pass b, [R, T], and the nats it saves compared with no lag, [R].
 
-    A nonzero lag at the start costs as much as two nats, and so does each lag change. A token without a partner costs
+    A nonzero lag at the start costs two nats, and so does each change of the lag. A token without a partner costs
     CAP_NATS / 2.
     """
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
@@ -406,7 +407,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     moved = away != 0
     if moved.sum() < 20:
         return None
-    # The side whose logprob + entropy averages 0 has its values at the right tokens.
+    # The side whose logprob + entropy averages 0 is aligned with its tokens.
     a, b = sides(data)
     a_is_right = abs(a.sampled_score) <= abs(b.sampled_score) or b.own.entropy is None
     other_row = moved & (data.seq[source] != data.seq)
@@ -432,8 +433,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Match each kept token's value in pass b to some token's value in pass a, and return the latter's index, [K], or
-    -1 if no token matches. Return None if too few tokens have a match."""
+    """For each kept token, find the token whose value in pass a matches this token's value in pass b. Return its index,
+    [K], or -1 if there is no match. Return None if too few tokens have a match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))

@@ -143,9 +143,10 @@ def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect NULL (if the other pass has a value), NaN and infinite logprobs (also at steps that are not inspected).
+    """Detect logprobs that are NaN, infinite, or NULL although the other pass has a value.
 
-    At the ends of sequences they indicate truncation, elsewhere lost values.
+    They indicate truncation if they are at the ends of sequences, and lost values if they are elsewhere. NaN and
+    infinities are also counted at steps that are not inspected.
     """
     sample = data.sample
     a, b = sample.a, sample.b
@@ -208,8 +209,10 @@ def _missing(
 
 
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a finding that the loss mask is inverted, or displaced: in each row, it excludes about as many tokens that have logprobs
-    as it includes tokens that lack them."""
+    """Return a finding if the loss mask seems to be inverted or shifted, otherwise None.
+
+    In each row, a shifted mask leaves out about as many tokens with logprobs as it includes tokens without them.
+    """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
@@ -262,13 +265,13 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
         tested = values[np.sort(often[num[often] >= FEW_CONSTANTS])].tolist()
         masks = [(value, side.values == value) for value in tested if value > IMPOSSIBLE_LOGPROB]
-        # Values from masked logits differ slightly, because the normaliser differs, so they are tested together.
+        # Masked logits give slightly different values, because the normaliser differs. Test these values together.
         if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
             masks.append((float(np.median(impossible)), side.values <= IMPOSSIBLE_LOGPROB))
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                # A token with probability 1 has a logprob of 0, and a 16-bit value is right at some tokens by chance.
+                # Leave out tokens where the value is right: 0 at probability 1, or a 16-bit placeholder by chance.
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
@@ -284,7 +287,7 @@ def find_merged(data: PairData) -> Iterator[Hypothesis]:
         zero = own == 0
         far = zero & (other < -0.05)
         for where in ("before", "after") if far.sum() >= FEW_CONSTANTS else ():
-            # Each token with a nonzero logprob starts a group, or ends one if `where` is `after`.
+            # Group the zeros with their neighbour: a nonzero logprob starts a group, or ends it if `where` is `after`.
             group = np.cumsum(np.r_[True, ~(same & (zero[1:] if where == "before" else zero[:-1]))]) - 1
             lead = ~zero & (np.bincount(group, zero)[group] > 0)
             residual = np.where(lead, own - np.bincount(group, other)[group], 0.0)
@@ -342,7 +345,7 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
         at_end = np.mean((np.r_[every[1:], True] | np.r_[np.diff(seq) != 0, True])[every]) > 0.99
         if where.sum() >= 2 * num_runs:
             reason = "after_end" if at_end else "improbable"
-        # A token sampled at 1 of k positions has a probability of about 1/k.
+        # A token that is sampled at 1 of k positions has a probability of about 1/k. Appended tokens have far less.
         elif at_end and np.median(others[where]) < np.log(where.mean()) - 2:
             reason = cause = "appended"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
@@ -371,7 +374,7 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
     often = np.argsort(-num, kind="stable")[:MAX_CONSTANTS]
     for value in values[often[num[often] > _REPEATED_FACTOR**2]].tolist():
         where = same & (data.a == value)
-        # Contexts are counted only once, because a repeated context repeats the value.
+        # Count each context only once, because a repeated context repeats its value.
         num_contexts, num_ids = (len(np.unique(each[where])) for each in (keys, ids))
         if num_ids < FEW_CONSTANTS or num_contexts <= _REPEATED_FACTOR**2 * _by_chance(data, value, where):
             continue
@@ -381,9 +384,9 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return how many times a value can repeat by chance, or infinity if `value` can be the logprob of many tokens."""
+    """Return how often `value` can repeat by chance, or infinity if it can be the logprob of many tokens."""
     if value == 0.0:
-        # A token with probability 1 has an entropy of 0, unless the entropy is that of the unfiltered distribution.
+        # High entropies rule out that zeros are correct, unless they are those of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
@@ -430,7 +433,7 @@ def find_equal(data: PairData) -> list[Finding]:
     if not data.d.any():
         numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
         if differing:
-            # Two engines can be built to give equal bits, but two dtypes cannot.
+            # Two engines may be designed to give the same bits, but two dtypes never give the same bits everywhere.
             next, is_expected = commands.replay(data, "", "as-recorded"), "dtype_a" not in differing
             known = {**numbers, **differing}
             return [COPIES.finding(data, "equal_against_contracts", is_expected=is_expected, next=next, numbers=known)]

@@ -191,7 +191,7 @@ class ScaleFit(NamedTuple):
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Explain d by a factor that scales one side's logits: the same at all tokens, or each row's recorded temperature."""
+    """Explain d by a factor on one side's logits: the same for all tokens, or each row's recorded temperature."""
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
@@ -225,7 +225,7 @@ def _by_setting(data: PairData) -> list[Hypothesis]:
 
 
 def _scale(data: PairData) -> ScaleFit | None:
-    """Fit the factor on the logits to the log-odds, which scale by exactly it only if just two tokens are possible."""
+    """Estimate the factor between the logits from log-odds, which is exact only if just two tokens are possible."""
     odds = [log_odds(values) for values in (data.a, data.b)]
     off = odds[1] - odds[0]
     there = (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
@@ -237,7 +237,7 @@ def _scale(data: PairData) -> ScaleFit | None:
     own = centred[1][keep]
     slopes = [float(each[keep] @ centred[0][keep] / max(each[keep] @ each[keep], 1e-30)) for each in centred[1:]]
     error = float(np.sqrt(np.mean((centred[0][keep] - slopes[0] * own) ** 2) / max(own @ own, 1e-30)))
-    # Noise in the reference flattens the slope, so the true scale is between the two fits.
+    # Noise in the reference flattens the slope, so the true scale is between the fits with either side as reference.
     ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
     low, high = ends[0], ends[-1]
     scale = low if low > 1 else min(high, 1.0)
@@ -254,7 +254,7 @@ def _scale(data: PairData) -> ScaleFit | None:
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
     """Return the ratio logits_b / logits_a, its error and its logarithm (NaN if the logits are not proportional), or
-    None if there are too few tokens. In one context, the normaliser cancels out."""
+    None if there are too few tokens. Tokens in the same context are compared, so that the normaliser cancels out."""
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
     known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
@@ -271,7 +271,7 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
 
 def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
     middle, low, high = fit.scale, fit.lowest, fit.highest
-    # Across contexts, the fit is exact only to first order in log T.
+    # Across contexts, the fit is exact only to first order in the log of the temperature, so widen its bounds.
     error = max((1 - fit.r2) / 2, 0.05, abs(np.log(middle)) / 2)
     if exact is not None:
         middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
@@ -334,28 +334,29 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     if squares[data.d < 0].sum() > 0.5 * squares.sum():
         raised, lowered = lowered, raised
     opposite = data.d * raised.sign < 0
-    # Differences due to rounding have both signs, but larger ones must have only one.
+    # Rounding differences go both ways; the larger differences must all have one sign.
     large = size > 2 * (float(np.quantile(size[opposite], 0.95)) if opposite.any() else 0.0)
     clear = large.any() and opposite[large].mean() <= 0.05 and squares[large].sum() >= 0.5 * squares.sum()
-    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the other.
+    # Rule out scaled logits, which move improbable tokens a lot in one direction and all others a little in the other.
     if abs(float(data.d.mean())) / float(size.mean()) < (0.6 if clear else 0.7):
         return []
     quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
     medians = [float(np.median(size[each])) for each in quarters]
     if all(np.diff(medians) < 0) and medians[0] > 1.2 * medians[3] and pearson(data.a, data.b) > 0.8:
         return [_smoothed(data, lowered)]
-    # Unlike lost mass, a wrong computation also changes some tokens by more than rounding in the opposite direction.
+    # Unlike lost mass, a wrong computation also moves some tokens the opposite way by more than rounding error.
     most = max((0.1 if recorded_filter(data) else 0.02) * opposite.sum(), 0.002 * len(size))
     if np.sum(size[opposite] > 3 * (allowed_noise(data) * data.scale)[opposite]) > most:
         return []
-    # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
+    # Lost mass shifts all tokens of a context equally, so |d| is hardly larger at improbable tokens.
     if medians[3] > max(3.0, 20 * medians[1]):
         return []
     mass = np.minimum(np.exp(-data.d * raised.sign), 1.0)
     if (1 - mass.mean()) * np.sqrt(len(mass)) < (4 if clear else 8) * max(float(mass.std()), 1e-12):
         return []
     copies = round(float(np.exp(min(np.median(size), 10.0))))
-    # The mass that other ids have differs between contexts, but not that of another sum over the same ids.
+    # Mass on other ids would differ between contexts. If |d| is the log of the same integer everywhere, the normaliser
+    # counts the same ids several times.
     is_same = copies > 1 and np.mean(np.abs(size - np.log(copies)) < allowed_noise(data) * data.scale) > 0.99
     if divided := _divided(data, raised, lowered):
         return [divided]
@@ -377,10 +378,11 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
-    """Explain d by logprobs ln p that one side divided by the recorded temperature T, while the other normalises p^(1/T).
+    """Explain d by a recorded temperature T that one side applied as ln(p) / T, while the other normalised p^(1/T).
 
-    Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution, which is at least its entropy
-    if T < 1 and at most if T > 1. Tokens that one side leaves out have no such relation to the temperature.
+    Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution. This is at least the
+    distribution's entropy if T < 1, and at most its entropy if T > 1. If one side leaves out tokens, d has no such
+    relation to T.
     """
     usual = _temperatures(data).get("recorded_sampling", 1.0)
     if data.entropy is None or usual <= 0 or recorded_filter(data):
@@ -398,7 +400,7 @@ def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
 
 
 def _smoothed(data: PairData, side: Side) -> Hypothesis:
-    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, with the mean over the vocabulary."""
+    """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, where mean is over the vocabulary."""
     slope, mean = np.polyfit(side.others, side.values - side.others, 1)
     numbers = side.names | {"smoothing": -float(slope), "mean": float(mean)}
     finding = SMOOTHED.finding(data, "smoothed", next=commands.tokens(data), numbers=numbers)
@@ -422,7 +424,8 @@ def _is_cut(data: PairData, raised: Side) -> bool:
     """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
 
     Signs of truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in
-    every context, or the mean of 1 / p, which estimates how many tokens can be sampled, is far below the vocabulary's.
+    every context, or the mean of 1 / p (which estimates how many tokens can be sampled) is far below the vocabulary
+    size.
     """
     was_cut = (raised.own.logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(raised.other.logprobs)
     if recorded_filter(data) or np.any(was_cut & data.sample.mask):
@@ -438,7 +441,7 @@ def _is_cut(data: PairData, raised: Side) -> bool:
 
 
 def find_grammar(data: PairData) -> Iterator[Hypothesis]:
-    """Explain d by a grammar that one contract declares. It raises every logprob, so lower ones are evidence against it."""
+    """Explain d by a grammar that one contract declares. It raises every logprob, so lower logprobs rule it out."""
     named = sorted(name for name, each in data.contracts.items() if each.get("structured_outputs") is True)
     under = {side.key: np.isin(np.array(side.own.contracts, str), named) for side in sides(data)}
     for key, other in ("ab", "ba"):
@@ -464,14 +467,15 @@ def find_grammar(data: PairData) -> Iterator[Hypothesis]:
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Explain d by shifted logits at repeated tokens (penalties), at some ids (biases), or else at any tokens."""
+    """Explain d by shifted logits at repeated tokens (a penalty), at some ids (a bias) or, failing that, anywhere."""
     if data.num_kept < 200:
         return []
     return [*_repeated(data), *_of_ids(data), *_biased(data)] or _one_shift(data)
 
 
 def _repeated(data: PairData) -> list[Hypothesis]:
-    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or once it has occurred.
+    """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
+    first occurrence.
 
     The fit compares tokens with the same id and has the log-odds as a second regressor, to exclude biases and factors.
     """
@@ -522,7 +526,7 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
     usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
     other = (num >= 4) & (lean * usual < -0.9)
     chosen = other[place]
-    # A bias changes the normaliser and therefore the logprobs of all other tokens.
+    # A bias changes the normaliser, so the logprobs of all other tokens must differ, too.
     if not (1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~chosen]) >= 0.2) or (off & chosen).sum() < 4:
         return []
     sign = np.where(chosen, -usual, usual)
@@ -570,7 +574,7 @@ def _biased(data: PairData) -> list[Hypothesis]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Explain d if it differs between two tokens in the same context by 0 or by one fixed amount."""
+    """Explain d by one fixed shift, if d differs between tokens in the same context by either 0 or this shift."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])
@@ -582,7 +586,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
     numbers: dict[str, Number] = {"num_pairs": len(differ), "num_equal": int((~shifted).sum())}
     numbers |= {"num_shifted": int(near.sum()), "bias": bias}
     finding = PENALTY.finding(data, "one_shift", next=commands.far_tokens(data), numbers=numbers)
-    # Without a fixed shift, the differences would be spread evenly between 0 and twice this value.
+    # Without a fixed shift, the differences would be spread evenly between 0 and twice the bias.
     gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
     return [certain(finding, gain)]
 
@@ -590,7 +594,8 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows.
 
-    The passes agree, so this is no fault of the comparison, except that values in another unit can have the same sign.
+    The passes agree, so the comparison stays valid, unless both passes hold values in another unit, which looks the
+    same.
     """
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
@@ -607,8 +612,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
     elif ratio_in_bits(-side.values, entropy):
         return []  # data_checks reports this
-    # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely ones
-    # also come from slightly different weights.
+    # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
+    # tokens need more evidence, because slightly different weights can cause them, too.
     elif abs(side.sampled_score) >= CLEAR * (1 if recorded or is_sharper else 2) and abs(side.sampled_mean) >= 0.05:
         signal = "sampled_elsewhere"
         if is_sharper and not _is_plain(data):

@@ -165,7 +165,8 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
         typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
-        # If logprobs hardly vary, a constant difference (as from lost mass) looks like a factor, and any function fits.
+        # The residual must also be small compared with the scatter of the values. If logprobs hardly vary, a constant
+        # difference (as from lost mass) looks like a factor, and any function fits.
         size = typical(data.d)
         varied = min(size, *(typical(each - np.median(each)) for each in (data.d, other)))
         residual = nats - other
@@ -239,7 +240,10 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Predict the other side's logprobs [K] by interpolating between tokens with other bigrams, NaN if not monotone."""
+    """Predict each token's logprob on the other side, [K], by interpolating between tokens of other bigrams.
+
+    NaN if the relation between the sides is not monotone.
+    """
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -282,7 +286,8 @@ def find_low_precision(data: PairData) -> Iterator[Hypothesis]:
             half = half_ulp(side.values, dtype)
             share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
             is_stored = dtype not in ("bfloat16", "float16")  # no head computes in such a precision
-            # A pass computed entirely in 16 bits naturally has 16-bit logprobs.
+            # If no dtype is declared, the pass may have been computed entirely in 16 bits. This rounding must then
+            # explain half of the mismatch.
             if share <= (0.02 if precision.declared or is_stored else 0.5):
                 continue
             is_named = precision.declared in HALF_ULP and not is_stored
@@ -337,12 +342,12 @@ def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
     one, two = context_pairs(data)
     differ = np.abs(side.others[one] - side.others[two]) > 0.3
     equal = np.abs(side.values[one] - side.values[two])[differ] < MAX_LOGPROB
-    # A single value for all contexts is a placeholder.
+    # A value that is the same in all contexts is a placeholder.
     if differ.sum() < 12 or equal.mean() < 0.9 or np.std(side.values[one][differ][equal]) < 0.01:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=next, numbers=numbers)
-    # This predicts only each side's distribution, not d, so the gain is small, as for uncorrelated values.
+    # This explanation does not predict d, so its gain is set low, as for uncorrelated values.
     return [certain(finding, 0.1 * data.num_kept)]
 
 
@@ -369,7 +374,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # Values from different contexts correlate because each id has its own mean, so those of one id must correlate too.
+        # Each token id has its own mean, so even values from different contexts correlate. The passes count as related
+        # only if they also correlate among tokens with the same id.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
@@ -384,7 +390,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         side, cause = lower if is_improbable else side, "from_neither"
     elif is_improbable:
         side, cause = lower, "improbable"
-        # The engine sampled the tokens, so they should be likely under its model. If they are not, it is at fault.
+        # The engine sampled the tokens, so it should consider them likely. If it does not, the engine is at fault.
         broken = "engine" if lower.own.name == ROLLOUT else broken
     elif sampler is not None:
         side, cause, broken = sides(data)[sampler.key == "a"], "from_other", "recording"
@@ -398,8 +404,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the passes' rank correlation among tokens with the same id, or None if there are too few repeated ids or
-    their values vary only by rounding."""
+    """Return the rank correlation between the passes among tokens with the same id. None if there are too few repeated
+    ids, or if their values vary only by rounding."""
     _, place, num = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = num[place] >= 4
     if often.sum() < 200:
@@ -411,8 +417,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Report tokens `off` ([K] bool) if, like those of other tokens, their values are uncorrelated with the other pass,
-    lie above and below it equally often, and have the usual spread."""
+    """Report the tokens `off` ([K] bool) if their values look like those of other tokens: they do not correlate with
+    the other pass, are above and below it about equally often, and have the usual spread."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])

@@ -85,7 +85,8 @@ def element_of(key: str) -> str:
 
 
 def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
-    """Return (name, whether it is secondary) for each distinct line. A line's index in the list selects its colour."""
+    """Return the name of each distinct line, and whether the line is secondary. A line's index in the list selects its
+    colour."""
     longest: dict[str, bool] = {}
     for one in charts:
         for line in one.lines:
@@ -149,7 +150,7 @@ def pack(value: Any) -> str:
 
 
 def pack_text(text: str) -> str:
-    """Compress text with gzip and encode it as base64. Equal texts give equal results."""
+    """Compress text with gzip and encode it as base64. The same text always gives the same result."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "surrogatepass"), 6, mtime=0)).decode("ascii")
 
 

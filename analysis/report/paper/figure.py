@@ -128,7 +128,7 @@ def stack_of(series: Sequence[LineChart]) -> Stack:
 
 
 def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
-    """Draw a chart as a figure that does not belong to pyplot. Write the figure with `figure.savefig(path)`."""
+    """Draw a chart as a figure that pyplot does not manage. Write the figure with `figure.savefig(path)`."""
     with style.settings():
         if isinstance(one, Stack):
             return _stack(one, style)

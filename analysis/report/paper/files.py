@@ -32,9 +32,9 @@ def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Ch
 def write_figures(
     charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:
-    """Write each chart to `folder` in the formats `kinds` (png, svg, pdf), and its data as CSV. A file's name is the
-    chart's key. Return the paths. Raises FileThere if an output file exists and `force` is off, and StorageError if
-    writing fails."""
+    """Write each chart to `folder` in the formats `kinds` (png, svg, pdf), and its data as CSV. Each file is named
+    after its chart's key. Return the paths. Raises FileThere if an output file exists and `force` is off, and
+    StorageError if writing fails."""
     target = local(folder)
     paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
     refuse(paths, force)
@@ -50,7 +50,7 @@ def write_figures(
 def write_pdf(
     charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
 ) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and the charts' data as CSV files to a folder next to the PDF.
+    """Write a PDF with a cover and one page per chart, and write the charts' data as CSV files to a folder next to it.
     Return the paths, the PDF's first."""
     target = local(path)
     folder = target.with_name(f"{target.stem}-data")
@@ -77,7 +77,7 @@ def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
 
 def _write_csv(one: Chart, path: Path) -> None:
     text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
-    # A lone surrogate (from a damaged name) cannot be encoded as UTF-8.
+    # Write a lone surrogate (from a damaged name) as an escape sequence, because UTF-8 cannot encode it.
     write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
-# ln 2 and pi / 2, each split into a sum. The first part has 33 bits, so multiplying it by an integer below 2**20 is
-# exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+# ln 2 and pi / 2, each as a tuple of numbers that add up to it. The first number has 33 bits, so its product with an
+# integer below 2**20 is exact (Cody and Waite, Software Manual for the Elementary Functions, 1980).
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
 _HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
 _LEAST, _MOST = -708.0, 709.0
@@ -95,8 +95,8 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Number of slices per value. Relative to a vector's largest element, two slices keep at least 36 bits, and
-        three keep at least 51."""
+        """Number of slices per value. Two slices preserve at least 36 bits, and three at least 51, relative to the
+        vector's largest element."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:

@@ -105,11 +105,12 @@ class Experts:
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return each token's weighted sum of expert outputs [M, H]. Experts are added in order of their indices."""
+        """Return each token's weighted sum of expert outputs [M, H]. A token's expert outputs are added in the order
+        of the experts' indices."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
-        # Find where each expert's tokens end. This is the layer's only copy from the device to the host.
+        # Find where each expert's tokens end. `tolist` is the layer's only copy from the device to the host.
         numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
         ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
         parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
@@ -131,7 +132,7 @@ class Mixture:
 
 class ExactHead:
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """Logits are first rounded to `projection_dtype` (default: the activations' dtype)."""
+        """Logits are rounded to `projection_dtype` (default: the activations' dtype)."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))

@@ -86,7 +86,8 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Return the operators by their module names in transformers. `<attention>.attention` is the attention core."""
+        """Return the operators by their module names in transformers. The core of an attention module `<name>` is
+        `<name>.attention`."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
@@ -170,7 +171,7 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
     if window is not None:
         seen_BTS &= positions_BS[:, start:, None] - positions_BS[:, None] < window
-    # A padding token must see at least one key, although its result is unused.
+    # Let each token see itself: even a padding token, whose result is unused, must see at least one key.
     return seen_BTS | (place_S == place_T1)
 
 

@@ -41,7 +41,7 @@ class ExactScorer(BatchScorer):
         ]
         scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
         head = self._model.head(self._temperature, self._head_dtype)
-        # A token is predicted by the hidden state of the token before it.
+        # Subtract 1, because each token is predicted from the preceding token's hidden state.
         return head.logprobs(torch.cat(parts, dim=1).flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
 
@@ -75,7 +75,8 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, or None for a model without adapters. Exact layers need the adapters merged or off."""
+        """`off` or `merged`, or None for a model without adapters. The exact layers support adapters only if they are
+        merged or turned off."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:

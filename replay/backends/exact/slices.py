@@ -26,7 +26,8 @@ UNITS = 1 << (53 - _UNIT_BITS)
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Vectors along the last axis as truncated sums: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...)."""
+    """Vectors along the last axis, stored as truncated sums: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] +
+    ...)."""
 
     parts: tuple[Any, ...]
     """Integers stored as float64, with magnitudes up to 2**bits in the first tensor and 2**(bits - 1) in the others."""
@@ -36,9 +37,9 @@ class Slices:
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the largest number of bits per slice with which a sum of `length` slice products is exact."""
+    """Return the largest number of bits per slice for which a sum of `length` slice products is exact."""
     # Sums of first-slice products require 2 * bits + log2(length) <= 53. With three slices, sums of later slice
-    # products can be a quarter larger, which requires one more bit.
+    # products can be a quarter larger, so reserve one more bit.
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
 
@@ -67,9 +68,8 @@ def exponents(x: Any) -> tuple[Any, Any]:
 def matmul(left: Slices, right: Slices) -> Any:
     """Return left @ right.T in float64 for `left` [..., M, K] and `right` [..., N, K].
 
-    Products of two slices whose indices add up to the number of slices or more are dropped. With `count` slices of b
-    bits each, the absolute error is at most 6 K 2**(-count b) max|left row| max|right row|, plus a relative error of
-    2**-52.
+    With `count` slices of b bits each, the products of slices i and j with i + j >= `count` are left out. The absolute
+    error is at most 6 K 2**(-count b) max|left row| max|right row|, plus a relative error of 2**-52.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
@@ -90,7 +90,8 @@ def sum_of_squares(x: Any, count: int) -> Any:
 
 
 def sum_of_units(x: Any) -> Any:
-    """Round numbers from 0 to 1 to multiples of 2**-66, and return the sum of up to UNITS along the last axis."""
+    """Round numbers from 0 to 1 to multiples of 2**-66, and return their sum along the last axis, which has at most
+    UNITS elements."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
@@ -101,7 +102,7 @@ def sum_of_units(x: Any) -> Any:
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
     """Return the sum of all slice products. Products of the same order (the sum of the two slice indices) are added
-    exactly. Only the addition of these partial sums, smallest first, rounds."""
+    exactly. These partial sums are then added, smallest first, which is the only step that rounds."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
