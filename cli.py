@@ -1275,7 +1275,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def report(traces: Sequence[str], **options: Any) -> None:
-    """Write everything known about a run to a single HTML page, an image to post, Markdown, or figures for papers.
+    """Write everything known about a run to a single HTML page, a shareable image, Markdown, or figures for papers.
 
     The report covers the first RUN, and its charts also show the other runs. The page works offline and contains the
     verdict, series, mismatch, tokens and provenance, plus the query behind each figure.

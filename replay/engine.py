@@ -174,8 +174,8 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # Other arms cover only the steps that they have not scored. The identity arm, their baseline, covers all steps.
-        # With a sample, every arm does.
+        # The identity arm, which is the others' baseline, covers all steps, as does every arm with a sample. Other arms
+        # cover only the steps that they have not scored yet.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):

@@ -130,7 +130,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     recordings from this process belong to a previous attempt even if they are still open, as in notebooks.
 
     All ranks restart together, but torchrun's restart count may differ between nodes, so each rank counts its own
-    earlier writers. A new rank takes the number from rank 0, or from a driver without a rank.
+    earlier writers. A new rank takes its attempt number from rank 0, or from a driver that has no rank.
     """
     rank = environment.rank()
     own = _states_with_attempt(store, rank)

@@ -70,7 +70,7 @@ ORDER BY step, place
 and `answer`, a hash of the response alone, only cover loss tokens."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Hash prefixes only at lengths that rows of the group have, which takes far less time than comparing all pairs of rows.
+# Comparing all pairs of rows would be slow, so prefixes are hashed, and only those as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -275,7 +275,7 @@ class _Rows:
         return np.asarray(label[self.g])
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """Return the minimum or maximum (`reduce`) of `values` over each row's step, [N]."""
+        """For each row, return the minimum or maximum (`reduce`) of `values` [N] among the rows of its step, [N]."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:

@@ -196,10 +196,10 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     content, found = bytes_of(storage.array()), {}
     for name, leaf in metadata["leaves"].items():
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and all(type(end) is int for end in leaf[2:])):
-            raise NotPlain(f"a TensorDict whose {name!r} is not a plain tensor")
+            raise NotPlain(f"a TensorDict with an entry {name!r} that is not a plain tensor")
         dtype, shape, start, stop, padding = leaf
         if not 0 <= start <= stop - padding <= stop <= len(content):
-            raise NotPlain(f"a TensorDict whose {name!r} lies outside its data")
+            raise NotPlain(f"a TensorDict with an entry {name!r} outside its data")
         found[name] = raw_tensor(dtype, shape, content[start : stop - padding])
     return found
 

@@ -148,7 +148,7 @@ _NEAR_STEPS = 4
 
 
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Report whether the reference logprobs suddenly stop correlating with the trainer's, which hardly change.
+    """Report whether the reference logprobs suddenly stop correlating with the trainer's logprobs, while these hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """

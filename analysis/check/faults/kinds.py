@@ -390,7 +390,7 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """If the mismatch jumps from rounding to a constant level, keep only the later steps. Any fault can cause this."""
+    """If the mismatch jumps from the level of rounding errors to a constant level, keep only the later steps. Any fault can cause this."""
     grown = features.growth(data)
     later = data.sample.steps[data.seq] >= (grown.since or 0)
     return data.within(later) if grown.is_sudden and _grew(data) else data

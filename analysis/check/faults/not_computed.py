@@ -211,7 +211,7 @@ def _missing(
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
     """Return a finding if the loss mask seems to be inverted or shifted, otherwise None.
 
-    In each row, a shifted mask leaves out about as many tokens with logprobs as it includes tokens without them.
+    A shifted mask wrongly excludes about as many tokens of each row as it wrongly includes.
     """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)

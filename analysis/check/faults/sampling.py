@@ -334,7 +334,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     if squares[data.d < 0].sum() > 0.5 * squares.sum():
         raised, lowered = lowered, raised
     opposite = data.d * raised.sign < 0
-    # Rounding differences go both ways; the larger differences must all have one sign.
+    # Rounding errors have either sign, but nearly all larger differences must have the same sign.
     large = size > 2 * (float(np.quantile(size[opposite], 0.95)) if opposite.any() else 0.0)
     clear = large.any() and opposite[large].mean() <= 0.05 and squares[large].sum() >= 0.5 * squares.sum()
     # Rule out scaled logits, which move improbable tokens a lot in one direction and all others a little in the other.

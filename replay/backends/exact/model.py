@@ -86,8 +86,8 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Return the operators by their module names in transformers. The core of an attention module `<name>` is
-        `<name>.attention`."""
+        """Map module names in transformers to operators. `<name>.attention` is the core of the attention module `<name>`,
+        without its linear layers."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
