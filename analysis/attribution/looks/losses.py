@@ -148,7 +148,7 @@ def changed_term(
         return
     spread = float(np.sum((loss - loss.mean()) ** 2))
     left, term, at, _, _, chosen = min(fits, key=lambda fit: fit[0])
-    constant, shifted = (min(float(fit[place]) for fit in fits) for place in (3, 4))
+    constant, shifted = min(fit[3] for fit in fits), min(fit[4] for fit in fits)
     if left < _MOST_LEFT * spread:
         name = str(names[chosen[term]])
         # The change is weak evidence if the loss can be fitted nearly as well without it, or with a change in the
