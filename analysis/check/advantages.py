@@ -501,17 +501,14 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
             return "advantages_mixed", only, {"rule": f"{text}, while all others follow the group's mean and scale"}
-    asked &= (r != 0) & ~usual[0] & ~usual[1]
-    raw, order = asked & (np.abs(a - r) < TINY * np.abs(r)), np.lexsort((a, -r, g))
+    raw, order = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), np.lexsort((a, -r, g))
     rank = rank_of(g[order])[np.argsort(order)]
-    share = np.bincount(rank, raw) / np.maximum(np.bincount(rank, asked), 1)
-    if raw.sum() >= 30 and share.min() < 0.05 and np.all((share > 0.95) | (share < 0.05)):
-        ranks = ", ".join(str(each + 1) for each in np.flatnonzero(share < 0.05))
-        return (
-            "advantages_mixed",
-            raw,
-            {"rule": f"the raw reward as their value: in every group all but rank {ranks} by reward"},
-        )
+    share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))
+    is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
+    if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
+        ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
+        text = f"the raw reward as their value: in every group all but rank {ranks} by reward"
+        return "advantages_mixed", raw, {"rule": text}
     return None
 
 
