@@ -359,9 +359,9 @@ def _place_of(data: PairData) -> tuple[str, str, float] | None:
         tokens = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
         text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train {moved:.2f} there, {own:.2f} as recorded)"
         return f"shifted by {tokens}", text, size
-    # A few rows may resemble others by chance, for example because their texts are alike.
+    # A few rows may resemble others by chance, and so may shifted rows with equal texts, which `_best_lag` counts once.
     fits = [each for each in find_placement(data) if each.tokens[data.keep].mean() > 0.5 and each.gain > PLACE_NATS]
-    fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE]
+    fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE and each.finding.signal != "moved_rows"]
     best_fit = max(fits, key=lambda each: each.gain, default=None)
     return ("values of other tokens", evidence_text(best_fit.finding), size) if best_fit else None
 
