@@ -23,6 +23,7 @@ from .faults import evidence_text
 from .faults.kinds import BY_TIME
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
 from .faults.sampling import TEMPERATURE, find_temperature
+from .features import pearson
 from .finding import DataFinding
 from .pair_data import PairData
 from .returns import check_returns
@@ -358,16 +359,16 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
 def _place_of(data: PairData) -> tuple[str, str, float] | None:
     """Describe where the other pass's values belong, and return their mean |d| (nats), or None if they are in place."""
     size = float(np.abs(data.d).mean())
-    if size < MIN_OFF_NATS:
+    if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
         return None
     if best := _best_lag(data.sample.a.logprobs, data.sample.b.logprobs, data.keep, data.sample.seq, LAGS):
         moved, own, lag = best
         tokens = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
         text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train {moved:.2f} there, {own:.2f} as recorded)"
         return f"shifted by {tokens}", text, size
-    # A few rows may resemble others by chance, for example because their texts are alike.
+    # A few rows may resemble others by chance, and so may shifted rows with equal texts, which `_best_lag` counts once.
     fits = [each for each in find_placement(data) if each.tokens[data.keep].mean() > 0.5 and each.gain > PLACE_NATS]
-    fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE]
+    fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE and each.finding.signal != "moved_rows"]
     best_fit = max(fits, key=lambda each: each.gain, default=None)
     return ("values of other tokens", evidence_text(best_fit.finding), size) if best_fit else None
 
@@ -377,16 +378,15 @@ def _best_lag(
 ) -> tuple[float, float, int] | None:
     """Return the correlation of `values` with `others` ([N] each) at the distance in tokens where it is largest, that at
     the same token, and the distance, or None if chance explains the difference. Equal values count once."""
-    found = []
+    found, at = [], np.flatnonzero(there)
+    own = pearson(*np.unique(np.stack([values[at], others[at]]), axis=1))
     for lag in lags:
-        at = np.flatnonzero(there)
-        at = at[(at + lag >= 0) & (at + lag < len(there))]
-        at = at[there[at + lag] & (seq[at + lag] == seq[at])]
-        rows = np.unique(np.stack([values[at], others[at], others[at + lag]]), axis=1)
-        if len(at) < 30 or (np.std(rows, axis=1) < 0.05).any():
-            continue
-        own, moved = (float(each) for each in np.corrcoef(rows)[0, 1:])
-        if moved > 0.2 and moved > 3 * own and (moved - own) * np.sqrt(rows.shape[1]) > 8:
+        first = at[(at + lag >= 0) & (at + lag < len(there))]
+        first = first[there[first + lag] & (seq[first + lag] == seq[first])]
+        pairs = np.unique(np.stack([values[first], others[first + lag]]), axis=1)
+        moved = pearson(*pairs) if len(first) >= 30 and pairs.std(axis=1).min() > 0.05 else 0.0
+        apart = np.diff(np.arctanh(np.clip([own, moved], -1 + 1e-9, 1 - 1e-9)))[0]  # Fisher's z, error 1 / sqrt(n)
+        if moved > 0.2 and moved > 3 * own and apart * np.sqrt(pairs.shape[1]) > 8:
             found.append((moved, own, lag))
     return max(found, default=None)
 

@@ -276,6 +276,7 @@ _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(rewar
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
 BY_VERSION = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
+_OF_PASS = "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, d FROM pair('train', '{name}') ORDER BY step, seq_id, position LIMIT 40"
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
@@ -329,7 +330,7 @@ KINDS = {
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}", _BY_STEP),
     "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} is logged one step {late} the rows that it averages, so values are assigned to the wrong step", _BY_STEP),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP),
-    "reference_apart": ("the {name} pass does not match train: {what}", "{when}the logprobs of train and {name} differ by {size:.2g} nats on average, more than rounding explains, {explanation}", BY_VERSION),
+    "reference_apart": ("the {name} pass does not match train: {what}", "{when}the logprobs of train and {name} differ by {size:.2g} nats on average, more than rounding explains, {explanation}", _OF_PASS),
     "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,.0f} tokens, but max_tokens is {limit:,.0f}"),
     "entropies_lost": ("entropies do not belong to the logprobs", "{share:.0%} of the entropies recorded for {name} are NaN, or larger than the token's logprob allows", _ENTROPIES),
     "entropies_in_bits": ("entropies are in bits", "at all entropy levels, the mean of -logprob is {ratio:.3f} (ln 2) times the entropy recorded for {name}, so the entropies are in bits, not nats", _ENTROPIES),
