@@ -346,7 +346,7 @@ def capped(facts: Facts) -> Iterator[Fact]:
     if len(parts) > 3:
         limit = longest.max()
         share = min(float(((part == limit) & ~end).mean()) for part, end in zip(parts[:3], ended[:3], strict=True))
-        yield fact("responses_capped_first", share, limit=int(limit), share=share)
+        yield fact("responses_capped_first", max(2 * share - 1, 0.0), limit=int(limit), share=share)
 
 
 ALL = (
