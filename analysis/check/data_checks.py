@@ -336,7 +336,11 @@ def _place_text(run: DataRows, first: PairData) -> str:
 
 
 def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
-    """Find a pass whose values belong to other tokens, from some step on."""
+    """Find a pass whose values belong to other tokens, from some step on, unless train does not match rollout either."""
+    if run.sample is not None:
+        sides, compared = (run.sample.a, run.sample.b), run.sample.compared
+        if pearson(*(side.logprobs[compared] for side in sides)) < 0.5:
+            return
     found: dict[int, tuple[str, str, float] | None] = {}
     steps = run.database.steps
     for _ in range(2):  # then between the last good step and the first bad one
