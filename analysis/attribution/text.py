@@ -35,7 +35,6 @@ EVIDENCE: Mapping[str, str] = {
     "rows_left_out": "starting at step {step}, the loss mask leaves out all tokens of {share:.0%} of responses ({before_share:.0%} before)",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
     "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
-    "responses_capped_first": "from the first steps on, {share:.0%} of responses have the maximum of {limit} tokens and no end token, so responses are being cut off",
     "reference_changed": "starting at step {step}, the reference logprobs of {share:.0%} of {num_responses:,} repeated responses or openings differ, so the reference was replaced or misaligned",
     "reference_unrelated": "starting at step {step}, reference and trainer logprobs have a correlation of {correlation:.2f} ({before_correlation:.2f} before), although the trainer's hardly change, so the reference was replaced or misaligned",
     "loss_term_changes": "the logged loss fits its terms only if the coefficient of the {term} term changes at step {step}",

@@ -368,13 +368,6 @@ def test_rewards_that_start_below_the_evaluation_are_told(tmp_path, pays, is_tol
     assert [one.level > 0.5 for one in told if one.level > 0.2] == [True] * is_told
 
 
-@pytest.mark.parametrize("limit", [3, 20])
-def test_responses_that_are_cut_off_from_the_first_step_are_told(tmp_path, limit):
-    found = attribute(record(tmp_path / "run", Story(reward=FALLING, limit=level(limit), ends=limit > 3)))
-    told = {one.code: one.level for one in found.facts}
-    assert (told.get("responses_capped_first", 0.0) > 0.5) == (limit == 3)
-
-
 def test_equal_prompts_with_unequal_right_responses_point_to_the_prompts(tmp_path):
     found = attribute(record(tmp_path / "run", Story(evaluation=drops(60, 0.8, 0.2), one_prompt=True)))
     assert evidence_of(found, "data")["rewards_differ_by_group"] > 1

@@ -343,10 +343,6 @@ def capped(facts: Facts) -> Iterator[Fact]:
         found.append(fact("responses_capped", level, **values))
     if found:
         yield max(found, key=lambda one: one.level)
-    if len(parts) > 3:
-        limit = longest.max()
-        share = min(float(((part == limit) & ~end).mean()) for part, end in zip(parts[:3], ended[:3], strict=True))
-        yield fact("responses_capped_first", max(2 * share - 1, 0.0), limit=int(limit), share=share)
 
 
 ALL = (
