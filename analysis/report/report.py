@@ -40,7 +40,7 @@ def report(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known about a run to a single HTML page, an image to post, Markdown, or figures for papers.
+    """Write everything known about a run to a single HTML page, a shareable image, Markdown, or figures for papers.
 
     The report is about the first trace. Its charts show the other traces for comparison. For `pair` a:b, d = logprob(a)
     - logprob(b) in nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80,
