@@ -76,7 +76,7 @@ def scaled_logits(model):
     ("plant", "operator", "needs_file"),
     [
         (other_epsilon, "post_attention_layernorm", False),
-        (own_activation, "activation", False),
+        pytest.param(own_activation, "activation", False, marks=pytest.mark.slow),
         (other_weight, "o_proj", True),
     ],
 )

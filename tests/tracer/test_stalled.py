@@ -6,6 +6,7 @@ import time
 
 import pytest
 from builders import PROGRAMS, add_step, make_batch, run, tim_trace
+from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.tracer import patience
@@ -14,7 +15,7 @@ from tim_trace.tracer.recorder import Recorder
 PLENTY_S = 240.0
 
 
-@pytest.mark.parametrize("case", ["add", "sync", "close", "weights", "open", "session", "exit"])
+@pytest.mark.parametrize("case", rest_slow(["add", "weights", "session", "sync", "close", "open", "exit"], 3))
 def test_no_call_waits_longer_than_the_bound_for_a_file_system_that_does_not_answer(tmp_path, case):
     done = run(sys.executable, PROGRAMS / "stalled.py", tmp_path / "run", case, timeout=PLENTY_S)
     assert done.code == 0, done.stderr
@@ -26,7 +27,7 @@ def test_no_call_waits_longer_than_the_bound_for_a_file_system_that_does_not_ans
         assert "did not respond within 2 s (file system " in done.stderr
 
 
-@pytest.mark.parametrize("case", ["record-begin", "record-sign", "record-end"])
+@pytest.mark.parametrize("case", rest_slow(["record-begin", "record-sign", "record-end"]))
 def test_a_command_is_started_and_ends_where_tim_trace_record_waits_for_a_file_system(tmp_path, case):
     path = tmp_path / "run"
     done = run(sys.executable, PROGRAMS / "stalled.py", path, case, timeout=PLENTY_S)
