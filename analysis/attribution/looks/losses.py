@@ -110,7 +110,7 @@ def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]
     )
     given = {"kind": loss.kind, "clip_low": loss.clip_low, "clip_high": loss.clip_high, "denominator": loss.denominator}
     step, *values = database.connection.execute(query, given).fetchnumpy().values()
-    yield from ((step, each.astype(float)) for each in values)
+    yield from ((step, np.ma.filled(each.astype(float), np.nan)) for each in values)
 
 
 def _choices(names: np.ndarray, usable: np.ndarray) -> Iterator[list[int]]:
