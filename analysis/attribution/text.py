@@ -40,7 +40,7 @@ EVIDENCE: Mapping[str, str] = {
     "loss_term_changes": "the logged loss fits its terms only if the coefficient of the {term} term changes at step {step}",
     "loss_term_inverted": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, which has the wrong sign",
     "loss_term_oversized": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, but the declared coefficient is {declared:.3g}",
-    "loss_term_unusual": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, but no coefficient is declared, and {usual:g} is a usual maximum",
+    "loss_term_unusual": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, although none is declared; at most {usual:g} is assumed to be usual",
     "returns_to_reference": "the mean log-ratio to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size, so some have the wrong sign",

@@ -410,15 +410,18 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "advantages of the same step in another order", [reordered[best]]
 
 
+def _rank(g: np.ndarray, *keys: np.ndarray) -> np.ndarray:
+    """Return each row's rank in its group, [N], from 0, by the first key, and among equal values by the next one."""
+    order = np.lexsort((*reversed(keys), g))
+    return np.asarray(rank_of(g[order])[np.argsort(order)])
+
+
 def _by_rank(rows: _Rows) -> np.ndarray:
     """Return the mean advantage, [N], of the rows of the run with the same rank by reward in a group of the same size.
 
     Rows with equal rewards rank by advantage. NaN for rows of groups with equal rewards.
     """
-    order = np.lexsort((rows.a, rows.r, rows.g))
-    rank = np.empty(len(order), np.int64)
-    rank[order] = rank_of(rows.g[order])
-    varies = np.isfinite(rows.spread)
+    varies, rank = np.isfinite(rows.spread), _rank(rows.g, rows.r, rows.a)
     label = np.where(varies, 1 + rank + int(rows.n.max()) * rows.n, 0)
     return np.where(varies, mean_of(label, rows.a), np.nan)
 
@@ -501,8 +504,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
             return "advantages_mixed", only, {"rule": f"{text}, while all others follow the group's mean and scale"}
-    raw, order = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), np.lexsort((a, -r, g))
-    rank = rank_of(g[order])[np.argsort(order)]
+    raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), _rank(g, -r, a)
     share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
@@ -644,7 +646,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif name:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
         code = "rewards_of_other_rows" if is_moved else "baseline"
-        yield from found(code, off, notice_if_whole="median" in name, **numbers)
+        yield from found(code, off, notice_if_whole=name == _LEVELS[-1], **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (

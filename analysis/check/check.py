@@ -273,7 +273,7 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     for detect in (not_computed.find_unsampled, sampling.find_sampled_elsewhere):
         if not any(finding.fails for finding in (*found, *facts)):
             found += [each.finding for each in detect(data)]
-    if not any(finding.fails for finding in (*found, *facts)):
+    if not is_known and not any(finding.fails for finding in (*found, *facts)):
         found += kinds.find_growth(data)
     found = sorted(found, key=lambda finding: not finding.fails) or ([] if facts else [kinds.rounding(data)])
     cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)

@@ -326,13 +326,19 @@ def _other_pass(database: Database, name: str, steps: str) -> PairData:
 
 
 def _place_text(run: DataRows, first: PairData) -> str:
-    """Describe where the reference differs most, in the whole run, if at the `first` step it does so somewhere."""
-    data = _other_pass(run.database, "reference", run.database.steps) if places(first) else first
-    for place in [each for each in places(data) if each.feature not in BY_TIME][:1]:
-        rest = float(np.abs(data.d[~place.inside]).mean())
-        there = f"{where_text(place.numbers)} ({place.inside.mean():.0%} of the tokens)"
-        return f"; it differs most, by {np.abs(data.d[place.inside]).mean():.2g} nats against {rest:.2g} elsewhere, {there}"
-    return ""
+    """Describe the place in the run where the reference differs most, if it already has such a place at the `first` step.
+
+    Otherwise, return an empty string.
+    """
+    if not places(first):
+        return ""
+    data = _other_pass(run.database, "reference", run.database.steps)
+    place = next((each for each in places(data) if each.feature not in BY_TIME), None)
+    if place is None:
+        return ""
+    inside, rest = (float(np.abs(data.d[there]).mean()) for there in (place.inside, ~place.inside))
+    there = f"{where_text(place.numbers)} ({place.inside.mean():.0%} of the tokens)"
+    return f"; it differs most, by {inside:.2g} nats against {rest:.2g} elsewhere, {there}"
 
 
 def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:

@@ -280,7 +280,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
 }
 
 _OF_OTHERS = re.compile(r"(^|[/._])(value|critic|kl|ref|reference|entropy|aux|balance|sft|reward_model|rm)[/._]")
-"""Prefixes of other models' metrics and of single terms, such as value/loss."""
+"""Prefixes of losses that are not the policy's, or only one of its terms."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -370,7 +370,10 @@ def _chosen(database: Database, run: str, has_tokens: bool) -> dict[str, str]:
     found = {}
     for series in dict.fromkeys((*NAMES, *averages)):
         ends = LAST_WORDS.get(series, ())
-        alike = [name for name in logged if re.split(r"[/.]", name)[-1] in ends and not _OF_OTHERS.search(name)]
+        alike = [
+            name for name in logged
+            if re.split(r"[/.]", name)[-1] in ends and not (series == "loss" and _OF_OTHERS.search(name))
+        ]  # fmt: skip
         named_so = [*NAMES.get(series, ()), *(bare.get(name, name) for name in averages.get(series, ())), *alike]
         name = next((name for name in named_so if name in logged), None)
         if name is not None:

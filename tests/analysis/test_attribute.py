@@ -381,6 +381,15 @@ def test_the_value_loss_is_not_the_policy_s(tmp_path):
     assert not [one for one in attribute(record(tmp_path / "run", story)).facts if one.code.startswith("loss_")]
 
 
+@pytest.mark.parametrize("name", ["critic/reward", "reward_model/reward"])
+def test_a_reward_under_another_model_s_prefix_is_the_reward(tmp_path, name):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 5):
+            recorder.add_metrics(step, {name: step / 4})
+    series = read_series(open_database(tmp_path / "run"), pair=("train", "rollout"))
+    assert series["reward"].values.tolist() == [0.25, 0.5, 0.75, 1.0]
+
+
 @pytest.mark.parametrize(("declared", "is_told"), [(1e-3, True), (0.1, False)])
 def test_a_learning_rate_above_the_declared_one_is_told(tmp_path, declared, is_told):
     story = Story(reward=FALLING, rate=lambda step: 1e-3 * (1 + step), settings={"learning_rate": declared})

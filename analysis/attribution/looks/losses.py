@@ -75,9 +75,9 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
     terms = [("entropy", series["entropy"].steps, series["entropy"].values)] if "entropy" in series else []
     terms += [("policy", steps, values) for steps, values in _policy_losses(database)]
     for weights in (None, rows.length):
-        terms += [("policy", *_negative(rows.by_step(each, weights))) for each in (rows.advantage, of_logprob)]
+        terms += [("policy", *rows.by_step(-each, weights)) for each in (rows.advantage, of_logprob)]
         terms.append(("reference", *rows.by_step(distance, weights)))
-    terms.append(("policy", *_negative(rows.by_step(of_logprob * rows.length))))
+    terms.append(("policy", *rows.by_step(-of_logprob * rows.length)))
     terms += [
         ("reference", one.steps, one.values)
         for name, one in conditions.items()
@@ -93,10 +93,6 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
             known &= np.isfinite(aligned)
     columns_SF = np.column_stack([np.empty((known.sum(), 0)), *(values[known] for _, values in kept)])
     return steps[known], np.array([name for name, _ in kept], str), columns_SF, loss[known]
-
-
-def _negative(means: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    return means[0], -means[1]
 
 
 def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -139,18 +135,15 @@ def changed_term(
     code: str = "loss_term_changes",
 ) -> Iterator[Fact]:  # fmt: skip
     """Yield the loss term whose coefficient changes at one of the rows `places`."""
-    fits = [
-        (*_changed(columns_SF[:, chosen], loss, places), chosen)
-        for chosen in _choices(names, np.ones(len(names), bool))
-        if len(places)
-    ]
-    if not fits:
+    choices = [*_choices(names, np.ones(len(names), bool))]
+    if not len(places) or not choices:
         return
-    spread = float(np.sum((loss - loss.mean()) ** 2))
-    left, term, at, _, _, chosen = min(fits, key=lambda fit: fit[0])
-    constant, shifted = min(fit[3] for fit in fits), min(fit[4] for fit in fits)
+    fits = [_changed(columns_SF[:, chosen], loss, places) for chosen in choices]
+    spread, best = float(np.sum((loss - loss.mean()) ** 2)), min(range(len(fits)), key=lambda place: fits[place][0])
+    left, term, at, _, _ = fits[best]
+    constant, shifted = (min(each) for each in [*zip(*fits, strict=True)][3:])
     if left < _MOST_LEFT * spread:
-        name = str(names[chosen[term]])
+        name = str(names[choices[best][term]])
         # The change is weak evidence if the loss can be fitted nearly as well without it, or with a change in the
         # constant instead.
         others = (_LEAST_LEFT, constant), (_LEAST_BESIDE, max(shifted, left))
@@ -189,7 +182,7 @@ def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tu
 _SIGNS = {"reference": 1.0, "entropy": -1.0}
 """Terms of a minimised loss -> sign of their coefficient."""
 _USUAL = {"reference": 0.1, "entropy": 0.02}
-"""Coefficients that are not exceeded in published recipes, for runs that declare none."""
+"""Largest coefficients that are assumed to be intended in runs that declare none."""
 _MOST_LEFT_OF_STEPS = 0.5
 """If the terms leave more than this share of the variance of the loss's step-to-step differences unexplained, their
 coefficients are not judged."""
@@ -206,18 +199,17 @@ def coefficients(facts: Facts) -> Iterator[Fact]:
     assert facts.fall is not None
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
     since = steps >= facts.fall.interval[0] - ft.AHEAD
-    change = np.diff(loss[since])
+    columns_SF, loss = columns_SF[since], loss[since]
+    change, changes_SF = np.diff(loss), np.diff(columns_SF, axis=0)
     if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
         return
-    scale, changes_SF = float(np.abs(change).max()), np.diff(columns_SF[since], axis=0)
+    scale = float(np.abs(change).max())
     varies = np.count_nonzero(changes_SF, axis=0) >= _FEWEST_DIFFERENCES
     fits = [_fitted(changes_SF, change / scale, chosen) for chosen in _choices(names, varies)]
     left, found = min(fits, key=lambda fit: fit[0], default=(1.0, []))
     found = [(at, slope * scale, errors) for at, slope, errors in found]
-    told = list(_unusual(facts, names, columns_SF[since], loss[since], left, found))
-    yield from told or _unusual(
-        facts, names, columns_SF[since], loss[since], *_implied(names, columns_SF[since], loss[since])
-    )
+    told = list(_unusual(facts, names, columns_SF, loss, left, found))
+    yield from told or _unusual(facts, names, columns_SF, loss, *_implied(names, columns_SF, loss))
 
 
 def _unusual(

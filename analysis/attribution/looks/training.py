@@ -54,23 +54,13 @@ def rate(facts: Facts) -> Iterator[Fact]:
     # In a linear warm-up, the learning rate is always about twice its earlier median, so only larger factors count.
     is_early = first <= max(facts.fall.high, facts.fall.fallen)
     spike = max(of_ratio(factor, 2.0, 10.0), 0.0) if is_early else 0.0
-    given = [
-        value
-        for name, value in facts.settings.items()
-        if is_learning_rate(name) and isinstance(value, float) and value > 0
-    ]
     # A schedule's peak is the declared learning rate.
-    beyond = max(of_ratio(float(values.max()), 1.1 * max(given), 10.0), 0.0) if given else 0.0
-    if beyond > spike:
-        step = int(steps[np.argmax(values > 1.1 * max(given))])
-        yield fact(
-            "learning_rate_beyond",
-            beyond,
-            "",
-            "learning_rate_spike",
-            factor=float(values.max()) / max(given),
-            step=step,
-        )
+    given = [value for name, value in facts.settings.items() if is_learning_rate(name) and isinstance(value, float)]
+    declared = max(given, default=0.0)
+    peak, allowed = float(values.max()), 1.1 * declared if declared > 0 else math.inf
+    if (beyond := of_ratio(peak, allowed, 10.0)) > spike:
+        step = int(steps[np.argmax(values > allowed)])
+        yield fact("learning_rate_beyond", beyond, "", "learning_rate_spike", factor=peak / declared, step=step)
     else:
         yield fact("learning_rate_spike", spike, factor=factor, step=first)
 
