@@ -23,11 +23,13 @@ from .finding import BY_ROW, KINDS, DataFinding
 from .sample import MAX_READ_TOKENS, Sample
 from .where import rank_of, row_columns, shared_by
 
-_BATCH, _UNSIGNED = "a constant for the whole batch", "absolute values"
+_BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
 HALVES = "the mean over the row's half of the group"
 _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
+_DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
+_PLUS = _DIVIDED + " plus"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
@@ -42,6 +44,8 @@ _EPS = (0.0, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1)
 """Usual values that are added to a standard deviation before dividing by it."""
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
+_ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
+"""Largest error that rounding leaves in a group's advantages, relative to the largest of them."""
 _INEXACT = 2.0**-15
 """Largest 1 - fit of a rule that reproduces the advantages up to rounding: four errors of 2^-9 in bfloat16 add up to at
 most 2^-7, and a relative error e costs e^2 / 2."""
@@ -253,26 +257,19 @@ class _Rows:
         return np.where(spread > TINY * self.of_step(np.maximum, np.abs(self.r)), spread, np.nan)
 
     @cached_property
-    def merged(self) -> np.ndarray:
-        """Number of the set to which each row's group belongs, [N]. Groups of a step form a set if the same baseline
-        and scale turn their rewards into advantages. A group with equal rewards joins the nearest set that fits it."""
-        firsts = np.unique(self.g, return_index=True)[1]
-        r, a, covariance = (mean_of(self.g, each)[firsts] for each in (self.r, self.a, self.x * self.a))
+    def lines(self) -> _Lines:
+        """Each group's advantages as a line over its rewards."""
+        first = np.unique(self.g, return_index=True)[1]
         with np.errstate(all="ignore"):
-            scale = covariance / self.spread[firsts] ** 2
-            base, unit = r - a / scale, np.abs(self.r).max() * CLOSE / 2
-        label = np.arange(len(firsts))
-        for groups in split_steps(self.at[firsts], label.copy()):
-            known = groups[np.isfinite(base[groups])]
-            order = known[np.lexsort((scale[known], base[known]))]
-            is_new = (np.abs(np.diff(base[order])) > unit) | (np.abs(np.diff(scale[order]) / scale[order][1:]) > CLOSE)
-            label[order] = (
-                order[np.flatnonzero(np.r_[True, is_new])][np.cumsum(np.r_[False, is_new])] if len(order) else order
-            )
-            for group in np.setdiff1d(groups, known):
-                fitting = known[np.abs((r[group] - base[known]) * scale[known] - a[group]) < CLOSE * np.abs(a[group])]
-                label[group] = label[fitting[np.argmin(np.abs(fitting - group))]] if len(fitting) else group
-        return np.asarray(label[self.g])
+            slope = mean_of(self.g, self.x * self.a) / self.spread**2
+            left = np.abs(self.a - mean_of(self.g, self.a) - slope * self.x)
+        size, error = np.zeros((2, len(first)))
+        np.maximum.at(size, self.g, np.abs(self.a))
+        np.maximum.at(error, self.g, np.nan_to_num(left, nan=np.inf))
+        is_16_bit = not np.any(self.a.astype(np.float32).view(np.uint32) & 0xFFF)
+        values = (self.at, mean_of(self.g, self.r), mean_of(self.g, self.a), slope, self.spread)
+        size *= _ROUNDED_16_BIT if is_16_bit else _ROUNDED
+        return _Lines(*(each[first] for each in values), size, np.isfinite(slope[first]) & (error <= size))
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
         """For each row, return the minimum or maximum (`reduce`) of `values` [N] among the rows of its step, [N]."""
@@ -296,6 +293,42 @@ class _Rows:
         return np.asarray(np.divide(xy, np.sqrt(xx * yy), out=np.zeros(len(n)), where=varies))
 
 
+class _Lines(NamedTuple):
+    """Each group's advantages as `a + slope * (reward - r)`. All arrays have shape [G], in step order."""
+
+    at: np.ndarray
+    r: np.ndarray
+    """Mean reward. `a` is the mean advantage."""
+    a: np.ndarray
+    slope: np.ndarray
+    """NaN if the group's rewards are equal. `spread` is their standard deviation, or NaN."""
+    spread: np.ndarray
+    rounded: np.ndarray
+    """Largest error that rounding leaves in the advantages."""
+    fits: np.ndarray
+    """True if the line reproduces all advantages up to rounding."""
+
+    def units(self, chosen: np.ndarray) -> np.ndarray:
+        """Number the groups, [G], so that groups with equal numbers can be compared: a step, or as many neighbouring
+        steps as contain four of the `chosen` groups ([G] bool)."""
+        num = np.bincount(self.at, chosen)
+        return np.asarray(np.unique((np.cumsum(num) - num) // 4, return_inverse=True)[1][self.at])
+
+    def holds(self, unit: np.ndarray, chosen: np.ndarray, agrees: np.ndarray) -> np.ndarray:
+        """Return, for each step, whether nearly all of its unit's `chosen` groups ([G] bool) agree, [S]. False if there
+        are fewer than three of them."""
+        num, right = (np.bincount(unit, each, unit[-1] + 1) for each in (chosen, chosen & agrees))
+        return np.asarray(((num >= 3) & (right > 0.95 * num))[unit[np.unique(self.at, return_index=True)[1]]])
+
+
+def _median_of(label: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the median of the `chosen` values ([K] bool) with each element's label (ascending), [K]. NaN for none."""
+    medians = np.full(int(label.max()) + 1, np.nan)
+    known, index = np.unique(label[chosen], return_inverse=True)
+    medians[known] = [np.median(part) for part in split_steps(index, values[chosen])] if len(known) else []
+    return np.asarray(medians[label])
+
+
 class _Rules(NamedTuple):
     """Each step's rule for computing advantages from rewards. All arrays have shape [S]."""
 
@@ -314,6 +347,12 @@ class _Rules(NamedTuple):
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
     divided: np.ndarray
     """1 if advantages are divided by the group's standard deviation, -1 if not, 0 if that is unclear."""
+    scale: np.ndarray
+    """Phrase for what scales each group's advantages: empty for a constant, None if unknown."""
+    is_linear: np.ndarray
+    """True if advantages are linear in the rewards in nearly every group."""
+    chosen: np.ndarray
+    """[N] bool: rows to which `name` applies."""
 
 
 def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
@@ -328,26 +367,34 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
     freedom = sums(np.where(has_both[rows.at], both, varies) * (1 - 1 / n))
     name = np.where(correlation > 0.1, "own", "").astype(object)
     between, fit, own, divided, factor = (*np.zeros((4, len(name))), np.full(len(name), np.nan))
+    scale, chosen, is_linear = np.full(len(name), None, object), np.ones(len(r), bool), np.zeros(len(name), bool)
     if explain:
+        line = rows.lines
+        is_known = np.isfinite(line.slope)
+        is_linear = line.holds(line.units(is_known), is_known, line.fits)
         between = np.sqrt(sums((a - y - mean_of(rows.at, a)) ** 2) / np.maximum(sums(a * a), 1e-300))
-        scales = [rows.fit(np.where(varies, rows.x, np.nan)), rows.fit(rows.x / rows.spread)]
-        divided = np.sign(scales[1] - scales[0]) * (np.max(scales, 0) > 0.999) * (np.min(scales, 0) < 0.99)
-        own = np.maximum(rows.fit(rows.x), scales[1])
+        own = np.maximum(rows.fit(rows.x), rows.fit(rows.x / rows.spread))
         # If the group's mean is the baseline, every group's mean advantage is 0. With any other baseline, the standard
         # deviation of the groups' mean advantages is about 1 / sqrt(n) times that of the advantages.
         has_own = (correlation > 0.5) & (between < 0.1 * np.sqrt(sums(1 / n) / sums(n > 0)))
-        fits = {"own": own}
-        if (has_both & ~(has_own & (own > 0.99))).any():
-            fits |= {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
-        best = np.argmax(np.round([*fits.values()], 3), 0)  # the first rule wins a tie
-        fit, other = np.max([*fits.values()], 0), np.array([*fits], object)[best]
-        # If the best rule reproduces the advantages only roughly, the true rule is unknown and may be correct.
-        is_clear = (fit > 1 - _INEXACT) & (own < 0.99)
-        has_own &= ~(is_clear & np.isin(other, [*_OF_OWN]))
-        name = np.where(has_own, "own", np.where(is_clear, other, "")).astype(object)
-        factor = np.where(has_own, _factor(rows), np.nan)
+        name, fit = np.where(has_own, "own", "").astype(object), own
+        if (rest := has_both & is_linear & ~has_own).any():
+            baseline, groups = _baseline_of(rows, rest)
+            name, other = np.where(rest, baseline, name), line.fits & rest[line.at] & ~groups
+            is_whole = other.sum() < 0.05 * groups.sum()
+            chosen = ~rest[rows.at] | groups[g] | is_whole
+            fit = np.where(name == "own", own, rows.fit(mean_of(g, a) + line.slope[g] * rows.x))
+        if (rest := has_both & np.isin(name, ["", "own"]) & ~(has_own & (is_linear | (own > 0.99)))).any():
+            fits = {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
+            other = np.array([*fits], object)[np.argmax(np.round([*fits.values()], 3), 0)]  # the first rule wins a tie
+            best = np.max([*fits.values()], 0)
+            # If the best rule reproduces the advantages only roughly, the true rule is unknown and may be correct.
+            is_clear = rest & (best > 1 - _INEXACT) & (own < 0.99) & ~(has_own & ~np.isin(other, [*_OF_OWN]))
+            name, fit = np.where(is_clear, other, name), np.where(rest, np.maximum(best, own), fit)
+        name[(name == "own") & ~is_linear & (own < 0.99)] = ""
+        scale, divided, factor = _scale_of(rows, is_linear & has_own)
     name[~has_both] = np.where(sums(varies) > 0, "constant", "none")[~has_both]
-    return _Rules(name, correlation, freedom, between, fit, own, factor, divided)
+    return _Rules(name, correlation, freedom, between, fit, own, factor, divided, scale, is_linear, chosen)
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
@@ -370,12 +417,6 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     def against(values: np.ndarray, mean: np.ndarray, *deviations: np.ndarray) -> list[np.ndarray]:
         return [values - mean, *((values - mean) / each for each in deviations)]
 
-    yield _BATCH, [r]
-    count, ordered = np.bincount(g), r[np.lexsort((r, g))]
-    last, half = np.cumsum(count) - 1, count // 2
-    median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
-    for name, level in zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True):
-        yield name, against(r, level[g], rows.spread)
     low, high = rows.of_step(np.minimum, a), rows.of_step(np.maximum, a)
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
@@ -390,14 +431,6 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
         yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
-    for num in range(1, int(min(np.median(n), 17))):
-        name = f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"
-        yield name, against(r, *moments(r, g, rank < num), rows.spread)
-    for name, by in (("previous", -1), ("next", 1)):
-        other = np.unique(g, return_index=True)[1][first + (g - first + by) % groups]
-        yield f"the {name} group's mean", against(r, *(each[other] for each in moments(r, g)), rows.spread)
-    size = int(np.median(count_of(rows.merged)))
-    yield f"the mean of {size} rows from several groups", against(r, *moments(r, rows.merged))
     # In another order, advantages have the sizes that the group-mean rule gives.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
@@ -426,29 +459,137 @@ def _by_rank(rows: _Rows) -> np.ndarray:
     return np.where(varies, mean_of(label, rows.a), np.nan)
 
 
-def _factor(rows: _Rows) -> np.ndarray:
-    """Return the scale of each step's advantages, [S]. NaN if it is unknown or a usual normalisation explains it."""
+def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every known baseline except the group's mean: its name, and its value for each group, [G]."""
+    line, g, r = rows.lines, rows.g, rows.r
+    count, ordered, rank = np.bincount(g), r[np.lexsort((r, g))], rank_of(g)
+    last, half = np.cumsum(count) - 1, count // 2
+    median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
+    yield _NOTHING, np.zeros(len(count))
+    yield from zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True)
+    for num in range(1, int(min(np.median(count), 17))):
+        name = f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"
+        yield name, np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num)
+    for name, group in _neighbours(line.at).items():
+        yield f"{name} mean", np.append(line.r, np.nan)[group]
+    sets = _sets(rows)[g]
+    size = int(np.median(count_of(sets)))
+    yield f"the mean of {size} rows from several groups", mean_of(sets, r)[np.unique(g, return_index=True)[1]]
+    with np.errstate(all="ignore"):
+        share = 1 - float(np.nanmedian(line.a / (line.slope * line.r)))
+    yield f"{share:.3g} times the group's mean", share * line.r
+
+
+def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
+    """For each kind of neighbour, return the index of every group's neighbour, [G], -1 for none."""
+    start, place = np.searchsorted(at, at), np.arange(len(at))
+    before = np.searchsorted(at, at - 1) + place - start
+    return {
+        "the previous group's": start + (place - start - 1) % count_of(at),
+        "the next group's": start + (place - start + 1) % count_of(at),
+        "the previous step's group's": np.where((at > 0) & (before < start), before, -1),
+    }
+
+
+def _sets(rows: _Rows) -> np.ndarray:
+    """Number the sets of groups in a step whose advantages imply the same baseline, and return each group's set, [G].
+    A group with equal rewards joins the nearest set that fits it."""
+    line = rows.lines
+    with np.errstate(all="ignore"):
+        base, unit = line.r - line.a / line.slope, np.abs(4 * line.rounded / line.slope)
+    label = np.arange(len(base))
+    for groups in split_steps(line.at, label.copy()):
+        known = groups[np.isfinite(base[groups])]
+        if not len(known):
+            continue
+        order = known[np.argsort(base[known])]
+        is_new = np.diff(base[order]) > unit[order][1:]
+        label[order] = order[np.r_[0, np.maximum.accumulate(np.arange(1, len(order)) * is_new)]]
+        for group in np.setdiff1d(groups, known):
+            size = np.abs(line.a[group])
+            fitting = known[np.abs((line.r[group] - base[known]) * line.slope[known] - line.a[group]) < CLOSE * size]
+            label[group] = label[fitting[np.argmin(np.abs(fitting - group))]] if len(fitting) else group
+    return label
+
+
+def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the baseline of the `steps` ([S] bool), whatever scales each group's advantages, up to a constant for the
+    step. Return its name at each of them, [S], empty if it is unknown, and the groups that have it, [G] bool."""
+    line = rows.lines
+    asked, equal = line.fits & steps[line.at], np.isnan(line.slope) & steps[line.at]
+    error = 2 * line.rounded
+    other = asked & (np.abs(line.a) > error)
+    best, name, has_name, groups = 0.0, "", np.zeros(len(steps), bool), other
+    for candidate, values in _baselines(rows):
+        rest = line.a - line.slope * (line.r - values)
+        none, known = np.zeros(len(rest)), asked & np.isfinite(rest)
+        for constant, chosen in ((none, other), (_median_of(line.units(known), rest, known), known)):
+            named = line.holds(line.units(chosen), chosen, np.abs(rest - constant) <= error)
+            # A group with equal rewards has an advantage of 0 only if these equal the baseline.
+            at_base = np.abs(line.a - constant) <= error + CLOSE * np.abs(constant)
+            agrees = equal & (at_base == (np.abs(line.r - values) <= TINY * np.abs(rows.r).max()))
+            has_other = bool((chosen & other & named[line.at]).any())
+            points = has_other * (((chosen & other) | agrees) & named[line.at]).sum()
+            points += 0.5 * (has_other and (constant is none or candidate == _NOTHING))  # the simpler rule
+            if points > best and 2 * (named & steps).sum() >= steps.sum():
+                best, has_name, groups = points, named & steps, chosen
+                name = _BATCH if candidate == _NOTHING and constant is not none else candidate
+    return np.where(has_name, name, "").astype(object), groups & has_name[line.at]
+
+
+def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find what scales the advantages of each group at the `steps` ([S] bool): return a phrase, [S], empty for a
+    constant and None if unknown, the `divided` of _Rules, and its `factor`."""
+    line, n = rows.lines, np.bincount(rows.g)
+    asked = line.fits & steps[line.at]
+    unit, first = line.units(asked), np.unique(line.at, return_index=True)[1]
+    of_rewards = "of the group's rewards"
+    with np.errstate(all="ignore"):
+        size, spread = np.abs(line.slope), line.spread
+        forms = {
+            "": [np.ones(len(n)), n / (n - 1)], _DIVIDED: [1 / spread, np.sqrt((n - 1) / n) / spread],
+            _BY_MEAN: [1 / np.abs(line.r)], f"divided by the variance {of_rewards}": [spread**-2],
+            f"divided by the square root of the standard deviation {of_rewards}": [spread**-0.5],
+            f"multiplied by the standard deviation {of_rewards}": [spread],
+            f"divided by the root mean square {of_rewards}": [np.hypot(line.r, spread) ** -1],
+        }  # fmt: skip
+        for name, group in _neighbours(line.at).items():
+            forms[f"divided by {name} standard deviation"] = [1 / np.append(spread, np.nan)[group]]
+        # 1 / size = slope * spread + rest, with the same slope and rest for all groups
+        y, num = 1 / size, np.maximum(np.bincount(unit, asked), 1)
+        dx, dy = (np.where(asked, x - (np.bincount(unit, np.where(asked, x, 0)) / num)[unit], 0) for x in (spread, y))
+        slope = (np.bincount(unit, dx * dy) / np.bincount(unit, dx * dx))[unit]
+        eps = _median_of(unit, y / slope - spread, asked)
+        forms[_PLUS] = [1 / (spread + eps)]
+        held, middles = {}, {}
+        for name, options in forms.items():
+            held[name], middles[name] = np.zeros(len(steps), bool), np.full(len(steps), np.nan)
+            for values in options:
+                middle = _median_of(unit, size / values, asked & np.isfinite(values))
+                fits = line.holds(unit, asked, np.abs(size / values / middle - 1) < CLOSE) & ~held[name]
+                held[name] |= fits
+                middles[name] = np.where(fits, middle[first], middles[name])
+    held[_PLUS] &= eps[first] > 0
+    held[_DIVIDED] |= held[_PLUS] & (eps[first] <= max(_EPS))
+    middles[_DIVIDED] = np.where(np.isnan(middles[_DIVIDED]), middles[_PLUS], middles[_DIVIDED])
+    phrase = np.full(len(steps), None, object)
+    for name in reversed(held):
+        text = [f"{name} {value:.3g}" if name == _PLUS else name for value in eps[first]]
+        phrase = np.where(held[name], np.array(text, object), phrase)
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
-    x = np.where(np.isfinite(rows.spread), rows.x, np.nan)
-    size = np.nanmean(np.append(rows.spread, 1.0 if np.isnan(rows.spread).all() else np.nan))
-    # Usual normalisations, with the range of their factors: a leave-one-out baseline multiplies advantages by
-    # n / (n - 1), normalising over tokens changes the standard deviation, and the eps added to it is up to 0.1.
-    usual = (
-        (x / rms_of(rows.at, rows.x), 0.6, 1.8), (x / rms_of(rows.at, rows.r - mean_of(rows.at, rows.r)), 0.6, 1.8),
-        (x, 1.0, few / (few - 1)), (x / rows.spread, size / (size + 0.1) * np.sqrt(1 - 1 / few), 1.0),
-    )  # fmt: skip
-    factor, is_usual = np.full(len(few), np.nan), np.zeros(len(few), bool)
-    plain = factor
-    for given, low, high in usual:
-        p, fits = np.nan_to_num(given), rows.fit(given) > 0.999
-        own = rows.sums(p * rows.a) / np.maximum(rows.sums(p * p), 1e-300)
-        factor = np.where(fits, own, factor)
-        plain = np.where(fits, own, plain) if given is x else plain
-        is_usual |= fits & (own > 0.9 * low) & (own < 1.1 * high)
-    if (unusual := np.isfinite(factor) & ~is_usual).any():
+    plain, divided = (np.where(phrase == name, middles[name], np.nan) for name in ("", _DIVIDED))
+    whole = [rms_of(rows.at, values)[np.unique(rows.at, return_index=True)[1]] for values in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a)]
+    # A leave-one-out baseline multiplies advantages by n / (n - 1), normalising over tokens changes the deviation, and
+    # the eps added to it is up to 0.1.
+    size = float(np.nanmean(np.append(line.spread, 1.0 if np.isnan(line.spread).all() else np.nan)))
+    low = size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
+    usual = (plain > 0.9) & (plain < 1.1 * few / (few - 1)) | (divided > 0.9 * low) & (divided < 1.1)
+    usual |= (np.abs(np.log(plain * whole[0])) < 0.65) | (np.abs(np.log(plain * whole[1])) < 0.65) | (np.isfinite(divided) & (np.abs(whole[2] - 1) < 0.1))
+    factor = np.where(np.isnan(plain), divided, plain)
+    if (unusual := np.isfinite(factor) & ~usual).any():
         # A constant factor explains a step better than a normalisation that fits it by chance.
-        is_usual &= ~(np.abs(plain / np.median(factor[unusual]) - 1) < CLOSE)
-    return np.where(is_usual, np.nan, factor)
+        usual &= ~(np.abs(plain / np.median(factor[unusual]) - 1) < CLOSE)
+    return phrase, 1 * held[_DIVIDED] - held[""], np.where(usual, np.nan, factor)
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
@@ -460,7 +601,7 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
     )
     sums = rows.sums(rows.r * rows.length)
     known = {
-        "the batch's mean": r, "nothing": 0.0, "the mean over the batch's tokens": sums / np.maximum(rows.sums(rows.length), 1),
+        "the batch's mean": r, _NOTHING: 0.0, "the mean over the batch's tokens": sums / np.maximum(rows.sums(rows.length), 1),
         PADDED: sums / np.maximum(rows.sums(tokens), 1),
     }  # fmt: skip
     left = {name: np.abs(a / unit - (r - constant) / spread) for name, constant in known.items()}
@@ -503,7 +644,12 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         within = (rows.sums(only) / np.maximum(rows.sums(asked), 1))[at[only]]
         is_clear = min(only.sum(), (one & ~two).sum()) > 0.05 * asked.sum() and (one | two)[asked].mean() > 0.95
         if is_clear and np.median(within) < 0.95:
-            return "advantages_mixed", only, {"rule": f"{text}, while all others follow the group's mean and scale"}
+            # Algorithms may treat all rows above or below the baseline differently.
+            sides = {"higher": asked & (rows.x > 0), "lower": asked & (rows.x < 0)}
+            side = next((name for name, each in sides.items() if (only != each).sum() < 0.05 * each.sum()), "")
+            text += f", as only rows with a {side} reward than their group have" if side else ""
+            numbers = {"rule": f"{text}, while all others follow the group's mean and scale", "notice_if_whole": bool(side)}
+            return "advantages_mixed", only, numbers
     raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), _rank(g, -r, a)
     share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
@@ -535,8 +681,8 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     # For equal rewards in a group, the lower median advantage counts as correct. For only two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
-    off = asked & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
-    if 3 <= off.sum() < 0.34 * asked.sum():
+    off, exact = (asked & (np.abs(a - usual) > by * np.maximum(scale, 1e-9)) for by in (0.05, _ROUNDED_16_BIT))
+    if 3 <= off.sum() <= exact.sum() < 0.34 * asked.sum():
         return "advantages_unequal", off, {}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
@@ -580,7 +726,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     num_judged, judged = int(is_judged.sum()), is_judged[at]
 
     def found(code: str, chosen: np.ndarray, **given: Any) -> Iterator[DataFinding]:
-        yield from run.find(code, chosen[at][judged], rows=np.flatnonzero(known)[judged], **given)
+        yield from run.find(code, (chosen[at] & rules.chosen)[judged], rows=np.flatnonzero(known)[judged], **given)
 
     constant = rules.name == "constant"
     if rules.freedom[constant].sum() >= 4 and not run.is_per_token:
@@ -591,7 +737,14 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     scaled = np.isfinite(rules.factor)
     if 10 * scaled.sum() > num_judged and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
         factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
-        yield from found("advantages_scaled", scaled, factor=factor, notice_if_whole=True)
+        text = f"times {factor:.3g}, which no usual normalisation explains"
+        yield from found("advantages_scaled", scaled, explanation=text, notice_if_whole=True)
+    shapes = Counter(each for each in rules.scale if each not in ("", _DIVIDED, _BY_MEAN, None))
+    shape, num = shapes.most_common(1)[0] if shapes else ("", 0)
+    is_shaped = is_judged & ~np.isin(rules.scale, ["", _DIVIDED, _BY_MEAN])
+    if num >= 3 and 2 * num > is_shaped.sum() and is_shaped[is_judged][-is_shaped.sum() :].all():
+        is_other = any(each in shape for each in ("previous", "next"))  # no algorithm divides by another group's
+        yield from found("advantages_scaled", is_shaped, explanation=shape, notice_if_whole=not is_other)
     divides, keeps = (
         run.setting(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$", value)
         for value in (r"^(group|true|1\.0)$", r"^(batch|none|false|0\.0)$")
@@ -602,9 +755,6 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
             yield from found("advantages_unlike_settings", is_wrong, **numbers)
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
-    level = max(_LEVELS, key=others.__getitem__)
-    if 4 * others[level] > others[_BATCH]:
-        others[level] += others.pop(_BATCH, 0)  # the same rule at steps where all groups have the same level
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # if there are only a few small steps, some rule fits by chance
@@ -613,7 +763,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         if rest:
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
-    off = (rules.name == name) | ((name in _LEVELS) & (rules.name == _BATCH))
+    # Steps with few groups allow several rules.
+    off = (rules.name == name) | ((rules.name == "") & (num > 4 * (rules.name == "").sum()))
     freedom = float(rules.freedom[off].sum())
     if not freedom:
         return
@@ -624,14 +775,15 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     }  # fmt: skip
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
     is_elsewhere_unknown = (rules.name == "").sum() > max(0.05 * num_judged, (rules.name == "own").sum())
+    is_batch = name in (_BATCH, _NOTHING)
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
-    elif name == _BATCH and is_elsewhere_unknown:
+    elif is_batch and is_elsewhere_unknown:
         yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
-    elif name == _BATCH:
+    elif is_batch:
         # Include steps where all groups have the same mean: both the batch rule and the group-mean rule fit them.
         off |= (rules.name == "own") & (data.fit(r) > 0.999)
-        numbers["explanation"] = _batch_constant(data, off)
+        numbers["explanation"] = name if name == _NOTHING else _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
         # A mean that includes padding is always a fault, but an unknown baseline may be an intended running mean.
         is_padded, is_unknown = (numbers["explanation"] == name for name in (PADDED, _BATCH))
@@ -646,11 +798,27 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif name:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
         code = "rewards_of_other_rows" if is_moved else "baseline"
-        yield from found(code, off, notice_if_whole=name == _LEVELS[-1], **numbers)
+        yield from found(code, off, notice_if_whole=name in _LEVELS[1:], **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (
         (3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all())  # a change during the run
-        or (run.group_setting and correlation > 1 - _INEXACT and 2 * off.sum() > num_judged)
+        or (run.group_setting and 2 * off.sum() > num_judged)
     ):
-        yield from found("baseline_unknown", off, notice=True, **numbers)
+        if rules.is_linear[off].any():
+            yield from found("baseline_unknown", off, notice=True, **numbers)
+        else:
+            numbers["explanation"] = _shape_of(data, off)
+            yield from found("advantages_unexplained", off, notice_if_whole=True, **numbers)
+
+
+def _shape_of(rows: _Rows, steps: np.ndarray) -> str:
+    """Describe how advantages depend on rewards within the groups of the `steps` ([S] bool)."""
+    order = np.lexsort((rows.a, rows.r, rows.g))
+    order = order[steps[rows.at[order]]]
+    joined = np.diff(rows.g[order]) == 0
+    more, rise = np.diff(rows.r[order])[joined], np.diff(rows.a[order])[joined]
+    least = 2 * rows.lines.rounded[rows.g[order]][1:][joined]
+    if np.mean(np.where(more > 0, rise >= -least, np.abs(rise) <= least)) > 0.99:
+        return "rise with the rewards, but not in proportion"
+    return "are no function of the recorded rewards"
