@@ -382,7 +382,7 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
             baseline, groups = _baseline_of(rows, rest)
             name, other = np.where(rest, baseline, name), line.fits & rest[line.at] & ~groups
             is_whole = other.sum() < 0.05 * groups.sum()
-            chosen = ~rest[rows.at] | groups[g] | is_whole
+            chosen = ~(rest & (name != ""))[rows.at] | groups[g] | is_whole
             fit = np.where(name == "own", own, rows.fit(mean_of(g, a) + line.slope[g] * rows.x))
         if (rest := has_both & np.isin(name, ["", "own"]) & ~(has_own & (is_linear | (own > 0.99)))).any():
             fits = {name: np.max([rows.fit(each) for each in given], 0) for name, given in _candidates(rows)}
