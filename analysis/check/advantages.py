@@ -59,20 +59,23 @@ SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coa
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
+       coalesce(len(list_filter(list, lambda value: value = 0)), 0) AS loss_zeros, coalesce(masked, 0) AS masked,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
     SELECT step, row_number() OVER () AS place, finish_reason, policy_version AS version, CASE WHEN {{asked}} THEN response_ids[-1] END AS last_id, num_response_tokens::DOUBLE AS length, coalesce({{num_loss}}, num_response_tokens)::DOUBLE AS loss_length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
            CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, CASE WHEN {{asked}} THEN hash({{own}}) END AS answer,
-           {{list}} AS list
+           {{list}} AS list, {{masked}} AS masked
     FROM sequences
 )
 ORDER BY step, place
 """
 """One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest`, `is_per_token`
-and `answer`, a hash of the response alone, only cover loss tokens."""
+and `answer`, a hash of the response alone, only cover loss tokens. `masked` counts the other tokens' advantages that
+are not 0."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
+_MASKED = "len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true)))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 # Comparing all pairs of rows would be slow, so prefixes are hashed, and only those as long as another row of the group.
 _CONTINUED = """
@@ -95,6 +98,7 @@ class DataRows:
         is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
         self.asked = f"step IN ({self.inspected})" if is_large else "true"
         parts = {"list": f"{tokens}::DOUBLE[]", "asked": self.asked, "own": _OWN if columns.mask else "response_ids"}
+        parts["masked"] = _MASKED if columns.mask and columns.advantages else "NULL"
         parts["num_loss"] = "list_sum(response_mask::INTEGER[])" if columns.mask else "NULL"
         with database.following("reading rewards and advantages"):
             table = database.connection.sql(_ROWS.format(**parts)).to_arrow_table()
@@ -171,6 +175,15 @@ class DataRows:
         order = np.argsort(rows["response"], kind="stable")
         row, later = (order[np.searchsorted(rows["response"], each, sorter=order)] for each in keys.T)
         return row, later
+
+    @cached_property
+    def parts(self) -> tuple[list[str], np.ndarray]:
+        """Names of the reward functions and their values, [N, P]. NaN if missing or not inspected."""
+        query = f"SELECT step, row_number() OVER () AS place, CASE WHEN {self.asked} THEN rewards END FROM sequences ORDER BY step, place"
+        given = [row[2] or {} for row in self.database.connection.execute(query).fetchall()]
+        names = list(next((each for each in given if each), {}))
+        values = [[each.get(name, np.nan) for name in names] for each in given]
+        return names, np.array(values, float).reshape(len(given), len(names))
 
     @cached_property
     def group_setting(self) -> str:

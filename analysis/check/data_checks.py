@@ -75,7 +75,13 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         zeros = rows[f"zeros_{end}"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         least = 1 + max(by_token.sum(), 8) // 2
-        yield from run.find("advantages_misplaced", misplaced, least=least, end=end, zeros=zeros)
+        zeros_there = float(np.median(zeros[misplaced])) if misplaced.any() else 0.0
+        text = f"all tokens have the same advantage, except the {end} ones ({zeros_there:.3g} on average), which have 0"
+        yield from run.find("advantages_misplaced", misplaced, least=least, explanation=text)
+    swapped = (rows["masked"] > 0) & (rows["loss_zeros"] > 0)
+    if swapped.sum() > 0.1 * (rows["masked"] > 0).sum():
+        text = f"{rows['loss_zeros'][swapped].sum():,.0f} tokens in the loss have advantage 0, and {rows['masked'][swapped].sum():,.0f} masked tokens do not, as if another row's mask had been applied"
+        yield from run.find("advantages_misplaced", swapped, least=3, explanation=text)
     # A value normalised over n values is at most sqrt(n), and a reward minus a baseline is at most the range of
     # rewards. An advantage can exceed both bounds only if its row is left out of its own normalisation.
     highest = np.abs(rows["reward"][np.isfinite(rows["reward"])]).max(initial=0.0)
@@ -206,6 +212,7 @@ _LOGGED = (
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
 """Table, column, tolerance, and the metric names that frameworks use for the column's mean."""
+_LOSS_TOKENS = "the tokens in the loss"
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
@@ -241,6 +248,8 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
             differs = np.abs(value - mean) > 0 if is_sample else off
             of = _average_of(run, column, value[differs], mean[differs], steps[differs])
             is_explained = any(is_sample or not found[key][2] for key in fitting)
+            if of == _LOSS_TOKENS:
+                continue
             if of or (not is_explained and off.sum() > 2 and 2 * off.sum() > np.isfinite(value).sum() * is_sample):
                 wrong.append((not of, is_sample and not of, name, value, differs if of else off, of))
         for is_other, is_notice, name, value, off, of in sorted(wrong, key=lambda each: (*each[:2], each[4].sum()))[:1]:
@@ -276,8 +285,13 @@ def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray,
     rows = [run.rows["step"] == step for step in steps]
     values = run.rows["reward" if column == "reward" else "length"]
     options = {"the first half of the rows": [values[own][: own.sum() // 2] for own in rows]}
+    names, parts = run.parts if column == "reward" else ([], np.zeros((0, 0)))
+    if len(names) > 1:
+        of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
+        options |= {name: [each[own] for own in rows] for name, each in of_parts.items()}
     if column == "num_response_tokens":
         options["prompt and response"] = [(values + run.rows["prompt_length"])[own] for own in rows]
+        options[_LOSS_TOKENS] = [run.rows["loss_length"][own] for own in rows]
     means = {name: [each.mean() for each in parts] for name, parts in options.items() if all(map(len, parts))}
     return next((name for name, each in means.items() if np.allclose(each, value, rtol=1e-4, atol=TINY)), "")
 
@@ -448,20 +462,21 @@ _NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
-    """Compare the reward with the weighted sum of the reward functions."""
-    query = "SELECT step, row_number() OVER () AS place, reward, map_keys(rewards), map_values(rewards) FROM sequences WHERE rewards IS NOT NULL AND step IN ({steps}) ORDER BY step, place"
-    rows = run.database.connection.execute(query.format(steps=run.inspected)).fetchall()
-    names = rows[0][3] if rows else []
-    if not names or any(row[3] != names for row in rows):
+    """Compare the reward with the weighted sum of the reward functions, and these with lengths and finish reasons."""
+    names, parts = run.parts
+    asked = np.isfinite(parts).any(axis=1) if names else np.zeros(0, bool)
+    rows = np.flatnonzero(asked | (run.rows["response"] > 0)) if asked.any() else np.zeros(0, int)
+    if not len(rows):
         return
-    step = np.array([row[0] for row in rows])
-    reward, parts = (np.array([row[at] for row in rows], float) for at in (2, 4))
+    step, reward, parts = run.rows["step"][rows], run.rows["reward"][rows], parts[rows]
+    find = partial(run.find, rows=rows)
     missing = np.isfinite(reward) & np.isnan(parts).all(axis=1)
     # If rows without parts have different rewards, these come from another source, so the finding is only a notice.
-    yield from run.find("rewards_of_nothing", missing, step, notice=len({*reward[missing]}) > 1)
+    yield from find("rewards_of_nothing", missing, notice=len({*reward[missing]}) > 1)
     there = np.isfinite(reward) & np.isfinite(parts).all(axis=1)
-    if len(names) < 2 or there.sum() < 20 or np.ptp(reward[there]) == 0:
+    if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
+    yield from _part_causes(run, rows)
     least = 1e-4 * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray, rows: np.ndarray | bool = True) -> np.ndarray | None:
@@ -491,19 +506,54 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
             shown = ", ".join(f"{name} {weight:g}" for name, weight in declared.items())
             contrast = f"but the recorded weights are {shown}" if declared else "and no weights are recorded"
             numbers: dict[str, Any] = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
-            yield from run.find("rewards_weighted", step > -1, step, **numbers)
+            yield from find("rewards_weighted", step > -1, **numbers)
         return
     for since in np.unique(step)[1:]:
         before, after = weights_of(reward, step < since), weights_of(reward, step >= since)
         if before is not None and after is not None:
             contrast = f"but {text(before)} at earlier steps"
             numbers = {"explanation": text(after), "contrast": contrast, "notice": not declared}
-            yield from run.find("rewards_weighted", step >= since, step, **numbers)
+            yield from find("rewards_weighted", step >= since, **numbers)
             return
     for name, place in shifted(np.unique(step, return_inverse=True)[1]).items():
         if weights_of(np.append(reward, np.nan)[place]) is not None:
-            yield from run.find("rewards_differ", step > -1, step, explanation=name)
+            shift = f"a weighted sum of the reward functions only with {name}"
+            yield from find("rewards_differ", step > -1, explanation=shift)
             return
+    usual = np.where(np.isnan(recorded), 1.0, recorded)
+    off = there & (np.abs(parts @ usual - reward) > least)
+    if 0 < off.sum() < 0.4 * there.sum():
+        values = np.unique(reward[off])
+        instead = f"where it is {values[0]:g}" if len(values) == 1 else "where it is not"
+        yield from find("rewards_differ", off, explanation=f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}")
+
+
+def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
+    """Find reward functions that count masked tokens, or give all truncated rows the same value, and groups that are
+    kept because of a minor one."""
+    names, parts = run.parts
+    length, loss_length = (run.rows[name][rows] for name in ("length", "loss_length"))
+    reasons = run.finish_reasons[rows]
+    ended, cut = (np.array([str(reason or "").lower() == name for reason in reasons]) for name in ("stop", "length"))
+    for name, values in zip(names, parts[rows].T, strict=True):
+        least = TINY * np.nanmax(np.abs(values), initial=0.0)
+        known = np.isfinite(values)
+        varied = [bool((np.abs(values - mean_of(count, np.nan_to_num(values)))[known] > least).any()) for count in (length.astype(int), loss_length.astype(int))]
+        if (length > loss_length).sum() >= 10 and np.nanstd(values) > 0 and varied == [False, True]:
+            yield from run.find("rewards_count_masked", known & (length > loss_length), rows=rows, name=name, notice=True)
+        same = known & cut
+        # A penalty on the length is meant for truncated responses.
+        if varied[0] and same.sum() >= 8 and ended.sum() >= 8 and np.ptp(values[same]) == 0 and np.mean(values[ended] == values[same][0]) < 0.15:
+            yield from run.find("rewards_of_truncated", same, rows=rows, name=name, value=float(values[same][0]), notice=True)
+    is_filtered = run.setting("dynamic_sampl|filter_groups|filter_zero|zero_variance|oversampl", "^(?!(false|none|0|0.0)$)")
+    cell = numbered(run.labels[rows], run.at[rows])
+    spread = np.stack([np.abs(part - mean_of(cell, part)) > TINY for part in np.nan_to_num(parts[rows]).T])
+    varies = np.stack([mean_of(cell, 1.0 * each) > 0 for each in spread])
+    for name, own, others in zip(names, varies, (np.delete(varies, at, 0).any(0) for at in range(len(names))), strict=True):
+        alone = own & ~others
+        if is_filtered and len(names) > 1 and others.any() and alone.sum() >= 0.1 * len(alone):
+            numbers = {"num_groups": len(np.unique(cell[alone])), "name": name, "setting": is_filtered}
+            yield from run.find("groups_differ_by_one", alone, rows=rows, notice=True, **numbers)
 
 
 Find = Callable[..., Iterator[DataFinding]]
@@ -671,7 +721,9 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
-    has_end = np.isin(last, ends[np.argsort(-counts)][:3])
+    num_inside = np.array([(sample.tokens == end).sum() for end in ends]) - counts
+    # A token that also occurs inside responses does not end them.
+    has_end = np.isin(last, [end for end in ends[np.argsort(-counts)][:3] if (num_inside <= counts)[ends == end]])
     # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
         wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))

@@ -35,7 +35,7 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     steps, starts = np.unique(step, return_index=True)
     rows, first = np.unique(row, return_index=True)
     at = step[first]
-    leaks, resets = np.zeros((2, len(step)), bool)
+    leaks, resets, runs_on = np.zeros((3, len(step)), bool)
     gamma, size = np.full((2, len(steps)), np.nan)
     for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(step)], strict=True)):
         i = np.arange(start, end)
@@ -51,6 +51,9 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
             continue
         off = ~near & (np.abs(rest) > 10 * error)
         leaks[i] = off & (np.abs(rest - fitted[1] * (before[i + 1] - before[i] - kl[i])) < 10 * error)
+        gap, decay = place[i + 1] - place[i], min(float(fitted[0]), 1 - 1e-9)
+        over = a[i + 1] * decay**gap + fitted[2] * (1 - decay**gap) / (1 - decay) + fitted[1] * kl[i]
+        runs_on[i] = off & (decay < 0.999) & (np.abs(a[i] - over) < 10 * error)
         resets[i] = off & (len(i) > near.sum() and np.ptp(outcome[i][~near]) < 10 * error)
         slope = np.polyfit(reward[last], outcome[last], 1)[0] if np.std(reward[last]) > 0 else 0.0
         if slope > 0 and np.std(fitted[1] * kl[i][near]) > 100 * error:
@@ -72,6 +75,7 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     for affected, rule in (
         (np.isin(at, steps[known[off]]), f"a KL term of {which}: its coefficient on train - reference is {here} in units of the reward, while it is {elsewhere} at other steps"),
         (np.isin(rows, row[resets]), "no share of the return before masked tokens, while those after them follow the reward"),
+        (np.isin(rows, row[runs_on]), f"a decay of {np.median(gamma[holds]) if holds.any() else 1:.4g} per token over masked tokens as well, as if these counted toward the loss"),
         (np.isin(rows, row[leaks]), "the KL penalty of masked tokens added, while these tokens do not count toward the loss"),
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip
