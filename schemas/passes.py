@@ -36,10 +36,10 @@ def first_pair(names: Sequence[str]) -> str | None:
     """Return the pair of passes to compare by default, or None if there are fewer than two passes.
 
     If there is a rollout pass, the pair is train:rollout, or the first other pass against rollout if there is no train
-    pass. Otherwise, the pair is the first two passes.
+    pass. Otherwise, the pair is current:train if there are both, or the first two passes.
     """
     if len(names) < 2:
         return None
     if ROLLOUT not in names:
-        return f"{names[0]}:{names[1]}"
+        return f"{CURRENT}:{TRAIN}" if {CURRENT, TRAIN} <= {*names} else f"{names[0]}:{names[1]}"
     return f"{TRAIN if TRAIN in names else next(name for name in names if name != ROLLOUT)}:{ROLLOUT}"

@@ -591,13 +591,20 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
         phrase = np.where(held[name], np.array(text, object), phrase)
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
     plain, divided = (np.where(phrase == name, middles[name], np.nan) for name in ("", _DIVIDED))
-    whole = [rms_of(rows.at, values)[np.unique(rows.at, return_index=True)[1]] for values in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a)]
+    whole = [
+        rms_of(rows.at, values)[np.unique(rows.at, return_index=True)[1]]
+        for values in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a)
+    ]
     # A leave-one-out baseline multiplies advantages by n / (n - 1), normalising over tokens changes the deviation, and
     # the eps added to it is up to 0.1.
     size = float(np.nanmean(np.append(line.spread, 1.0 if np.isnan(line.spread).all() else np.nan)))
     low = size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
     usual = (plain > 0.9) & (plain < 1.1 * few / (few - 1)) | (divided > 0.9 * low) & (divided < 1.1)
-    usual |= (np.abs(np.log(plain * whole[0])) < 0.65) | (np.abs(np.log(plain * whole[1])) < 0.65) | (np.isfinite(divided) & (np.abs(whole[2] - 1) < 0.1))
+    usual |= (
+        (np.abs(np.log(plain * whole[0])) < 0.65)
+        | (np.abs(np.log(plain * whole[1])) < 0.65)
+        | (np.isfinite(divided) & (np.abs(whole[2] - 1) < 0.1))
+    )
     factor = np.where(np.isnan(plain), divided, plain)
     if (unusual := np.isfinite(factor) & ~usual).any():
         # A constant factor explains a step better than a normalisation that fits it by chance.
@@ -661,7 +668,10 @@ def _mixed(rows: _Rows) -> _Mixed | None:
             sides = {"higher": asked & (rows.x > 0), "lower": asked & (rows.x < 0)}
             side = next((name for name, each in sides.items() if (only != each).sum() < 0.05 * each.sum()), "")
             text += f", as only rows with a {side} reward than their group have" if side else ""
-            numbers = {"rule": f"{text}, while all others follow the group's mean and scale", "notice_if_whole": bool(side)}
+            numbers = {
+                "rule": f"{text}, while all others follow the group's mean and scale",
+                "notice_if_whole": bool(side),
+            }
             return "advantages_mixed", only, numbers
     raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), _rank(g, -r, a)
     share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))

@@ -235,7 +235,9 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
                 found[name, by] = (value, *_compared(value, mean, errors))
         fitting = [key for key, (_, off, _) in found.items() if not off.any()]
         unlike = {name for (name, by), (_, _, is_sample) in found.items() if not by and is_sample}
+        exact = 1e-3 * np.abs(mean).max()
         moved = [key for key in fitting if key[1] and key[0] in unlike and np.isfinite(found[key][0]).sum() > 3]
+        moved = [key for key in moved if np.nanmax(np.abs(found[key][0] - mean)) < exact]
         if moved and table == "sequences":
             which = steps[np.isfinite(found[moved[0]][0])]
             numbers: dict[str, Any] = {"name": moved[0][0], "late": "after" if moved[0][1] > 0 else "before"}
@@ -525,7 +527,9 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     if 0 < off.sum() < 0.4 * there.sum():
         values = np.unique(reward[off])
         instead = f"where it is {values[0]:g}" if len(values) == 1 else "where it is not"
-        yield from find("rewards_differ", off, explanation=f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}")
+        yield from find(
+            "rewards_differ", off, explanation=f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}"
+        )
 
 
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
@@ -538,18 +542,35 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     for name, values in zip(names, parts[rows].T, strict=True):
         least = TINY * np.nanmax(np.abs(values), initial=0.0)
         known = np.isfinite(values)
-        varied = [bool((np.abs(values - mean_of(count, np.nan_to_num(values)))[known] > least).any()) for count in (length.astype(int), loss_length.astype(int))]
+        varied = [
+            bool((np.abs(values - mean_of(count, np.nan_to_num(values)))[known] > least).any())
+            for count in (length.astype(int), loss_length.astype(int))
+        ]
         if (length > loss_length).sum() >= 10 and np.nanstd(values) > 0 and varied == [False, True]:
-            yield from run.find("rewards_count_masked", known & (length > loss_length), rows=rows, name=name, notice=True)
+            yield from run.find(
+                "rewards_count_masked", known & (length > loss_length), rows=rows, name=name, notice=True
+            )
         same = known & cut
         # A penalty on the length is meant for truncated responses.
-        if varied[0] and same.sum() >= 8 and ended.sum() >= 8 and np.ptp(values[same]) == 0 and np.mean(values[ended] == values[same][0]) < 0.15:
-            yield from run.find("rewards_of_truncated", same, rows=rows, name=name, value=float(values[same][0]), notice=True)
-    is_filtered = run.setting("dynamic_sampl|filter_groups|filter_zero|zero_variance|oversampl", "^(?!(false|none|0|0.0)$)")
+        if (
+            varied[0]
+            and same.sum() >= 8
+            and ended.sum() >= 8
+            and np.ptp(values[same]) == 0
+            and np.mean(values[ended] == values[same][0]) < 0.15
+        ):
+            yield from run.find(
+                "rewards_of_truncated", same, rows=rows, name=name, value=float(values[same][0]), notice=True
+            )
+    is_filtered = run.setting(
+        "dynamic_sampl|filter_groups|filter_zero|zero_variance|oversampl", "^(?!(false|none|0|0.0)$)"
+    )
     cell = numbered(run.labels[rows], run.at[rows])
     spread = np.stack([np.abs(part - mean_of(cell, part)) > TINY for part in np.nan_to_num(parts[rows]).T])
     varies = np.stack([mean_of(cell, 1.0 * each) > 0 for each in spread])
-    for name, own, others in zip(names, varies, (np.delete(varies, at, 0).any(0) for at in range(len(names))), strict=True):
+    for name, own, others in zip(
+        names, varies, (np.delete(varies, at, 0).any(0) for at in range(len(names))), strict=True
+    ):
         alone = own & ~others
         if is_filtered and len(names) > 1 and others.any() and alone.sum() >= 0.1 * len(alone):
             numbers = {"num_groups": len(np.unique(cell[alone])), "name": name, "setting": is_filtered}

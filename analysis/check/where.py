@@ -65,6 +65,7 @@ class Where:
 FEATURES = {
     "first_token": "the first token of the response",
     "last_token": "the last token of the response",
+    "last_of_truncated": "the last token of truncated responses",
     "from_end": "the distance from the response's end in tokens",
     "position": "the position in the response",
     "total_position": "the position in prompt and response",
@@ -321,13 +322,15 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "token_repeated": occurrences(data)["row"] > 0, "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }  # fmt: skip
+    if (reasons := {*map(str, sample.finish_reasons)}) & {"length", "stop"} and len(reasons) > 1:
+        columns["last_of_truncated"] = (from_end == 0) & (np.array(sample.finish_reasons, object)[data.seq] == "length")
     for parts in PERIODS[:4]:
         chunk = np.maximum(-(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts), 1)
         columns[f"first_of_chunk_{parts}"] = total % chunk == 0
         columns[f"last_of_chunk_{parts}"] = ((total + 1) % chunk == 0) & (from_end > 0)
-    for period in PERIODS:
-        columns[f"phase_{period}"] = (position % period).astype(float)
-        columns[f"phase_total_{period}"] = (total % period).astype(float)
+    for name, places in (("phase", position), ("phase_total", total)):
+        for period in (each for each in PERIODS if each <= places.max(initial=0)):
+            columns[f"{name}_{period}"] = (places % period).astype(float)
     return columns
 
 

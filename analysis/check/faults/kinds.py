@@ -530,7 +530,7 @@ def _share_of_squares(data: PairData, tokens: np.ndarray) -> float:
 # --- Tokens at one place, or in part of a run
 
 _TOKENS = (
-    "first_token", "last_token", "from_end", "position", "total_position", "token_id", "token_before", "starts_turn",
+    "first_token", "last_token", "last_of_truncated", "from_end", "position", "total_position", "token_id", "token_before", "starts_turn",
 )  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 _ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
@@ -547,12 +547,13 @@ _EVIDENCE = {
     "{elsewhere:.2g} nats{sign_text}"
 }
 
-_ID_CAUSES = {"token_id": "some_ids", "token_before": "after_some_ids"}
+_CAUSES = {"last_of_truncated": "truncated", "token_id": "some_ids", "token_before": "after_some_ids"}
 
 ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
-    causes={"some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong",
+    causes={"truncated": "the last token of truncated responses is wrong, as if another token, such as an end token, had replaced the sampled one",
+            "some_ids": "some token ids are scored wrongly, because their rows in the output head, a bias, or the ids themselves are wrong",
             "after_some_ids": "tokens after some ids are scored wrongly, so these ids may have wrong embeddings",
             "ids": "tokens with ids above or below a limit are wrong, possibly because of a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
@@ -595,7 +596,7 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
         return None
     if name == "from_end" and (place.kind != "before" or values[0] > 4):
         return None
-    cause = "" if is_boundary else "ids" if _is_id_range(place) else _ID_CAUSES.get(name, "")
+    cause = "" if is_boundary else "ids" if _is_id_range(place) else _CAUSES.get(name, "")
     fault, weight, next = (
         BOUNDARY if is_boundary else ONE_PLACE,
         explained(data, place.inside),

@@ -8,7 +8,7 @@ Shapes: S sequences (rows), R selected rows, T tokens in the longest row, K kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,7 +158,11 @@ def _shifted(data: PairData) -> Hypothesis | None:
     off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
-    lags = _lags(data, index[off])
+    lags = _counted_lags(data, index, off)
+    if is_counted := lags is not None:
+        off, lags = off[lags != 0], lags[lags != 0]
+    else:
+        lags = _lags(data, index[off])
     moved, unmoved = _cost(data, index[off], lags[:, None]), _cost(data, index[off])
     compared = np.isfinite(moved)
     long = compared.sum(axis=1) >= 4
@@ -169,7 +173,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
     at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
     if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
         return None
-    rows, lags = off[fits], lags[fits]
+    claimed = fits | (is_counted & ~long)  # such a shift also leaves too few tokens of some rows to compare
+    rows, lags = off[claimed], lags[claimed]
     row_lags = np.zeros((len(index), 1), np.int64)
     row_lags[rows, 0] = lags
     values, num = np.unique(lags, return_counts=True)
@@ -214,14 +219,32 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
     return np.asarray(np.stack(tried)[np.argmin(costs, axis=0), np.arange(len(index))])
 
 
-def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
-    sample, order, known = data.sample, recorded_order(data.sample), []
+def _known_lags(data: PairData) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield quantities that a shift may equal: name, e.g. `padding of 8`, and its value for each row, [S]."""
+    sample, order = data.sample, recorded_order(data.sample)
     for name, block in batches(sample, order).items():
         for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths):
-            known.append((f"padding of {name}", largest(lengths, block) - lengths))
-    known += [(f"place of {size}", order % size) for size in PERIODS[:-1]]
-    return next((name for name, each in known if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
+            yield f"padding of {name}", largest(lengths, block) - lengths
+    for size in PERIODS[:-1]:
+        yield f"place of {size}", order % size
+
+
+def _counted_lags(data: PairData, index: np.ndarray, rows: np.ndarray) -> np.ndarray | None:
+    """Return the shift of each of the `rows`, [R], if some known quantity is the shift of nearly all of them."""
+    for _, quantity in _known_lags(data):
+        for lags in (quantity[rows], -quantity[rows]):
+            moved, unmoved = _cost(data, index[rows], lags[:, None]), _cost(data, index[rows])
+            long = (np.isfinite(moved).sum(axis=1) >= 4) & (lags != 0)
+            own = row_means(np.where(np.isfinite(moved), unmoved, np.nan))
+            fits = long & (np.nan_to_num(row_means(moved), nan=np.inf) < REALIGNED_SHARE * np.nan_to_num(own))
+            if fits.sum() > max(0.9 * long.sum(), 3) and len(np.unique(lags[fits])) > 2:
+                return np.asarray(lags)
+    return None
+
+
+def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
+    """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
+    return next((name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
