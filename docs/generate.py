@@ -315,12 +315,17 @@ def format_files():
     for name, kind, constants in (
         ("trace.json", Manifest, {"format": FORMAT, "format_version": FORMAT_VERSION}), ("writer.json", WriterState, {}),
     ):  # fmt: skip
+        # msgspec 0.23 writes empty objects as defaults, earlier releases do not.
         (schema,), components = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
         definitions = {key: value for key, value in components.items() if key != kind.__name__}
         schema = components[kind.__name__] | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
         schema["properties"] |= {key: {"const": value} for key, value in constants.items()}
         schema["properties"][CHECKSUM] = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
         schema["required"] = [*schema.get("required", ()), *constants]
+        for each in (schema, *definitions.values()):
+            for field in each.get("properties", {}).values():
+                if field.get("default") == {}:
+                    del field["default"]
         found[name] = json.dumps(schema | ({"$defs": definitions} if definitions else {}), indent=1) + "\n"
     return found
 

@@ -235,7 +235,7 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
                 found[name, by] = (value, *_compared(value, mean, errors))
         fitting = [key for key, (_, off, _) in found.items() if not off.any()]
         unlike = {name for (name, by), (_, _, is_sample) in found.items() if not by and is_sample}
-        exact = 1e-3 * np.abs(mean).max()
+        exact = 1e-3 * np.abs(mean).max(initial=0.0)
         moved = [key for key in fitting if key[1] and key[0] in unlike and np.isfinite(found[key][0]).sum() > 3]
         moved = [key for key in moved if np.nanmax(np.abs(found[key][0] - mean)) < exact]
         if moved and table == "sequences":

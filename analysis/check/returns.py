@@ -62,6 +62,10 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     implied = f", although {run.group_setting} implies one advantage per response" if run.group_setting else ""
     if holds.any() and 0.5 < (factor := np.median(gamma[holds])) < 0.999:
         implied += f"; they decay by a factor of {factor:.4g} per token towards the start"
+    over = np.isin(rows, row[runs_on])
+    if over.sum() >= 8:
+        text = f"a decay of {np.median(gamma[holds]):.4g} per token over masked tokens as well, as if these counted toward the loss"
+        yield from run.find("advantages_mixed", over, at, notice=True, rule=text)
     if implied:
         yield from run.find("advantages_vary", run.rows["is_per_token"], notice=True, explanation=implied)
     size, off, which = size[known], size[known] > 0, "the wrong sign"
@@ -75,7 +79,6 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     for affected, rule in (
         (np.isin(at, steps[known[off]]), f"a KL term of {which}: its coefficient on train - reference is {here} in units of the reward, while it is {elsewhere} at other steps"),
         (np.isin(rows, row[resets]), "no share of the return before masked tokens, while those after them follow the reward"),
-        (np.isin(rows, row[runs_on]), f"a decay of {np.median(gamma[holds]) if holds.any() else 1:.4g} per token over masked tokens as well, as if these counted toward the loss"),
         (np.isin(rows, row[leaks]), "the KL penalty of masked tokens added, while these tokens do not count toward the loss"),
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip

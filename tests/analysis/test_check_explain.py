@@ -636,6 +636,52 @@ def test_rows_that_are_each_shifted_by_their_own_number_of_tokens_are_found(tmp_
     assert "by its index in its block of 4 rows" in evidence_text(first)
 
 
+def test_rows_that_padding_moves_out_of_sight_count_as_shifted(tmp_path):
+    def train(step, number):
+        """Short rows begin with values of their prompt, as many as they are shorter than the longest row."""
+        draw, values = np.random.default_rng(number), in_float32(step, number)
+        longest = max(map(len, values))
+        return [np.r_[-draw.gamma(1.0, 1.5, longest - len(row)), row][: len(row)] for row in values]
+
+    first = first_of(Recording(train=train, entropy=False), tmp_path / "trace")
+    assert (first.code, first.signal) == ("shift", "own_lags")
+    assert str(first.numbers["counted"]).startswith("padding of")
+    assert first.numbers["num_sequences"] > 0.9 * first.numbers["of_sequences"]
+
+
+def test_a_replaced_last_token_of_truncated_responses_is_named(tmp_path):
+    def reasons(step):
+        longest = max(map(len, step.responses))
+        return ["length" if len(row) >= longest - 2 else "stop" for row in step.responses]
+
+    def rollout(step, number):
+        values = in_float32(step, number)
+        for row, reason in zip(values, reasons(step), strict=True):
+            row[-1] -= 3.0 * (reason == "length")
+        return values
+
+    run = Recording(
+        rollout=rollout, contracts=BOTH_FP32, options={"longest": 20}, sequences=lambda step, number: {"finish_reason": reasons(step)},
+    )  # fmt: skip
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.numbers["cause"]) == ("one_place", "truncated")
+    assert "the last token of truncated responses" in evidence_text(first)
+
+
+def test_without_an_engine_the_passes_of_the_trainer_are_compared(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for number in range(1, 5):
+            step = sample(table(), number)
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses],
+            )  # fmt: skip
+            for name, values in (("train", step.scored()), ("current", [row - 1 for row in step.scored()])):
+                recorder.add_scores(name, batch, logprobs=values)
+            recorder.add_scores("reference", batch, logprobs=step.scored())
+    found = check(tmp_path / "run")
+    assert (found.pair, found.is_valid) == ("current:train", False)
+
+
 def test_a_shift_that_is_the_same_in_all_rows_is_no_other_tokenisation(tmp_path):
     def rollout(step, number):
         return moved_by_one(step, number) if number > 2 else in_float32(step, number)
