@@ -46,6 +46,8 @@ CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
 _ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
 """Largest error that rounding leaves in a group's advantages, relative to the largest of them."""
+_TOKEN_NATS = 0.65
+"""Largest log ratio of the deviation over a batch's tokens to that over its rows."""
 _INEXACT = 2.0**-15
 """Largest 1 - fit of a rule that reproduces the advantages up to rounding: four errors of 2^-9 in bfloat16 add up to at
 most 2^-7, and a relative error e costs e^2 / 2."""
@@ -550,66 +552,72 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return np.where(has_name, name, "").astype(object), groups & has_name[line.at]
 
 
+def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield every known scale of a group's advantages up to a constant factor: a phrase and its value for each group,
+    [G]. A deviation's eps is fitted to the `asked` groups ([G] bool) of each unit."""
+    line, n, of_rewards = rows.lines, np.bincount(rows.g), "of the group's rewards"
+    spread = line.spread
+    yield from (("", np.ones(len(n))), ("", n / (n - 1)), (_DIVIDED, 1 / spread))
+    yield _DIVIDED, np.sqrt((n - 1) / n) / spread
+    yield _BY_MEAN, 1 / np.abs(line.r)
+    yield f"divided by the variance {of_rewards}", spread**-2
+    yield f"divided by the square root of the standard deviation {of_rewards}", spread**-0.5
+    yield f"multiplied by the standard deviation {of_rewards}", spread
+    yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
+    for name, group in _neighbours(line.at).items():
+        yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
+    # With an eps, 1 / slope is linear in the deviation, with the same line for all groups of a unit.
+    num = np.maximum(np.bincount(unit, asked), 1)
+    inverse = 1 / np.abs(line.slope)
+    x, y = (
+        np.where(asked, values - (np.bincount(unit, np.where(asked, values, 0.0)) / num)[unit], 0.0)
+        for values in (spread, inverse)
+    )
+    eps = _median_of(unit, inverse * (np.bincount(unit, x * x) / np.bincount(unit, x * y))[unit] - spread, asked)
+    yield _DIVIDED, np.where((eps > 0) & (eps <= max(_EPS)), 1 / (spread + eps), np.nan)
+    yield _PLUS, np.where(eps > max(_EPS), 1 / (spread + eps), np.nan)
+
+
 def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find what scales the advantages of each group at the `steps` ([S] bool): return a phrase, [S], empty for a
-    constant and None if unknown, the `divided` of _Rules, and its `factor`."""
-    line, n = rows.lines, np.bincount(rows.g)
+    constant and None if unknown, and the `divided` and `factor` of _Rules."""
+    line, first = rows.lines, np.unique(rows.lines.at, return_index=True)[1]
     asked = line.fits & steps[line.at]
-    unit, first = line.units(asked), np.unique(line.at, return_index=True)[1]
-    of_rewards = "of the group's rewards"
+    unit, size = line.units(asked), np.abs(line.slope)
+    phrase, factor = np.full(len(steps), None, object), np.full(len(steps), np.nan)
+    held = {"": np.zeros(len(steps), bool), _DIVIDED: np.zeros(len(steps), bool)}
     with np.errstate(all="ignore"):
-        size, spread = np.abs(line.slope), line.spread
-        forms = {
-            "": [np.ones(len(n)), n / (n - 1)], _DIVIDED: [1 / spread, np.sqrt((n - 1) / n) / spread],
-            _BY_MEAN: [1 / np.abs(line.r)], f"divided by the variance {of_rewards}": [spread**-2],
-            f"divided by the square root of the standard deviation {of_rewards}": [spread**-0.5],
-            f"multiplied by the standard deviation {of_rewards}": [spread],
-            f"divided by the root mean square {of_rewards}": [np.hypot(line.r, spread) ** -1],
-        }  # fmt: skip
-        for name, group in _neighbours(line.at).items():
-            forms[f"divided by {name} standard deviation"] = [1 / np.append(spread, np.nan)[group]]
-        # 1 / size = slope * spread + rest, with the same slope and rest for all groups
-        y, num = 1 / size, np.maximum(np.bincount(unit, asked), 1)
-        dx, dy = (np.where(asked, x - (np.bincount(unit, np.where(asked, x, 0)) / num)[unit], 0) for x in (spread, y))
-        slope = (np.bincount(unit, dx * dy) / np.bincount(unit, dx * dx))[unit]
-        eps = _median_of(unit, y / slope - spread, asked)
-        forms[_PLUS] = [1 / (spread + eps)]
-        held, middles = {}, {}
-        for name, options in forms.items():
-            held[name], middles[name] = np.zeros(len(steps), bool), np.full(len(steps), np.nan)
-            for values in options:
-                middle = _median_of(unit, size / values, asked & np.isfinite(values))
-                fits = line.holds(unit, asked, np.abs(size / values / middle - 1) < CLOSE) & ~held[name]
+        for name, values in _scales(rows, unit, asked):
+            middle = _median_of(unit, size / values, asked & np.isfinite(values))
+            fits = line.holds(unit, asked, np.abs(size / values / middle - 1) < CLOSE)
+            if name in held:
                 held[name] |= fits
-                middles[name] = np.where(fits, middle[first], middles[name])
-    held[_PLUS] &= eps[first] > 0
-    held[_DIVIDED] |= held[_PLUS] & (eps[first] <= max(_EPS))
-    middles[_DIVIDED] = np.where(np.isnan(middles[_DIVIDED]), middles[_PLUS], middles[_DIVIDED])
-    phrase = np.full(len(steps), None, object)
-    for name in reversed(held):
-        text = [f"{name} {value:.3g}" if name == _PLUS else name for value in eps[first]]
-        phrase = np.where(held[name], np.array(text, object), phrase)
-    few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[np.unique(rows.at, return_index=True)[1]]
-    plain, divided = (np.where(phrase == name, middles[name], np.nan) for name in ("", _DIVIDED))
-    whole = [
-        rms_of(rows.at, values)[np.unique(rows.at, return_index=True)[1]]
-        for values in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a)
-    ]
+            fits &= phrase == None  # noqa: E711
+            eps = (1 / values - line.spread)[first]
+            text = [f"{name} {each:.3g}" for each in eps] if name == _PLUS else [name] * len(steps)
+            phrase, factor = np.where(fits, np.array(text, object), phrase), np.where(fits, middle[first], factor)
+        usual = _is_usual(rows, phrase, factor)
+        if (unusual := np.isfinite(factor) & np.isin(phrase, [*held]) & ~usual).any():
+            # A constant factor explains a step better than a normalisation that fits it by chance.
+            usual &= (phrase != "") | (np.abs(factor / np.median(factor[unusual]) - 1) > CLOSE)
+    factor[usual | ~np.isin(phrase, [*held])] = np.nan
+    return phrase, 1 * held[_DIVIDED] - held[""], factor
+
+
+def _is_usual(rows: _Rows, phrase: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Return, for each step, whether a usual normalisation by group or batch has the scale `factor`, [S] bool."""
+    first = np.unique(rows.at, return_index=True)[1]
+    few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[first]
+    of_x, of_r, of_a = (rms_of(rows.at, each)[first] for each in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a))
     # A leave-one-out baseline multiplies advantages by n / (n - 1), normalising over tokens changes the deviation, and
     # the eps added to it is up to 0.1.
-    size = float(np.nanmean(np.append(line.spread, 1.0 if np.isnan(line.spread).all() else np.nan)))
-    low = size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
-    usual = (plain > 0.9) & (plain < 1.1 * few / (few - 1)) | (divided > 0.9 * low) & (divided < 1.1)
-    usual |= (
-        (np.abs(np.log(plain * whole[0])) < 0.65)
-        | (np.abs(np.log(plain * whole[1])) < 0.65)
-        | (np.isfinite(divided) & (np.abs(whole[2] - 1) < 0.1))
-    )
-    factor = np.where(np.isnan(plain), divided, plain)
-    if (unusual := np.isfinite(factor) & ~usual).any():
-        # A constant factor explains a step better than a normalisation that fits it by chance.
-        usual &= ~(np.abs(plain / np.median(factor[unusual]) - 1) < CLOSE)
-    return phrase, 1 * held[_DIVIDED] - held[""], np.where(usual, np.nan, factor)
+    spread = rows.lines.spread[np.isfinite(rows.lines.spread)]
+    size = float(np.mean(spread)) if len(spread) else 1.0
+    least = 0.9 * size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
+    by_batch = np.minimum(np.abs(np.log(factor * of_x)), np.abs(np.log(factor * of_r))) < _TOKEN_NATS
+    plain = ((factor > 0.9) & (factor < 1.1 * few / (few - 1))) | by_batch
+    divided = ((factor > least) & (factor < 1.1)) | (np.abs(of_a - 1) < 0.1)
+    return np.asarray(np.where(phrase == "", plain, (phrase == _DIVIDED) & divided))
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
@@ -760,7 +768,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     scaled = np.isfinite(rules.factor)
     if 10 * scaled.sum() > num_judged and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
         factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
-        text = f"times {factor:.3g}, which no usual normalisation explains"
+        text = f"multiplied by {factor:.3g}, which no usual normalisation explains"
+        text = f"{_DIVIDED} and {text}" if np.mean(rules.scale[scaled] == _DIVIDED) > 0.5 else text
         yield from found("advantages_scaled", scaled, explanation=text, notice_if_whole=True)
     shapes = Counter(each for each in rules.scale if each not in ("", _DIVIDED, _BY_MEAN, None))
     shape, num = shapes.most_common(1)[0] if shapes else ("", 0)
