@@ -282,9 +282,10 @@ class _Rows:
         np.maximum.at(size, self.g, np.abs(self.a))
         np.maximum.at(error, self.g, np.nan_to_num(left, nan=np.inf))
         is_16_bit = not np.any(self.a.astype(np.float32).view(np.uint32) & 0xFFF)
-        values = (self.at, mean_of(self.g, self.r), mean_of(self.g, self.a), slope, self.spread)
         size *= _ROUNDED_16_BIT if is_16_bit else _ROUNDED
-        return _Lines(*(each[first] for each in values), size, np.isfinite(slope[first]) & (error <= size))
+        r, a = mean_of(self.g, self.r)[first], mean_of(self.g, self.a)[first]
+        fits = np.isfinite(slope[first]) & (error <= size)
+        return _Lines(self.at[first], r, a, slope[first], self.spread[first], size, fits)
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
         """For each row, return the minimum or maximum (`reduce`) of `values` [N] among the rows of its step, [N]."""
@@ -482,7 +483,7 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
     median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
     yield _NOTHING, np.zeros(len(count))
     yield from zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True)
-    for num in range(1, int(min(np.median(count), 17))):
+    for num in range(1, min(int(np.median(count)), 17)):
         name = f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"
         yield name, np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num)
     for name, group in _neighbours(line.at).items():
@@ -775,8 +776,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     shape, num = shapes.most_common(1)[0] if shapes else ("", 0)
     is_shaped = is_judged & ~np.isin(rules.scale, ["", _DIVIDED, _BY_MEAN])
     if num >= 3 and 2 * num > is_shaped.sum() and is_shaped[is_judged][-is_shaped.sum() :].all():
-        is_other = any(each in shape for each in ("previous", "next"))  # no algorithm divides by another group's
-        yield from found("advantages_scaled", is_shaped, explanation=shape, notice_if_whole=not is_other)
+        is_foreign = any(each in shape for each in ("previous", "next"))  # no algorithm divides by another group's
+        yield from found("advantages_scaled", is_shaped, explanation=shape, notice_if_whole=not is_foreign)
     divides, keeps = (
         run.setting(r"(^|[./])(scale_rewards|norm_adv_by_std_in_grpo|normali[sz]e_by_std)$", value)
         for value in (r"^(group|true|1\.0)$", r"^(batch|none|false|0\.0)$")

@@ -573,8 +573,10 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     ):
         alone = own & ~others
         if is_filtered and len(names) > 1 and others.any() and alone.sum() >= 0.1 * len(alone):
-            numbers = {"num_groups": len(np.unique(cell[alone])), "name": name, "setting": is_filtered}
-            yield from run.find("groups_differ_by_one", alone, rows=rows, notice=True, **numbers)
+            num = len(np.unique(cell[alone]))
+            yield from run.find(
+                "groups_differ_by_one", alone, rows=rows, notice=True, num_groups=num, name=name, setting=is_filtered
+            )
 
 
 Find = Callable[..., Iterator[DataFinding]]
