@@ -217,6 +217,22 @@ def find_growth(data: PairData) -> list[Finding]:
     return [WEIGHTS.finding(data, "grows", grows, weight=0.7, next=commands.weights_replay(data), numbers=numbers)]
 
 
+def find_window(data: PairData) -> list[Finding]:
+    """Detect a mismatch within rounding that becomes larger at exactly the first token beyond a recorded attention
+    window."""
+    recorded = named(data.model.get("config") or {}, *_WINDOWS)
+    begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
+    if begins is None or begins[1] < MIN_GROWTH:
+        return []
+    beyond = data.position + data.sample.prompt_lengths[data.seq] >= begins[0]
+    for setting, window in recorded.items():
+        # A token's logprob is computed at the position before it, so the onset may be one past the window.
+        if isinstance(window, int) and begins[0] - window in (0, 1):
+            numbers = {"cause": "window", "setting": setting, "window": window, "onset": begins[0], "times": begins[1]}
+            return [ONSET.finding(data, "recorded", beyond, next=_triangulation(data), numbers=data.names | numbers)]
+    return []
+
+
 def measured(data: PairData) -> dict[str, Number]:
     effect, score = token_effect(data)
     return {
@@ -313,19 +329,28 @@ _ONSETS = {
 }  # fmt: skip
 
 
-def _by_cause(code: str, title: str, causes: Mapping[str, tuple[str, str]]) -> Fault:
+def _by_cause(
+    code: str, title: str, causes: Mapping[str, tuple[str, str]], more: Mapping[str, str] | None = None
+) -> Fault:
     def words(n: Mapping[str, Any]) -> dict[str, Any]:
         return {**judged_words(n), "hint": causes[n["cause"]][1].format_map(n)}
 
     return Fault(
         code=code, title=title, broken="computation", words={"judged": words, "implied": words},
-        evidence={"judged": judged("{hint}"), "implied": features.implied("{hint}")},
+        evidence={"judged": judged("{hint}"), "implied": features.implied("{hint}")} | dict(more or {}),
         causes={cause: name for cause, (name, _) in causes.items() if cause},
     )  # fmt: skip
 
 
 ROW_CONTEXT = _by_cause("row_context", "the two sides read different contexts", _CONTEXTS)
-ONSET = _by_cause("position_onset", "the mismatch begins inside sequences", _ONSETS)
+_WINDOWS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
+ONSET = _by_cause(
+    "position_onset", "the mismatch begins inside sequences", _ONSETS,
+    {
+        "recorded": "from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly "
+        "where the recorded {setting} of {window} cuts off the first token, so one side's window has another size"
+    },
+)  # fmt: skip
 _EXPERTS = ("the mismatch pattern is typical of MoE models", "the model is a mixture of experts")
 ROUTER_FLIPS = Fault(
     code="router_flips", title="the two sides choose different experts", broken="engine",
@@ -640,26 +665,21 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 
 
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
-    at = ""
-    if "window" in n:
-        at = f"; from token {n['onset']} of prompt and response on, they differ {n['times']:.2g} times as much as before, exactly "
-        at += f"where the recorded {n['setting']} of {n['window']} cuts off the first token, so check both sides' attention windows"
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
         bound = f"; rounding in {dtypes} usually causes at most {usual}"
-        return {"level_text": f"{n['level']:.2g}", "bound_text": bound, "window_text": at}
+        return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
     bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
     # Show four digits, because the level may be close to `most`.
-    return {"level_text": f"{n['level']:.4g}", "bound_text": bound, "window_text": at}
+    return {"level_text": f"{n['level']:.4g}", "bound_text": bound}
 
 
-_WINDOWS = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
 ROUNDING = Fault(
     code="rounding", title="rounding at the expected level", broken=None,
     evidence={
         "rounding": "the logits differ by {level_text} nats rms{bound_text}, and no single token differs by more than "
-        "rounding{window_text}"
+        "rounding"
     },
     words={"rounding": _bound},
     causes={"high": "probably rounding, at an unusually high level"},
@@ -699,20 +719,9 @@ def rounding(data: PairData) -> Finding:
         data, "rounding", next=_triangulation(data) if is_high else NOTHING,
         numbers={
             "cause": "high" if is_high else None, "level": found, "allowed": allowed, "most": MAX_EXCESS * allowed,
-            **data.names, **coarsest(data), **_window(data),
+            **data.names, **coarsest(data),
         },
     )  # fmt: skip
-
-
-def _window(data: PairData) -> dict[str, Number]:
-    """Return the recorded attention window if the mismatch becomes larger at exactly the first token beyond it."""
-    recorded = named(data.model.get("config") or {}, *_WINDOWS)
-    begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
-    for setting, window in recorded.items():
-        # A token's logprob is computed at the position before it, so the onset may be one past the window.
-        if begins is not None and isinstance(window, int) and begins[0] - window in (0, 1):
-            return {"setting": setting, "window": window, "onset": begins[0], "times": begins[1]}
-    return {}
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
