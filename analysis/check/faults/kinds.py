@@ -228,7 +228,13 @@ def find_window(data: PairData) -> list[Finding]:
     for setting, window in recorded.items():
         # A token's logprob is computed at the position before it, so the onset may be one past the window.
         if isinstance(window, int) and begins[0] - window in (0, 1):
-            numbers = {"cause": "window", "setting": setting, "window": window, "onset": begins[0], "times": begins[1]}
+            numbers: dict[str, Number] = {
+                "cause": "window",
+                "setting": setting,
+                "window": window,
+                "onset": begins[0],
+                "times": begins[1],
+            }
             return [ONSET.finding(data, "recorded", beyond, next=_triangulation(data), numbers=data.names | numbers)]
     return []
 
