@@ -33,7 +33,7 @@ def text_array(texts: Sequence[str | None]) -> pa.Array:
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # too long for 32-bit offsets, for which Arrow raises its own error
+        return pa.array(texts, pa.string())  # too long for 32-bit offsets: let Arrow raise its error
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)

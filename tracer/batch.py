@@ -143,7 +143,7 @@ MIN_SHARE = 0.25
 """Warn only if at least this share of rows start or end with the same repeated token."""
 
 Warn = Callable[[str, str], None]
-"""Function that takes a key and a warning text. Only the first warning with a key is reported."""
+"""Function that takes a key and a warning text. Each key is reported once."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:

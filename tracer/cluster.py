@@ -1,4 +1,4 @@
-"""Distribute work across a Ray cluster. Only this module and the recording hook import ray."""
+"""Distribute work across a Ray cluster. No other module imports ray."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def connected(address: str | None) -> Iterator[Any]:
     except (OSError, RuntimeError, ValueError) as error:
         if "ersion mismatch" in str(error):
             raise InvalidOption(
-                f"the cluster at {address!r} and this process have different versions ({_on_one_line(error)}). Install "
-                f"the cluster's versions here",
+                f"the cluster at {address!r} and this process have different Ray or Python versions "
+                f"({_on_one_line(error)}). Install the cluster's versions here",
                 option="ray",
             ) from error
         token = ""
@@ -240,8 +240,8 @@ class _Pool:
                         if stillborn >= TRIES:
                             raise ClusterFailed(
                                 f"{TRIES} actors died before they were ready ({_last_line(error)}). Check that "
-                                f"tim-trace {__version__} and everything the options refer to are installed on every "
-                                "node"
+                                f"tim-trace {__version__} and all packages that the options name are installed on "
+                                "every node"
                             ) from error
                     else:
                         deaths[unit] += 1

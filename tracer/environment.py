@@ -99,7 +99,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Record torch's error instead of the setting: reading through the old interface fails once the new one was used.
+    # Once a program sets TF32 through torch's new interface, reading it through the old one fails: record the error.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:

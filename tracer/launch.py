@@ -130,7 +130,8 @@ def record(
 
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
-    # Only the worker touches the folder, so this thread keeps serving the command even if the file system hangs.
+    # Only the worker touches the folder, so a file system that hangs does not stop this thread from forwarding
+    # signals.
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:

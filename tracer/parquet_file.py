@@ -37,7 +37,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Maximum number of values that a footer may claim: a constant, plus this number for each byte in the file."""
+"""A footer may claim at most _FREE_VALUES values, plus _VALUES_A_BYTE for each byte in the file."""
 
 
 def write_checked(
@@ -56,7 +56,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """Set when the file is closed. Has no step range."""
+        """Set when the file is closed, without `steps`."""
 
     def write(self, part: pa.Table) -> None:
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))

@@ -196,7 +196,7 @@ class Recorder:
         """
         is_whole = self.writer.close(at_exit=at_exit)
         if "weights" in self._warned and (lacking := self._lacking_for_replay()):
-            self._warn_once("replay", f"a replay of these weights will fail, because the trace lacks {lacking}")
+            self._warn_once("replay", f"a replay of these weights will fail without a call to {lacking}")
         self.writer.raise_invalid()
         return is_whole
 

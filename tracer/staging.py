@@ -170,7 +170,7 @@ class Staged:
         self._waiting = {name: stage(value) for name, value in self._values.items()}
 
     def wait_for_device(self) -> None:
-        with contextlib.suppress(Exception):  # `values` raises the error again, where the call is known
+        with contextlib.suppress(Exception):  # `values` raises it again, in the task of the failed call
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:

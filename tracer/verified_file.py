@@ -13,7 +13,7 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Bytes of blocks from object storage that a process caches, because consecutive reads are often adjacent."""
+"""Size of the cache for blocks read from object storage (bytes). Consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at the end of a Parquet file to find its footer. DuckDB reads only 16 KiB."""
 _EXACT_REQUESTS = 4

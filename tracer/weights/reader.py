@@ -172,7 +172,7 @@ class WeightReader:
             if isinstance(error, TimTraceError):
                 raise
             raise DamagedTrace(
-                f"{self.store.shown(WEIGHTS)}: the parts of version {version} do not match ({first_line(error)}); "
+                f"{self.store.shown(WEIGHTS)}: the files of version {version} contradict each other ({first_line(error)}); "
                 "restore the folder from a backup"
             ) from error
 
@@ -374,9 +374,8 @@ class WeightReader:
     @property
     def told_checkpoints(self) -> str:
         return (
-            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; to read this folder, pass "
-            f"{option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that "
-            f"option"
+            f"they are in checkpoints outside the trace, in {self.checkpoints!r} at the time of recording; to read them, "
+            f"pass {option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
         )
 
     def _range(self) -> str:
