@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
 from .journal import BFLOAT16, DATA_TYPES
-from .store import Store, first_line, unreadable
+from .store import Store, damaged, first_line, too_large, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
@@ -58,7 +57,7 @@ class SealedGroup:
         self.store, self.folder = store, segment.dense
         document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
         if whole_hash(document) != root.hash:
-            raise DamagedTrace(f"{where}: checksum mismatch. Restore it from a backup")
+            raise damaged(f"{where}: checksum mismatch")
         self._files = _listed_files(_json(document, where), where)
         self._open: dict[str, VerifiedFile] = {}
 
@@ -101,7 +100,7 @@ class SealedGroup:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where} is too large for a trace's zarr.json. Restore it from a backup")
+            raise damaged(f"{where} is too large for a trace's zarr.json")
         return content
 
     def _shown(self, name: str) -> str:
@@ -123,17 +122,13 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
+        where = self._group._shown(self._name)
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)} has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
-                f"{start + count:,}"
+                f"{where} has {self.shape[0]:,} rows, but scores refer to rows {start:,} to {start + count:,}"
             )
-        row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if count * row_bytes > memory // 4:
-            raise DamagedTrace(
-                f"{self._group._shown(self._name)}: reading {count:,} rows of {row_bytes:,} bytes each would take "
-                "over a quarter of this machine's memory"
-            )
+        if (said := too_large(count * self._row_bytes, times=4)) is not None:
+            raise DamagedTrace(f"{where}, rows {start:,} to {start + count:,}: {said}")
         import zarr
 
         try:
@@ -144,9 +139,8 @@ class _Array:
         except DamagedTrace:
             raise
         except Exception as error:  # zarr and its codecs raise all kinds of errors for invalid chunks
-            raise DamagedTrace(
-                f"{self._group._shown(self._name)}: rows {start:,} to {start + count:,} cannot be read "
-                f"({first_line(error)}). Restore the folder from a backup"
+            raise damaged(
+                f"{where}: rows {start:,} to {start + count:,} cannot be read ({first_line(error)})"
             ) from error
 
 
@@ -229,9 +223,9 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedTrace(f"{where} is not JSON ({first_line(error)}). Restore it from a backup") from error
+        raise damaged(f"{where} is not JSON ({first_line(error)})") from error
     if not isinstance(found, dict):
-        raise DamagedTrace(f"{where} is not a JSON object. Restore it from a backup")
+        raise damaged(f"{where} is not a JSON object")
     return found
 
 

@@ -727,8 +727,7 @@ def _refuse_taken(folder: Path, path: Any) -> None:
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
             f"{path} contains a finished trace (the writer for rank {rank} is closed). Choose another folder, replace "
-            f"it with "
-            "force=True, or continue it with resume=True"
+            "it with force=True, or continue it with resume=True"
         )
     for state in of_rank:
         found = liveness(state, store)
