@@ -14,6 +14,7 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Suf
 from zarr.abc.store import Store as ZarrStore
 
 from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
+from ..schemas.documents import read_object
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
 from .journal import BFLOAT16, DATA_TYPES
@@ -31,7 +32,7 @@ MAX_CHUNKS_A_SHARD = 1 << 16
 _INDEX_CODECS = ["bytes", "crc32c"]
 _CHUNK_CODECS = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
 _CRC_BYTES = 4
-MAX_DOCUMENT_BYTES = 16 << 20
+_WHAT = "a Zarr document"
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
@@ -55,10 +56,14 @@ class SealedGroup:
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile):
         self.store, self.folder = store, segment.dense
-        document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
+        where = self._shown(DOCUMENT)
+        try:
+            document = store.read_json(f"{self.folder}/{DOCUMENT}")
+        except OSError as error:
+            raise unreadable(where, error) from error
         if whole_hash(document) != root.hash:
             raise damaged(f"{where}: checksum mismatch")
-        self._files = _listed_files(_json(document, where), where)
+        self._files = _listed_files(read_object(document, where, _WHAT), where)
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
@@ -91,17 +96,7 @@ class SealedGroup:
         where = f"{name}/{DOCUMENT}"
         content = self.read(where, None, None)
         assert content is not None
-        return _Array(self, name, _json(content, self._shown(where)), self._shown(where))
-
-    def _document(self, relative: str) -> bytes:
-        where = self.store.shown(relative)
-        try:
-            content = self.store.read_range(relative, 0, MAX_DOCUMENT_BYTES + 1)
-        except OSError as error:
-            raise unreadable(where, error) from error
-        if len(content) > MAX_DOCUMENT_BYTES:
-            raise damaged(f"{where} is too large for a trace's zarr.json")
-        return content
+        return _Array(self, name, read_object(content, self._shown(where), _WHAT), self._shown(where))
 
     def _shown(self, name: str) -> str:
         return self.store.shown(f"{self.folder}/{name}")
@@ -217,16 +212,6 @@ def _listed_files(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, b
         return {name: (int(entry["num_bytes"]), base64.b64decode(entry["blocks"])) for name, entry in listed.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedTrace(f"{where} does not list the group's files ({first_line(error)})") from error
-
-
-def _json(content: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise damaged(f"{where} is not JSON ({first_line(error)})") from error
-    if not isinstance(found, dict):
-        raise damaged(f"{where} is not a JSON object")
-    return found
 
 
 class _ArrayStore(ZarrStore):

@@ -208,10 +208,8 @@ def record(
         writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
         recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
         if hosts:
-            so_far = f"recorded {recording.num_sequences:,} sequences so far"
-            return replace(
-                recording, note=f"{so_far}, still recording on {hosts}. The trace is finished once the last node ends"
-            )
+            so_far = f"recorded {recording.num_sequences:,} sequences so far, still recording on {hosts}"
+            return replace(recording, note=f"{so_far}. The trace is finished once the last node ends")
         if at_end is not None:
             at_end(recording)
         return recording

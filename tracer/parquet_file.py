@@ -136,9 +136,8 @@ class ParquetFooter:
     def verified(
         self, store: Store, relative: str, *, keeps_tail: bool = False, is_checked: bool = True
     ) -> VerifiedFile:
-        checksums = FileChecksums(blocks=None)
-        if is_checked:
-            checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
+        where, none = store.shown(relative), FileChecksums(blocks=None)
+        checksums = self.checksums(where, keeps_tail=keeps_tail) if is_checked else none
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
