@@ -349,17 +349,14 @@ class Store:
         return parse_manifest(content, where)
 
     def writers(
-        self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
+        self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] = lambda *_, **__: None
     ) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state. Also return a sentence for each unreadable state."""
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
-        known: dict[str, WriterState | None] = {}
-        if known_state is not None:
-            known = {name: known_state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
+        known = {name: known_state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
         contents = self._read_many(WRITERS, [name for name in names if known.get(name) is None])
-        if known_state is not None:
-            known |= {name: known_state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
+        known |= {name: known_state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
         states, damaged = [], []
         for name in names:
             try:
