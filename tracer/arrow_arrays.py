@@ -7,7 +7,7 @@ the GIL. These functions take microseconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ import pyarrow as pa
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
+def number_array(
+    values_B: Sequence[Any] | np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None
+) -> pa.Array:
     """Build an array that is NULL where `valid_B` is False and shares memory with `values_B` if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
@@ -33,7 +35,7 @@ def text_array(texts: Sequence[str | None]) -> pa.Array:
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # too long for 32-bit offsets, for which Arrow raises its own error
+        return pa.array(texts, pa.string())  # too long for 32-bit offsets: let Arrow raise its error
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)
@@ -43,11 +45,10 @@ def column_array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
     if pa.types.is_string(type):
         return text_array(values)
     if pa.types.is_timestamp(type):
-        values = [None if value is None else _microseconds(value) for value in values]
+        values = [None if value is None else (value - _EPOCH) // timedelta(microseconds=1) for value in values]
     known = [0 if value is None else value for value in values]
     valid_B = None if None not in values else np.array([value is not None for value in values], bool)
-    kind = np.int64 if pa.types.is_timestamp(type) else type.to_pandas_dtype()
-    return number_array(np.array(known, kind), type, valid_B)
+    return number_array(known, type, valid_B)
 
 
 def float_values(array: pa.Array) -> np.ndarray:
@@ -57,11 +58,6 @@ def float_values(array: pa.Array) -> np.ndarray:
         return found
     valid = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(array), bitorder="little").astype(bool)
     return np.where(valid, found, np.nan)
-
-
-def _microseconds(time: datetime) -> int:
-    passed = time - _EPOCH
-    return (passed.days * 86_400 + passed.seconds) * 1_000_000 + passed.microseconds
 
 
 def _bitmap(valid_B: np.ndarray | None) -> pa.Buffer | None:

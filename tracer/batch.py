@@ -143,7 +143,7 @@ MIN_SHARE = 0.25
 """Warn only if at least this share of rows start or end with the same repeated token."""
 
 Warn = Callable[[str, str], None]
-"""Function that takes a key and a warning text. Only the first warning with a key is reported."""
+"""Function that takes a key and a warning text. Each key is reported once."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
@@ -153,8 +153,7 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
     """
     name = f"{side}_attention_mask"
     if mask is None:
-        sentence = unmasked_padding(ids, f"{where}, {side}_ids", name) if warn and is_padded(ids) else None
-        if warn and sentence:
+        if warn and is_padded(ids) and (sentence := unmasked_padding(ids, f"{where}, {side}_ids", name)):
             warn(name, sentence)
         return None
     if not is_padded(ids):

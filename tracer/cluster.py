@@ -1,4 +1,4 @@
-"""Distribute work across a Ray cluster. Only this module and the recording hook import ray."""
+"""Distribute work across a Ray cluster. No other module imports ray."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from textwrap import shorten
 from typing import Any, Protocol
 
@@ -65,9 +65,7 @@ class _Actor:
         return None
 
     def run(self, unit: Any) -> Any:
-        with ExitStack() as stack:
-            if self._says_options:
-                stack.enter_context(speaking_options())
+        with speaking_options() if self._says_options else nullcontext():
             try:
                 return self._worker.run(unit)
             except (TimTraceError, OSError) as error:
@@ -118,8 +116,7 @@ def check_address(address: str | None) -> None:
         before = f"; put RUN before {option('ray')}, which takes the next word as its value" if speaks_options() else ""
         raise InvalidOption(
             f"got {address!r}; use {AUTO!r} on a node of the cluster, HOST:PORT of its head node, or {LOCAL!r} for a "
-            f"cluster on this machine"
-            f"{before}",
+            f"cluster on this machine{before}",
             option="ray",
         )
 
@@ -143,13 +140,13 @@ def connected(address: str | None) -> Iterator[Any]:
     try:
         if place := _host_and_port(address):  # fails early, while Ray itself would retry for minutes
             socket.create_connection(place, timeout=CONNECT_S).close()
-        with _without_future_warnings():
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError) as error:
         if "ersion mismatch" in str(error):
             raise InvalidOption(
-                f"the cluster at {address!r} and this process have different versions ({_on_one_line(error)}). Install "
-                f"the cluster's versions here",
+                f"the cluster at {address!r} and this process have different Ray or Python versions "
+                f"({_on_one_line(error)}). Install the cluster's versions here",
                 option="ray",
             ) from error
         token = ""
@@ -181,13 +178,6 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-@contextmanager
-def _without_future_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield
-
-
 class _Pool:
     def __init__(self, ray: Any, worker: Worker, num_cpus: int, num_gpus: float, num_units: int):
         self._ray, self._num_gpus = ray, num_gpus
@@ -201,7 +191,7 @@ class _Pool:
             self._start()
 
     def run(self, units: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        waiting, deaths, empty, stillborn = deque(range(len(units))), Counter[int](), 0, 0
+        waiting, deaths, empty = deque(range(len(units))), Counter[int | None](), 0
         known, held_up = self._ray.exceptions, 0
         while waiting or any(number is not None for number, _ in self._running.values()):
             while waiting and self._idle:
@@ -235,26 +225,21 @@ class _Pool:
                     if unit is not None and isinstance(error, known.RayTaskError):
                         raise  # a bug in the worker
                     self._replace(actor)
-                    if unit is None:
-                        stillborn += 1
-                        if stillborn >= TRIES:
-                            raise ClusterFailed(
-                                f"{TRIES} actors died before they were ready ({_last_line(error)}). Check that "
-                                f"tim-trace {__version__} and everything the options refer to are installed on every "
-                                "node"
-                            ) from error
-                    else:
-                        deaths[unit] += 1
-                        if deaths[unit] >= TRIES:
-                            raise ClusterFailed(
-                                f"{TRIES} actors died while running the same unit "
-                                f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check whether a node ran out of "
-                                "memory"
-                            ) from error
+                    deaths[unit] += 1
+                    if deaths[unit] >= TRIES:
+                        when = (
+                            f"before they were ready ({_last_line(error)}). Check that tim-trace {__version__} and all "
+                            "packages that the options name are installed on every node"
+                            if unit is None
+                            else f"while running the same unit ({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check "
+                            "whether a node ran out of memory"
+                        )
+                        raise ClusterFailed(f"{TRIES} actors died {when}") from error
+                    if unit is not None:
                         waiting.appendleft(unit)
                     continue
                 self._idle.append(actor)
-                stillborn = 0
+                deaths[None] = 0
                 if isinstance(result, TimTraceError):
                     raise result
                 if unit is not None:
@@ -274,7 +259,7 @@ class _Pool:
             self._ray.kill(actor)
 
     def _start(self) -> None:
-        with _without_future_warnings():
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             kind = self._ray.remote(
                 num_cpus=self._num_cpus, num_gpus=self._num_gpus, scheduling_strategy="SPREAD", max_restarts=0
             )(_Actor)

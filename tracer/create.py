@@ -125,10 +125,8 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
             while not is_there:
                 claim.close()
                 folder.mkdir(parents=True, exist_ok=True)
-                try:
+                with contextlib.suppress(FileNotFoundError):  # another process removed the folder before it was locked
                     is_there = claim.enter_context(alone(folder))
-                except FileNotFoundError:  # another process removed the folder before it was locked
-                    continue
         try:
             yield folder
         except BaseException:
@@ -142,18 +140,17 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
+        has_files = any(not entry.name.startswith(TEMPORARY_PREFIX) for entry in folder.iterdir())
         if not (folder / MANIFEST).exists():
-            if any(
-                not entry.name.startswith(TEMPORARY_PREFIX) and entry.name != MANIFEST for entry in folder.iterdir()
-            ):
-                if not (folder / MANIFEST).exists():
-                    raise TraceExists(
-                        f"{path} exists but is not a trace, so it was left unchanged. Choose another folder"
-                    )
-            else:
-                write_once(folder / MANIFEST, manifest.to_json().encode())
+            if has_files:
+                raise _not_a_trace(path)
+            write_once(folder / MANIFEST, manifest.to_json().encode())
     Store(folder).manifest()
     return folder
+
+
+def _not_a_trace(path: str | os.PathLike[str]) -> TraceExists:
+    return TraceExists(f"{path} exists but is not a trace, so it was left unchanged. Choose another folder")
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
@@ -167,9 +164,7 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     except NewerTrace:
         pass
     except (OSError, DamagedTrace) as error:
-        raise TraceExists(
-            f"{path} exists but is not a trace, so it was left unchanged. Choose another folder"
-        ) from error
+        raise _not_a_trace(path) from error
     if not force:
         raise TraceExists(
             f"{path}: a trace already exists there. Use another folder, or replace it with {option('force')}"

@@ -138,18 +138,9 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
         attributes={"dtype": dtype},
         config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk means data loss.
     )
-    # Collect whole shards first, because each shard is a file that is written once.
-    pending: list[np.ndarray] = []
-    written = waiting = 0
-    for block in sorted(blocks, key=lambda block: block.start):
-        pending.append(block.values)
-        waiting += len(pending[-1])
-        while waiting >= shard:
-            rows = np.concatenate(pending)
-            array[written : written + shard] = rows[:shard]
-            written, waiting, pending = written + shard, waiting - shard, [rows[shard:]]
-    if waiting:
-        array[written:] = np.concatenate(pending)
+    rows = np.concatenate([block.values for block in sorted(blocks, key=lambda block: block.start)])
+    for start in range(0, num_rows, shard):  # each shard is a file that is written once
+        array[start : start + shard] = rows[start : start + shard]
 
 
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:

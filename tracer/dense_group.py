@@ -61,10 +61,9 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return True to read a segment's distributions from its Zarr group, or False to read them from its journal.
+    """Return True if a segment's Zarr group holds its distributions, False if its journal does.
 
-    A killed process may leave both a journal and a group. The journal is then used, unless the writer's
-    state lists the group.
+    A killed process may leave both. Then the group counts only if the writer's state lists it.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):

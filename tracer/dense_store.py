@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,11 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Suf
 from zarr.abc.store import Store as ZarrStore
 
 from ..schemas.checksums import BlockDigests, SealedFile, sealed, whole_hash
+from ..schemas.documents import read_object
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import Segment
 from .journal import BFLOAT16, DATA_TYPES
-from .store import Store, first_line, unreadable
+from .store import Store, damaged, first_line, too_large, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
@@ -32,7 +32,7 @@ MAX_CHUNKS_A_SHARD = 1 << 16
 _INDEX_CODECS = ["bytes", "crc32c"]
 _CHUNK_CODECS = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
 _CRC_BYTES = 4
-MAX_DOCUMENT_BYTES = 16 << 20
+_WHAT = "a Zarr document"
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
@@ -56,10 +56,14 @@ class SealedGroup:
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile):
         self.store, self.folder = store, segment.dense
-        document, where = self._document(f"{self.folder}/{DOCUMENT}"), self._shown(DOCUMENT)
+        where = self._shown(DOCUMENT)
+        try:
+            document = store.read_json(f"{self.folder}/{DOCUMENT}")
+        except OSError as error:
+            raise unreadable(where, error) from error
         if whole_hash(document) != root.hash:
-            raise DamagedTrace(f"{where}: checksum mismatch. Restore it from a backup")
-        self._files = _listed_files(_json(document, where), where)
+            raise damaged(f"{where}: checksum mismatch")
+        self._files = _listed_files(read_object(document, where, _WHAT), where)
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
@@ -92,17 +96,7 @@ class SealedGroup:
         where = f"{name}/{DOCUMENT}"
         content = self.read(where, None, None)
         assert content is not None
-        return _Array(self, name, _json(content, self._shown(where)), self._shown(where))
-
-    def _document(self, relative: str) -> bytes:
-        where = self.store.shown(relative)
-        try:
-            content = self.store.read_range(relative, 0, MAX_DOCUMENT_BYTES + 1)
-        except OSError as error:
-            raise unreadable(where, error) from error
-        if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where} is too large for a trace's zarr.json. Restore it from a backup")
-        return content
+        return _Array(self, name, read_object(content, self._shown(where), _WHAT), self._shown(where))
 
     def _shown(self, name: str) -> str:
         return self.store.shown(f"{self.folder}/{name}")
@@ -123,17 +117,13 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
+        where = self._group._shown(self._name)
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)} has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
-                f"{start + count:,}"
+                f"{where} has {self.shape[0]:,} rows, but scores refer to rows {start:,} to {start + count:,}"
             )
-        row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if count * row_bytes > memory // 4:
-            raise DamagedTrace(
-                f"{self._group._shown(self._name)}: reading {count:,} rows of {row_bytes:,} bytes each would take "
-                "over a quarter of this machine's memory"
-            )
+        if (said := too_large(count * self._row_bytes, times=4)) is not None:
+            raise DamagedTrace(f"{where}, rows {start:,} to {start + count:,}: {said}")
         import zarr
 
         try:
@@ -144,9 +134,8 @@ class _Array:
         except DamagedTrace:
             raise
         except Exception as error:  # zarr and its codecs raise all kinds of errors for invalid chunks
-            raise DamagedTrace(
-                f"{self._group._shown(self._name)}: rows {start:,} to {start + count:,} cannot be read "
-                f"({first_line(error)}). Restore the folder from a backup"
+            raise damaged(
+                f"{where}: rows {start:,} to {start + count:,} cannot be read ({first_line(error)})"
             ) from error
 
 
@@ -223,16 +212,6 @@ def _listed_files(root: Mapping[str, Any], where: str) -> dict[str, tuple[int, b
         return {name: (int(entry["num_bytes"]), base64.b64decode(entry["blocks"])) for name, entry in listed.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedTrace(f"{where} does not list the group's files ({first_line(error)})") from error
-
-
-def _json(content: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DamagedTrace(f"{where} is not JSON ({first_line(error)}). Restore it from a backup") from error
-    if not isinstance(found, dict):
-        raise DamagedTrace(f"{where} is not a JSON object. Restore it from a backup")
-    return found
 
 
 class _ArrayStore(ZarrStore):

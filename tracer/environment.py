@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -32,19 +31,13 @@ NUMERIC_LIBRARIES = (
 )
 """Libraries that can affect a logprob. Every contract lists the installed versions."""
 
-
 _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:dist|egg)-info")
 
 
 @lru_cache(maxsize=1)
 def numeric_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in NUMERIC_LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = all_versions()
+    return {name: installed[name] for name in ("python", *NUMERIC_LIBRARIES) if name in installed}
 
 
 def all_versions() -> dict[str, str]:
@@ -99,7 +92,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Record torch's error instead of the setting: reading through the old interface fails once the new one was used.
+    # Once a program sets TF32 through torch's new interface, reading it through the old one fails: record the error.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:

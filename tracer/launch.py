@@ -130,7 +130,8 @@ def record(
 
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
-    # Only the worker touches the folder, so this thread keeps serving the command even if the file system hangs.
+    # Only the worker touches the folder, so a file system that hangs does not stop this thread from forwarding
+    # signals.
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
@@ -207,10 +208,8 @@ def record(
         writers = tuple(writer for writer in found if writer.writer not in known and not writer.is_launcher)
         recording = Recording(folder=folder, exit_code=exit_code, writers=writers)
         if hosts:
-            so_far = f"recorded {recording.num_sequences:,} sequences so far"
-            return replace(
-                recording, note=f"{so_far}, still recording on {hosts}. The trace is finished once the last node ends"
-            )
+            so_far = f"recorded {recording.num_sequences:,} sequences so far, still recording on {hosts}"
+            return replace(recording, note=f"{so_far}. The trace is finished once the last node ends")
         if at_end is not None:
             at_end(recording)
         return recording

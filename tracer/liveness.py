@@ -23,7 +23,7 @@ SILENT_S = 900.0
 """A writer on another machine counts as ended after this many seconds without a heartbeat."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""Evidence for a verdict: a normal close, the process, a machine reboot, or the last heartbeat."""
+"""How `liveness` decided: by a normal close, the process, a machine reboot, or the last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ def liveness(state: WriterState, store: Store) -> Liveness:
     if store.is_local and state.host == socket.gethostname():
         if state.boot_id is None or (state.boot_id == boot_id() and state.pid_namespace == pid_namespace()):
             return Liveness(is_alive=_is_running(state), how=PROCESS)
-        if state.boot_id != boot_id() and (seen := last_sign(state, store)) is not None and seen < _boot_time():
+        booted_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        if state.boot_id != boot_id() and (seen := last_sign(state, store)) is not None and seen < booted_at:
             return Liveness(is_alive=False, how=RESTARTED)
     seen = last_sign(state, store)
     silent_s = None if seen is None else max(time.time() - seen, 0.0)
@@ -99,14 +100,6 @@ def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the third one (the process state) on."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
-
-
-@cache
-def _boot_time() -> float:
-    for line in (_text("/proc/stat") or "").splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    return 0.0
 
 
 def _text(path: str) -> str | None:

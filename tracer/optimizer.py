@@ -148,9 +148,9 @@ def _sum_of_scalars(torch: Any, values: list[Any]) -> Any:
 def _known_step(state: Mapping[str, Any]) -> Any:
     """Return the step count, or None if it is on a GPU, where all parameters are assumed to have the same count."""
     step = state.get("step")
-    return (
-        step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
-    )
+    if isinstance(step, (int, float)) or step is None:
+        return step
+    return float(step) if step.device.type == "cpu" else None
 
 
 def _local(tensor: Any) -> Any:

@@ -13,17 +13,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from ..schemas.checksums import BLOCK_BYTES, BLOCK_SIZES, BlockDigests, SealedFile, short_hash
 from ..schemas.errors import DamagedTrace, QueryFailed
-from .store import Store, first_line
+from .store import Store, damaged, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
@@ -37,7 +39,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Maximum number of values that a footer may claim: a constant, plus this number for each byte in the file."""
+"""A footer may claim at most _FREE_VALUES values, plus _VALUES_A_BYTE for each byte in the file."""
 
 
 def write_checked(
@@ -55,12 +57,17 @@ class CheckedWriter:
     def __init__(self, parquet: pq.ParquetWriter):
         self._parquet = parquet
         self.num_rows = 0
+        self.steps: tuple[int, int] | None = None
         self.sealed: SealedFile
-        """Set when the file is closed. Has no step range."""
+        """Set when the file is closed."""
 
     def write(self, part: pa.Table) -> None:
         self._parquet.write_table(part, row_group_size=max(part.num_rows, 1))
         self.num_rows += part.num_rows
+        if part.num_rows and "step" in part.column_names:
+            steps = np.asarray(part["step"])
+            first, last = self.steps or (steps[0], steps[0])
+            self.steps = int(min(first, steps.min())), int(max(last, steps.max()))
 
 
 @contextmanager
@@ -77,8 +84,9 @@ def checked_writer(
             parquet.add_key_value_metadata({IDENTITY: identity.encode(), BLOCKS: blocks, **size})
     digests = hashed.digests
     writer.sealed = SealedFile(
-        num_bytes=digests.num_bytes, hash=digests.hash, num_rows=writer.num_rows, footer=short_hash(hashed.footer)
-    )
+        num_bytes=digests.num_bytes, hash=digests.hash, num_rows=writer.num_rows, steps=writer.steps,
+        footer=short_hash(hashed.footer),
+    )  # fmt: skip
 
 
 class _HashedFile(io.RawIOBase):
@@ -128,9 +136,8 @@ class ParquetFooter:
     def verified(
         self, store: Store, relative: str, *, keeps_tail: bool = False, is_checked: bool = True
     ) -> VerifiedFile:
-        checksums = FileChecksums(blocks=None)
-        if is_checked:
-            checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
+        where, none = store.shown(relative), FileChecksums(blocks=None)
+        checksums = self.checksums(where, keeps_tail=keeps_tail) if is_checked else none
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
@@ -146,41 +153,28 @@ class ParquetFooter:
 
 def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
     where = store.shown(relative)
-    content = _read_tail(store, relative, num_bytes, tail_bytes)
     try:
+        content = _read_tail(store, relative, num_bytes, tail_bytes)
         found = pq.read_metadata(pa.BufferReader(MAGIC + content))
         _check_counts(found, num_bytes)
         return ParquetFooter(
             num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
             metadata=found.metadata or {}, content=content, hash=short_hash(content),
         )  # fmt: skip
+    except (DamagedTrace, FileNotFoundError):
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DamagedTrace(
-            f"{where} cannot be read as Parquet ({first_line(error)}). Restore it from a backup"
-        ) from error
+        raise damaged(f"{where} cannot be read as Parquet ({first_line(error)})") from error
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
-    where = store.shown(relative)
-    try:
-        tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
-        if len(tail) < 12 or tail[-4:] != MAGIC:
-            raise DamagedTrace(
-                f"{where} cannot be read as Parquet (no Parquet magic number at the end). Restore it from a backup"
-            )
-        length = struct.unpack("<i", tail[-8:-4])[0] + 8
-        if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
-            raise DamagedTrace(
-                f"{where} cannot be read as Parquet (invalid footer size, {length - 8:,} bytes). Restore it from a "
-                "backup"
-            )
-        return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DamagedTrace(
-            f"{where} cannot be read ({error.strerror or first_line(error)}). Restore it from a backup"
-        ) from error
+    tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
+    if len(tail) < 12 or tail[-4:] != MAGIC:
+        raise ValueError("no Parquet magic number at the end")
+    length = struct.unpack("<i", tail[-8:-4])[0] + 8
+    if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
+        raise ValueError(f"invalid footer size, {length - 8:,} bytes")
+    return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
@@ -208,18 +202,14 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     def __init__(self) -> None:
         super().__init__()
-        self._files: dict[str, VerifiedFile] = {}
-        self._contents: dict[str, bytes] = {}
+        self._files: dict[str, VerifiedFile | bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
         """How often DuckDB or Arrow expanded each pattern."""
 
-    def add(self, name: str, file: VerifiedFile) -> str:
+    def add(self, name: str, file: VerifiedFile | bytes) -> str:
         self._files[name] = file
         return self.url(name)
-
-    def add_content(self, name: str, content: bytes) -> None:
-        self._contents[name] = content
 
     def choose(self, pattern: str, names: Sequence[str]) -> None:
         self._chosen[pattern] = names
@@ -230,21 +220,19 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     @property
     def error(self) -> DamagedTrace | QueryFailed | None:
-        return next((file.error for file in self._files.values() if file.error is not None), None)
+        files = (file for file in self._files.values() if isinstance(file, VerifiedFile))
+        return next((file.error for file in files if file.error is not None), None)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
-        if name in self._contents:
-            size = len(self._contents[name])
-        elif name in self._files:
-            size = self._files[name].shown_bytes
-        else:
+        if name not in self._files:
             raise FileNotFoundError(path)
+        file = self._files[name]
+        size = file.shown_bytes if isinstance(file, VerifiedFile) else len(file)
         return {"name": name, "size": size, "type": "file", "mtime": 0.0}
 
     def exists(self, path: str, **_: Any) -> bool:
-        name = self._strip_protocol(path)
-        return name in self._files or name in self._contents
+        return self._strip_protocol(path) in self._files
 
     def glob(self, path: str, **_: Any) -> list[str]:
         pattern = self._strip_protocol(path)
@@ -258,10 +246,8 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         return found if detail else [entry["name"] for entry in found]
 
     def modified(self, path: str) -> Any:
-        from datetime import UTC, datetime
-
         return datetime.fromtimestamp(0.0, UTC)  # a trace's finished files never change
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
-        name = self._strip_protocol(path)
-        return BytesIO(self._contents[name]) if name in self._contents else FileCursor(self._files[name])
+        file = self._files[self._strip_protocol(path)]
+        return FileCursor(file) if isinstance(file, VerifiedFile) else BytesIO(file)

@@ -63,13 +63,9 @@ class Patience:
                 raise StorageStalled(f"{self._path} did not respond within {self.max_wait_s:g} s ({self._mount()})")
             if self._path and still_s >= told_s + _TELLS_EVERY_S:
                 told_s = still_s
-                self._tell(still_s)
-
-    def _tell(self, waited_s: float) -> None:
-        bound = "" if self.max_wait_s == math.inf else f"; this process gives up after {self.max_wait_s:g} s"
-        text = f"waiting for {self._path} ({self._mount()}) to respond, {waited_s:.0f} s so far{bound}"
-        say(text)
-        self._meanwhile()
+                bound = "" if self.max_wait_s == math.inf else f"; this process gives up after {self.max_wait_s:g} s"
+                say(f"waiting for {self._path} ({self._mount()}) to respond, {still_s:.0f} s so far{bound}")
+                self._meanwhile()
 
     def _mount(self) -> str:
         """Describe the path's file system from the kernel's mount list, without accessing the path."""

@@ -163,18 +163,14 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
     if (alike := _alike(data, dtype)) is not None:
         lengths = np.array([len(array) for array in alike], np.int64)
         return Ragged(_narrow(np.concatenate(alike), dtype, what, lengths), lengths)
-    arrays, flags = [], []
-    for index, row in enumerate(data):
-        array, valid = _row(row, dtype, what, index)
-        arrays.append(array)
-        flags.append(valid)
-    lengths = np.array([len(array) for array in arrays], np.int64)
+    rows = [_row(row, dtype, what, index) for index, row in enumerate(data)]
+    lengths = np.array([len(array) for array, _ in rows], np.int64)
     # Leave out empty lists: NumPy makes them float64, which would change the dtype of the concatenated values.
-    filled = [array for array in arrays if len(array)]
+    filled = [array for array, _ in rows if len(array)]
     values = _narrow(np.concatenate(filled), dtype, what, lengths) if filled else np.empty(0, dtype)
-    if all(valid is None for valid in flags):
+    if all(valid is None for _, valid in rows):
         return Ragged(values, lengths)
-    known = [np.ones(n, bool) if valid is None else valid for n, valid in zip(lengths, flags, strict=True)]
+    known = [np.ones(len(array), bool) if valid is None else valid for array, valid in rows]
     return Ragged(values, lengths, np.concatenate(known))
 
 
@@ -226,11 +222,9 @@ _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
 def _expected_values(dtype: np.dtype) -> str:
     if dtype.kind == "i":
         return f"token ids are whole numbers from 0 to {np.iinfo(dtype).max}"
-    return (
-        "mask values must be 0 or 1, or booleans"
-        if dtype.kind == "b"
-        else f"pass numbers within the range of {dtype.name}"
-    )
+    if dtype.kind == "b":
+        return "mask values must be 0 or 1, or booleans"
+    return f"pass numbers within the range of {dtype.name}"
 
 
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:

@@ -196,7 +196,7 @@ class Recorder:
         """
         is_whole = self.writer.close(at_exit=at_exit)
         if "weights" in self._warned and (lacking := self._lacking_for_replay()):
-            self._warn_once("replay", f"a replay of these weights will fail, because the trace lacks {lacking}")
+            self._warn_once("replay", f"a replay of these weights will fail without a call to {lacking}")
         self.writer.raise_invalid()
         return is_whole
 
@@ -727,8 +727,7 @@ def _refuse_taken(folder: Path, path: Any) -> None:
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
             f"{path} contains a finished trace (the writer for rank {rank} is closed). Choose another folder, replace "
-            f"it with "
-            "force=True, or continue it with resume=True"
+            "it with force=True, or continue it with resume=True"
         )
     for state in of_rank:
         found = liveness(state, store)

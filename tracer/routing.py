@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.errors import DamagedTrace, InvalidRecord
+from ..schemas.errors import InvalidRecord
 from ..schemas.layout import DENSE
-from .store import Store
+from .store import Store, damaged
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
@@ -206,10 +206,7 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
     found = []
     for group, start, count in places:
         if EXPERT_IDS not in spanned[group]:
-            raise DamagedTrace(
-                f"{store.shown(f'{DENSE}/{group}')} has no routing for rows {start} to {start + count}. Restore it "
-                "from a backup"
-            )
+            raise damaged(f"{store.shown(f'{DENSE}/{group}')} has no routing for rows {start} to {start + count}")
         begin = start - spans[group][0]
         part = {name: values[begin : begin + count] for name, values in spanned[group].items()}
         found.append(Routing(expert_ids=part[EXPERT_IDS], expert_weights=part.get(EXPERT_WEIGHTS)))

@@ -100,9 +100,7 @@ def _name(value: Any, what: str, optional: bool) -> str | None:
         return str(int(value))
     if value is None and optional:
         return None
-    raise InvalidRecord(
-        f"{what} is {shown(value)}. A name must be a string or an integer{', or None' if optional else ''}"
-    )
+    raise InvalidRecord(f"{what} is {shown(value)}; pass a string or an integer{', or None' if optional else ''}")
 
 
 def _one(value: Any, type: pa.DataType, what: str, flags: bool) -> Any:

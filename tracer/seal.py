@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
     The journal is kept until the writer's state lists its replacement. If the process is killed before that, both
     exist: readers then use the journal, and sealing again writes the same file.
     """
-    if not (folder / segment.journal(table)).exists():
-        return {}
     content = read_journal(Store(folder), segment, table)
     if content.damage is not None:
         raise DamagedTrace(f"{folder / segment.journal(table)}: {content.damage}")
@@ -66,19 +63,12 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
     """Write a table. Scores are grouped by pass. `relative` is the file's future path in the trace."""
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
-    written = write_checked(
-        path,
-        relative,
-        TABLE_SPECS[table].schema,
-        (
-            part.slice(start, stop - start)
-            for part in parts
-            for start, stop in row_group_bounds(response_lengths(part), ROW_GROUP_TOKENS)
-        ),
-        **parquet_options(table, parts[0]),
+    groups = (
+        part.slice(start, stop - start)
+        for part in parts
+        for start, stop in row_group_bounds(response_lengths(part), ROW_GROUP_TOKENS)
     )
-    steps = [batch["step"].to_numpy() for batch in batches]
-    return replace(written, steps=(min(int(one.min()) for one in steps), max(int(one.max()) for one in steps)))
+    return write_checked(path, relative, TABLE_SPECS[table].schema, groups, **parquet_options(table, parts[0]))
 
 
 def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -> dict[str, Any]:
@@ -167,7 +157,7 @@ def adopt(folder: Path) -> None:
 def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
     store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
     torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
-    files = {name: file for table in JOURNALED for name, file in seal_table(folder, segment, table).items()}
+    files = {name: file for table in tables for name, file in seal_table(folder, segment, table).items()}
     journals = [segment.journal(table) for table in JOURNALED]
     state.files |= files
     state.torn_journals |= {name: num_bytes for name, num_bytes in torn.items() if num_bytes}

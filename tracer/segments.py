@@ -51,13 +51,10 @@ class SegmentWriter:
     Both threads call `account`.
     """
 
-    def __init__(
-        self, folder: Path, writer: str, account: Callable[..., None], seal_bytes: int = SEAL_BYTES, *,
-        journals: bool = True,
-    ):  # fmt: skip
+    def __init__(self, folder: Path, writer: str, account: Callable[..., None], *, journals: bool = True):
         """`account` is `TraceWriter.account`. If `journals` is False, rows stay in memory until sealed."""
         self.folder = folder
-        self.seal_bytes = seal_bytes
+        self.seal_bytes = SEAL_BYTES
         self._account = account
         self._journals = journals
         self.segment = Segment(writer, 0)

@@ -43,6 +43,8 @@ from .verified_file import FileChecksums, FileCursor, VerifiedFile
 _MAX_TRIES = 100
 _MAX_LISTED = 8
 _RESTORE = "Restore the file from a backup"
+_FOREIGN = "is not a trace file, so it is ignored. Remove it"
+_UNLISTED = "is not listed in its writer's state, so its rows are ignored. Remove it"
 _RESTORE_OR_FIX = "Restore the file from a backup, or fix the program that wrote it (see `tim-trace verify --format`)"
 
 
@@ -133,10 +135,7 @@ def _read_all(snapshot: Snapshot) -> None:
     snapshot.index = read_index(store)
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
-            snapshot.damaged.append(
-                f"{store.shown(folder)} is a link that points outside the trace, to {real}, and is not followed. "
-                f"Replace it with a copy"
-            )
+            snapshot.damaged.append(store.link_problem(folder, real))
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
     # List journals first, so that rows sealed after this are found among the sealed files below.
@@ -218,7 +217,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         snapshot._seen.add(relative)
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
-            snapshot.ignored.append(f"{store.shown(relative)} is not a trace file, so it is ignored. Remove it")
+            snapshot.ignored.append(f"{store.shown(relative)} {_FOREIGN}")
             continue
         state = states.get(segment.writer)
         if state is None:
@@ -232,9 +231,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             # If the journal still exists, the writer was killed while sealing, and the rows are read from the journal.
             if table not in journals.get(segment, ()):
                 snapshot._suspects.add(segment.writer)
-                snapshot.ignored.append(
-                    f"{store.shown(relative)} is not listed in its writer's state, so its rows are ignored. Remove it"
-                )
+                snapshot.ignored.append(f"{store.shown(relative)} {_UNLISTED}")
             continue
         sealed.add(segment)
         try:
@@ -360,7 +357,7 @@ def _journal_rows(
     if segment.journal(table) not in state.journals:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
-            snapshot.ignored.append(f"{where} is not listed in its writer's state, so its rows are ignored. Remove it")
+            snapshot.ignored.append(f"{where} {_UNLISTED}")
         return
     if not content.has_begun:
         snapshot.damaged.append(
@@ -392,9 +389,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
-            snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')} is not a trace file, so it is ignored. Remove it"
-            )
+            snapshot.ignored.append(f"{store.shown(f'{PASSES}/{name}')} {_FOREIGN}")
             continue
         digest = file.removesuffix(".json")
         try:
@@ -435,18 +430,17 @@ def _find_missing(snapshot: Snapshot) -> None:
                 snapshot.damaged.append(f"{store.shown(relative)} is missing{_rows_lost(record)}. {_RESTORE}")
         for journal in state.journals:
             found = journal_of(journal.rpartition("/")[2])
-            is_sealed = found is not None and found[1] in TABLES and found[0].parquet(found[1]) in state.files
-            if journal not in there and not is_sealed:
-                snapshot._suspects.add(state.writer)
-                if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
-                    snapshot.damaged.append(
-                        f"{store.shown(f'{WRITERS}/{state.writer}.json')} is older than {since}, which its writer "
-                        f"sealed later. The rows in that file are excluded from results. Restore the state from a backup"
-                    )
-                    continue
-                snapshot.damaged.append(
-                    f"{store.shown(journal)} is missing, along with rows that were not sealed yet. {_RESTORE}"
+            since = found[0].parquet(found[1]) if found is not None and found[1] in TABLES else None
+            if journal in there or since in state.files:
+                continue
+            snapshot._suspects.add(state.writer)
+            lost = f"{store.shown(journal)} is missing, along with rows that were not sealed yet. {_RESTORE}"
+            if since in there:
+                lost = (
+                    f"{store.shown(f'{WRITERS}/{state.writer}.json')} is older than {since}, which its writer sealed "
+                    "later. The rows in that file are excluded from results. Restore the state from a backup"
                 )
+            snapshot.damaged.append(lost)
 
 
 def _has_changed(snapshot: Snapshot) -> bool:

@@ -67,24 +67,18 @@ def stage(value: Any) -> Callable[[], Any]:
     A CUDA tensor is first cloned in the caller's stream, then copied on a separate stream. The caller may change the
     tensor as soon as this function returns.
     """
-    if on_device(value) and value.device.type == "cuda":
+    if is_tensor(value) and value.is_cuda:
         return _stage_cuda(value.detach())
-    if on_device(value):
-        host = value.detach().to("cpu")
-        return lambda: host
-    if is_tensor(value):
-        copy = value.detach().clone()
-        return lambda: copy
-    if isinstance(value, np.ndarray):
-        array = value.copy()
-        return lambda: array
-    if isinstance(value, (list, tuple)):
-        if not any(issubclass(kind, (list, tuple, np.ndarray)) or _is_of_torch(kind) for kind in set(map(type, value))):
-            items = list(value)
-            return lambda: items
+    if isinstance(value, (list, tuple)) and any(
+        issubclass(kind, (list, tuple, np.ndarray)) or _is_of_torch(kind) for kind in set(map(type, value))
+    ):
         parts = [stage(item) for item in value]
         return lambda: [part() for part in parts]
-    return lambda: value
+    if is_tensor(value):
+        copy = value.detach().to("cpu", copy=True)
+    else:
+        copy = value.copy() if isinstance(value, (np.ndarray, list)) else value
+    return lambda: copy
 
 
 def _stage_cuda(tensor: Any) -> Callable[[], Any]:
@@ -170,7 +164,7 @@ class Staged:
         self._waiting = {name: stage(value) for name, value in self._values.items()}
 
     def wait_for_device(self) -> None:
-        with contextlib.suppress(Exception):  # `values` raises the error again, where the call is known
+        with contextlib.suppress(Exception):  # `values` raises it again, in the task of the failed call
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:
@@ -191,12 +185,5 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return int(value.nbytes)
     if isinstance(value, (list, tuple)):
-        kinds = {type(item) for item in value}
-        if kinds == {np.ndarray}:
-            return int(sum(item.nbytes for item in value))
-        if kinds == {str}:
-            return 8 * sum(map(len, value))
-        if len(kinds) == 1 and is_tensor(value[0]):
-            return int(sum(item.numel() for item in value) * value[0].element_size())
         return sum(8 * len(item) if isinstance(item, (list, tuple, str)) else _num_bytes(item) or 8 for item in value)
     return 0

@@ -8,7 +8,7 @@ import shlex
 import stat
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -125,15 +125,20 @@ class Store:
                 FOLDERS, pool.map(lambda folder: self._list(folder) if folder in there else [], FOLDERS), strict=True
             )
 
-    def _list(self, folder: str) -> list[dict[str, Any]]:
+    def _list(self, folder: str, *, is_deep: bool = False) -> list[dict[str, Any]]:
         path = self.path(folder).rstrip("/")
         try:
-            if folder in _LISTED_RECURSIVELY:
+            if is_deep or folder in _LISTED_RECURSIVELY:
                 return list(self.filesystem.find(path, detail=True).values())
-            found: list[dict[str, Any]] = self.filesystem.ls(path, detail=True)
+            return list(self.filesystem.ls(path, detail=True))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return found
+
+    def _listing(self, folder: str, *, is_deep: bool) -> list[dict[str, Any]]:
+        if folder in self._listed and is_deep == (folder in _LISTED_RECURSIVELY):
+            return self._listed[folder]
+        self.filesystem.invalidate_cache(self.path(folder).rstrip("/"))
+        return self._list(folder, is_deep=is_deep)
 
     def path(self, relative: str) -> str:
         return f"{self.root}/{relative}"
@@ -151,11 +156,14 @@ class Store:
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)} is not a valid file name. The trace may be damaged")
         if (real := self.link_out(relative)) is not None:
-            raise DamagedTrace(
-                f"{self.shown(relative)} is a link that points outside the trace, to {real}, and is not followed. "
-                f"Replace it with a copy"
-            )
+            raise DamagedTrace(self.link_problem(relative, real))
         return path
+
+    def link_problem(self, relative: str, real: str) -> str:
+        where = self.shown(relative)
+        return (
+            f"{where} is a link that points outside the trace, to {real}, and is not followed. Replace it with a copy"
+        )
 
     def exists(self, relative: str) -> bool:
         return bool(self.filesystem.exists(self.checked_path(relative)))
@@ -256,15 +264,7 @@ class Store:
     def walk(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
         if not self.is_local:  # one request lists the whole folder
-            base = self.path(folder)
-            if folder in self._listed and folder in _LISTED_RECURSIVELY:
-                entries = self._listed[folder]
-            else:
-                self.filesystem.invalidate_cache(base)
-                try:
-                    entries = list(self.filesystem.find(base, detail=True).values())
-                except FileNotFoundError:
-                    return {}
+            base, entries = self.path(folder), self._listing(folder, is_deep=True)
             found = {entry["name"][len(base) :].lstrip("/"): int(entry["size"] or 0) for entry in entries}
             return {name: size for name, size in sorted(found.items()) if f"/{TEMPORARY_PREFIX}" not in f"/{name}"}
         waiting = [""]
@@ -300,12 +300,7 @@ class Store:
             yield from self._local_entries(folder)
             return
         path = self.path(folder).rstrip("/")
-        if folder in self._listed and folder not in _LISTED_RECURSIVELY:
-            entries = self._listed[folder]
-        else:
-            self.filesystem.invalidate_cache(path)
-            entries = self._list(folder)
-        for entry in entries:
+        for entry in self._listing(folder, is_deep=False):
             full = entry["name"].rstrip("/")
             if full != path:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
@@ -341,8 +336,7 @@ class Store:
                 raise TraceNotFound(
                     f"{self.url}: a process died while replacing the trace here, but no data is lost. The next "
                     f"`tim-trace record` or `import` to this folder restores it, or run: mv "
-                    f"{shlex.quote(self.shown(aside[-1]))}/* "
-                    f"{shlex.quote(self.url)}"
+                    f"{shlex.quote(self.shown(aside[-1]))}/* {shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
                 f"{self.url} has no {MANIFEST}, so it is not a trace. Pass the folder written by `tim-trace record "
@@ -355,17 +349,14 @@ class Store:
         return parse_manifest(content, where)
 
     def writers(
-        self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
+        self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] = lambda *_, **__: None
     ) -> tuple[list[WriterState], list[str]]:
         """Read every writer's state. Also return a sentence for each unreadable state."""
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
-        known: dict[str, WriterState | None] = {}
-        if known_state is not None:
-            known = {name: known_state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
+        known = {name: known_state(f"{WRITERS}/{name}", md5=md5) for name, md5 in self._md5(WRITERS).items()}
         contents = self._read_many(WRITERS, [name for name in names if known.get(name) is None])
-        if known_state is not None:
-            known |= {name: known_state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
+        known |= {name: known_state(f"{WRITERS}/{name}", content=content) for name, content in contents.items()}
         states, damaged = [], []
         for name in names:
             try:
@@ -414,27 +405,14 @@ class Store:
         """
         if self.link_out(folder) is not None:
             return
-        try:
-            directory = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            for name in names:
-                try:
-                    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-                    descriptor = os.open(name, flags, dir_fd=directory)
-                except OSError:  # the file is a link, or has been removed
-                    continue
-                try:
-                    found = os.fstat(descriptor)
-                    if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:
-                        yield name, os.pread(descriptor, found.st_size, 0)
-                except OSError:
-                    continue
-                finally:
-                    os.close(descriptor)
-        finally:
-            os.close(directory)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        for name in names:
+            with suppress(OSError), ExitStack() as stack:  # the file may be a link, or have been removed
+                descriptor = os.open(self.path(f"{folder}/{name}"), flags)
+                stack.callback(os.close, descriptor)
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:
+                    yield name, os.pread(descriptor, found.st_size, 0)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
         manifest = manifest or self.manifest()
@@ -465,16 +443,18 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
     """Return the error for an unreadable file. An unreachable file system does not count as damage."""
     if isinstance(error, StorageError):
         return error
-    return DamagedTrace(f"{where} cannot be read ({error.strerror or error}). Restore it from a backup")
+    return damaged(f"{where} cannot be read ({error.strerror or error})")
+
+
+def damaged(what: str) -> DamagedTrace:
+    return DamagedTrace(f"{what}. Restore it from a backup")
 
 
 def too_large(size: int, times: int = 2) -> str | None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return (
-        f"reading its {size:,} bytes would take more memory than this machine has ({memory:,} bytes)"
-        if size * times > memory
-        else None
-    )
+    if size * times <= memory:
+        return None
+    return f"reading {size:,} bytes would take more memory than this machine has ({memory:,} bytes)"
 
 
 def first_line(error: BaseException) -> str:

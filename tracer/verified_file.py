@@ -10,10 +10,10 @@ import xxhash
 
 from ..schemas.checksums import BLOCK_BYTES, DIGEST_BYTES, Bytes, block_digest, short_hash
 from ..schemas.errors import DamagedTrace, QueryFailed
-from .store import Store, unreadable
+from .store import Store, damaged, unreadable
 
 _CACHE_BYTES = 64 << 20
-"""Bytes of blocks from object storage that a process caches, because consecutive reads are often adjacent."""
+"""Size of the cache for blocks read from object storage (bytes). Consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at the end of a Parquet file to find its footer. DuckDB reads only 16 KiB."""
 _EXACT_REQUESTS = 4
@@ -38,7 +38,7 @@ class FileChecksums:
 
 
 def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
-    return DamagedTrace(f"{where}: its checksums cannot be read ({reason}). Restore it from a backup")
+    return damaged(f"{where}: its checksums cannot be read ({reason})")
 
 
 class VerifiedFile:
@@ -85,10 +85,8 @@ class VerifiedFile:
                 self._read_checksums = None
 
     def _disappeared(self) -> QueryFailed:
-        return QueryFailed(
-            f"{self.store.shown(self.relative)} disappeared while being read, because it was merged or removed. Try "
-            f"again"
-        )
+        where = self.store.shown(self.relative)
+        return QueryFailed(f"{where} disappeared while being read, because it was merged or removed. Try again")
 
     def read(self, start: int, stop: int) -> bytes:
         self._load_checksums()
@@ -128,10 +126,8 @@ class VerifiedFile:
     def verify(self) -> str:
         self._load_checksums()
         if (size := self.store.file_size(self.relative)) > self.num_bytes:
-            raise DamagedTrace(
-                f"{self.store.shown(self.relative)} is {size - self.num_bytes:,} bytes longer than when written. "
-                "Restore it from a backup"
-            )
+            where = self.store.shown(self.relative)
+            raise damaged(f"{where} is {size - self.num_bytes:,} bytes longer than when written")
         whole = xxhash.xxh3_128()
         for start in range(0, self._end, 16 * BLOCK_BYTES):
             whole.update(self.read(start, min(start + 16 * BLOCK_BYTES, self._end)))
@@ -192,10 +188,8 @@ class VerifiedFile:
             return b""
         tail = self._fetch(self._end, self.num_bytes)
         if short_hash(tail) != self._tail_hash:
-            raise DamagedTrace(
-                f"{self.store.shown(self.relative)}: its last {len(tail):,} bytes have changed since they were first read. "
-                "Restore it from a backup"
-            )
+            where = self.store.shown(self.relative)
+            raise damaged(f"{where}: its last {len(tail):,} bytes have changed since they were first read")
         return tail
 
     def _fetch(self, start: int, stop: int) -> bytes:
@@ -207,9 +201,7 @@ class VerifiedFile:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) != stop - start:
-            raise DamagedTrace(
-                f"{where} ends at byte {start + len(content):,} of {self.num_bytes:,}. Restore it from a backup"
-            )
+            raise damaged(f"{where} ends at byte {start + len(content):,} of {self.num_bytes:,}")
         return content
 
     def _compare(self, index: int, parts: tuple[Bytes, ...]) -> None:

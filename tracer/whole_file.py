@@ -54,7 +54,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, path)
     except BaseException:
-        _remove(temporary)
+        remove(temporary)
         raise
 
 
@@ -118,7 +118,7 @@ def remove_temporaries(folder: Path) -> None:
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
         if is_left and is_temporary(path.name) and not path.relative_to(folder).parts[0].startswith(WHOLE_TRACES):
-            _remove(path)
+            remove(path)
 
 
 def _age_s(path: Path) -> float:
@@ -132,7 +132,7 @@ def _beside(path: Path) -> Path:
     return path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}-{path.name}"
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -360,7 +360,7 @@ class TraceWriter:
         try:
             self.save_state()
         except OSError as error:
-            say(f"the trace could not be marked as failed ({error})")
+            say(f"the trace could not be marked as {self.state.state} ({error})")
 
     def _heartbeat(self) -> None:
         with contextlib.suppress(OSError):

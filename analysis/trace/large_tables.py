@@ -74,7 +74,7 @@ class LargeTables:
             content = io.BytesIO()
             table = pa.Table.from_arrays([pa.nulls(rows, field.type) for field in schema], schema=schema)
             pq.write_table(table, content, write_statistics=False)
-            self._files.add_content(f"{view}/{rows}", content.getvalue())
+            self._files.add(f"{view}/{rows}", content.getvalue())
         table = _LargeTable(view=view, pattern=f"{view}/*", columns=columns, folder=folder, files=files)
         self._tables.append(table)
         self._probe(table)

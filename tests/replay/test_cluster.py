@@ -131,7 +131,7 @@ def of_this_module(database, step):
 def test_actors_that_cannot_start_end_the_work(recording, cluster):
     with pytest.raises(
         ClusterFailed,
-        match=r"3 actors died before they were ready .*No module named .*Check that tim-trace .* and everything",
+        match=r"3 actors died before they were ready .*No module named .*Check that tim-trace .* and all packages",
     ):
         list(spread(open_database(recording, ray=cluster[0].address), of_this_module, [1, 2, 3]))
 

@@ -98,7 +98,7 @@ def test_another_release_of_ray_is_named(address, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "1.0.0")
-    told = r"and this process have different versions \(.*Ray: 1\.0\.0.*\. Install the cluster's"
+    told = r"and this process have different Ray or Python versions \(.*Ray: 1\.0\.0.*\. Install the cluster's"
     with pytest.raises(InvalidOption, match=told), connected(address):
         pass
 

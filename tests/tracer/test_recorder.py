@@ -463,7 +463,7 @@ def test_the_recorder_says_at_its_end_what_a_replay_still_lacks(tmp_path, descri
         warnings.simplefilter("always")
         recorder.close()
     assert [
-        str(each.message).startswith("a replay of these weights will fail, because the trace lacks add_contract(")
+        str(each.message).startswith("a replay of these weights will fail without a call to add_contract(")
         for each in told
     ] == ([] if described else [True])
 

@@ -1,6 +1,6 @@
-"""Python imports this module at startup, because `tim-trace record` puts its folder first on PYTHONPATH.
+"""Python imports this module at startup, because `tim-trace record` puts this folder first on PYTHONPATH.
 
-It starts recording, and then imports the sitecustomize module that it shadows, if there is one.
+It starts recording, and then imports the environment's own sitecustomize module, if there is one.
 """
 
 import os

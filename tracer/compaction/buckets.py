@@ -12,11 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...schemas.errors import DamagedTrace
 from ...schemas.tables import Table
 from ..seal import ROW_GROUP_TOKENS, response_lengths, row_group_bounds
 from ..snapshot import TableFile
-from ..store import Store, first_line
+from ..store import Store, damaged, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
@@ -64,10 +63,8 @@ def _readable(store: Store, entry: TableFile) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        where, reason = store.shown(entry.relative), first_line(error)
-        raise entry.file.error or DamagedTrace(
-            f"{where} cannot be read ({reason}). Restore it from a backup"
-        ) from error
+        found = damaged(f"{store.shown(entry.relative)} cannot be read ({first_line(error)})")
+        raise entry.file.error or found from error
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:

@@ -3,11 +3,10 @@ from __future__ import annotations
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
 from ...schemas.documents import CLOSED, COMPACTION, WriterState, now
@@ -67,7 +66,7 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     with grown_trace(trace) as building:
         files = write_merged(snapshot, chosen, building, file_bytes, progress)
         replaced = tuple(entry.relative for entries in chosen.values() for entry in entries)
-        write_part(building, *state_of(snapshot, files, replaced))
+        _write_state(building, state_of(snapshot, files, replaced))
     with alone(folder):
         finish(folder)
     return merged_tables(snapshot, chosen, files)
@@ -99,25 +98,19 @@ def write_merged(
             groups = sorted_groups(snapshot.store, spec, of_table, small, room, advance)
             for number, first in enumerate(groups):
                 relative = Segment(writer, number).parquet(table)
-                steps: list[tuple[int, int]] = []
                 with trace_file(building, relative) as temporary:
-                    filling = _until_full(first, groups, temporary, file_bytes, steps)
-                    written = write_checked(
+                    filling = _until_full(first, groups, temporary, file_bytes)
+                    found[relative] = write_checked(
                         temporary, relative, spec.schema, filling,
                         block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, first, splits_ids=True),
                     )  # fmt: skip
-                found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
             room.rmdir()
     return found
 
 
-def _until_full(
-    group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
-) -> Iterator[pa.Table]:
-    """Yield row groups until the file reaches `file_bytes`, and append each group's first and last step to `steps`."""
+def _until_full(group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int) -> Iterator[pa.Table]:
+    """Yield row groups until the file reaches `file_bytes`."""
     while group is not None:
-        ends = pc.min_max(group["step"])
-        steps.append((ends["min"].as_py(), ends["max"].as_py()))
         yield group
         group = next(others, None) if path.stat().st_size < file_bytes else None
 
@@ -140,13 +133,21 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
     return found if len(found) > 1 else []
 
 
-def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
+def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> WriterState:
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
-    state = WriterState(
+    return WriterState(
         writer=writer, run_id=snapshot.manifest.run_id, **this_process(), state=CLOSED, opened_at=now(), closed_at=now(),
         files=files, replaced=replaced, program=environment.program(),
     )  # fmt: skip
-    return f"{WRITERS}/{writer}.json", state.to_json().encode()
+
+
+def _without(state: WriterState, left_out: set[str]) -> None:
+    state.files = {name: record for name, record in state.files.items() if name not in left_out}
+    state.replaced = ()
+
+
+def _write_state(folder: Path, state: WriterState) -> None:
+    write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
 
 
 def finish(folder: Path) -> None:
@@ -158,14 +159,10 @@ def finish(folder: Path) -> None:
         return
     for name in replaced:
         (folder / name).unlink(missing_ok=True)
-    for state in states:
-        if not replaced.isdisjoint(state.files):
-            state.files = {name: record for name, record in state.files.items() if name not in replaced}
-            write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
-    for state in states:
-        if state.replaced:
-            state.replaced = ()
-            write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+    for state in sorted(states, key=lambda state: bool(state.replaced)):  # the list of replaced files goes last
+        if state.replaced or not replaced.isdisjoint(state.files):
+            _without(state, replaced)
+            _write_state(folder, state)
 
 
 def merged_tables(
@@ -235,12 +232,10 @@ def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progr
         for state in snapshot.writers:
             if state.is_removed:
                 continue
-            left_out = replaced | snapshot.replaced
-            state.files = {name: record for name, record in state.files.items() if name not in left_out}
-            state.replaced = ()
-            write_part(building, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+            _without(state, replaced | snapshot.replaced)
+            _write_state(building, state)
         if files:
-            write_part(building, *state_of(snapshot, files, ()))
+            _write_state(building, state_of(snapshot, files, ()))
         write_index(building)
     return merged_tables(snapshot, chosen, files)
 

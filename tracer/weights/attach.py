@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from ..hooks.models import described, tokenizer_identity
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
 from ..verified_file import FileCursor
-from ..whole_file import write_part
+from ..whole_file import remove, write_part
 from ..writer import TraceWriter
 from .checkpoints import DTYPES
 from .reader import WeightReader
@@ -98,14 +97,13 @@ def attach(
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
     """Load a folder's model, in its stored dtypes, and the tokenizer (None if the folder has none)."""
     path = Path(os.path.expanduser(folder))
-    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-        lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
-        adapter = " (merge its adapter first)" if (path / "adapter_config.json").exists() else ""
-        raise WeightsMissing(f"{path} has no {lacking}; pass a folder written by save_pretrained{adapter}")
     if (path / "adapter_config.json").exists():
         raise WeightsMissing(
             f"{path} contains an adapter; merge it (merge_and_unload) and save the model to another folder"
         )
+    for needed in ("config.json", "*.safetensors"):
+        if not any(path.glob(needed)):
+            raise WeightsMissing(f"{path} has no {needed}; pass a folder written by save_pretrained")
     import torch
     import transformers
 
@@ -204,8 +202,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
 
 
 def _size(config: Mapping[str, Any], name: str) -> Any:
-    text = config.get("text_config") or config
-    return text.get(name)
+    return (config.get("text_config") or config).get(name)
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -241,11 +238,7 @@ def _remove(store: Store, folder: Path, name: str) -> None:
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):
         stem = file.removesuffix(".json").rpartition(".")[0] if file.endswith(".json") else file
         if (segment := Segment.parse(stem)) is not None and segment.writer == name:
-            place = folder / WEIGHTS / file
-            if place.is_dir():
-                shutil.rmtree(place, ignore_errors=True)
-            else:
-                place.unlink(missing_ok=True)
+            remove(folder / WEIGHTS / file)
     (folder / path).unlink(missing_ok=True)
 
 

@@ -21,7 +21,7 @@ from ...schemas.documents import WriterState
 from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing, option
 from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
-from ..store import Store, first_line, unreadable
+from ..store import Store, damaged, first_line, too_large, unreadable
 from .chunks import (
     DOCUMENT,
     apply_changes,
@@ -161,20 +161,12 @@ class WeightReader:
             if told is not None:
                 raise DamagedTrace(told)
         try:
-            found = self._tensors(self._parts(version, attempt))
-            if is_lazy:
-                return found
-            whole = {
-                id(tensor): Tensor(tensor.dtype, tensor.bits) for tensor in {id(t): t for t in found.values()}.values()
-            }
-            return {name: whole[id(tensor)] for name, tensor in found.items()}
+            return self._tensors(self._parts(version, attempt), is_lazy)
         except (ValueError, KeyError, IndexError, TypeError) as error:
             if isinstance(error, TimTraceError):
                 raise
-            raise DamagedTrace(
-                f"{self.store.shown(WEIGHTS)}: the parts of version {version} do not match ({first_line(error)}); "
-                "restore the folder from a backup"
-            ) from error
+            where = f"{self.store.shown(WEIGHTS)}: the files of version {version}"
+            raise damaged(f"{where} contradict each other ({first_line(error)})") from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
         found = []
@@ -192,7 +184,7 @@ class WeightReader:
                 found.append(str(error))
         return found
 
-    def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
+    def _tensors(self, parts: list[WeightVersion], is_lazy: bool) -> dict[str, Tensor]:
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
@@ -216,6 +208,8 @@ class WeightReader:
                     f"elements, because some writers' files are missing (found: {held}). Restore them from a backup"
                 )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
+        if not is_lazy:
+            found = {name: Tensor(tensor.dtype, tensor.bits) for name, tensor in found.items()}
         return found | {name: found[kept] for name, kept in tied.items()}
 
     def _assembled(self, parts: list[tuple[WeightVersion, StoredTensor]]) -> np.ndarray:
@@ -244,10 +238,7 @@ class WeightReader:
         self._held.clear()
         for step in self._path(record)[:-1]:
             self._read(step, tensor)  # raises an error that names the first version with wrong bits
-        raise DamagedTrace(
-            f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged "
-            "(hash mismatch). Restore the folder from a backup"
-        )
+        raise damaged(f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged (hash mismatch)")
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
         key, path = (record.segment, dtype, index), self._path(record)
@@ -317,10 +308,8 @@ class WeightReader:
                     f"be rebuilt"
                 )
             if parent >= path[-1].row:
-                raise DamagedTrace(
-                    f"{self._shown(record)}: version {path[-1].version} is recorded as a change to row {parent}, "
-                    "which does not come before it. Restore the folder from a backup"
-                )
+                found = f"version {path[-1].version} is recorded as a change to row {parent}"
+                raise damaged(f"{self._shown(record)}: {found}, which does not come before it")
             path.append(by_row[parent])
             parent = path[-1].parent_row
         self._paths[key] = path[::-1]
@@ -331,18 +320,10 @@ class WeightReader:
         if key not in self._chunk_sets:
             counts = self._elements(record)
             for dtype, chunks in record.chunks.items():
-                if dtype not in counts:
-                    raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array of "
-                        "this dtype; restore the folder from a backup"
-                    )
-                size = chunk_elements(dtype, counts[dtype])
-                are_inside = all(0 <= index * size < max(counts[dtype], 1) for index in chunks)
-                if len(set(chunks)) != len(chunks) or not are_inside:
-                    raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has duplicate chunks of {dtype}, "
-                        "or chunks beyond its tensors"
-                    )
+                num_chunks = -(-max(counts[dtype], 1) // self._chunk_size(record, dtype)) if dtype in counts else 0
+                if len(set(chunks)) != len(chunks) or not all(0 <= index < num_chunks for index in chunks):
+                    where = f"{self._shown(record)}: version {record.version}"
+                    raise damaged(f"{where} has duplicate chunks of {dtype}, or chunks beyond its tensors")
             self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
         return self._chunk_sets[key]
 
@@ -374,9 +355,8 @@ class WeightReader:
     @property
     def told_checkpoints(self) -> str:
         return (
-            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; to read this folder, pass "
-            f"{option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that "
-            f"option"
+            f"they are in checkpoints outside the trace, in {self.checkpoints!r} at the time of recording; to read them, "
+            f"pass {option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
         )
 
     def _range(self) -> str:
@@ -413,8 +393,7 @@ def _check_room(layout: WeightLayout) -> None:
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{tensor.name} has an invalid layout: {tensor.dtype} of shape {tensor.shape}")
     num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in layout.tensors]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # Tensors are read one by one, so they need not fit into memory together.
     needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)
-    if needed > memory:
-        raise ValueError(f"the tensors need {needed:,} bytes of memory, but this machine has {memory:,} bytes")
+    if (said := too_large(needed, times=1)) is not None:
+        raise ValueError(said)

@@ -39,7 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change. A segment gets more while its deltas are smaller than its keyframe."""
+"""Versions per segment if many elements change. More fit while its deltas together are smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
@@ -47,7 +47,7 @@ FEW = 1 / 8
 STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum number of changes to rebuild a version, as a share of its elements. Beyond it, a new keyframe is faster."""
+"""Start a new keyframe if rebuilding a version would apply more changes than this share of its elements."""
 
 PINNED_BYTES = 512 << 20
 """Maximum size of a version copied through pinned memory (bytes). The caller waits for the copies of larger ones."""
