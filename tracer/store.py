@@ -8,7 +8,7 @@ import shlex
 import stat
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -405,14 +405,27 @@ class Store:
         """
         if self.link_out(folder) is not None:
             return
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        for name in names:
-            with suppress(OSError), ExitStack() as stack:  # the file may be a link, or have been removed
-                descriptor = os.open(self.path(f"{folder}/{name}"), flags)
-                stack.callback(os.close, descriptor)
-                found = os.fstat(descriptor)
-                if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:
-                    yield name, os.pread(descriptor, found.st_size, 0)
+        try:
+            directory = os.open(self.path(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            for name in names:
+                try:
+                    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+                    descriptor = os.open(name, flags, dir_fd=directory)
+                except OSError:  # the file is a link, or has been removed
+                    continue
+                try:
+                    found = os.fstat(descriptor)
+                    if stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES:
+                        yield name, os.pread(descriptor, found.st_size, 0)
+                except OSError:
+                    continue
+                finally:
+                    os.close(descriptor)
+        finally:
+            os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
         manifest = manifest or self.manifest()
