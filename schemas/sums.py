@@ -22,8 +22,8 @@ _PAIR = (
 
 SEQUENCE_SUMS = Table(
     name="sequence_sums",
-    doc="One row per (pair, step, sequence, iterations). a and b are a token's logprobs in the two passes, and "
-    "d = a - b. Sums cover the tokens that contribute to the loss and have a finite logprob in both passes.",
+    doc="One row per (pair, step, sequence, iteration_a, iteration_b). a and b are a token's logprobs in the two passes, "
+    "and d = a - b. Sums cover the tokens that contribute to the loss and have a finite logprob in both passes.",
     columns=(
         *_PAIR,
         Column("step", pa.int64(), "the sequence's step", null=""),

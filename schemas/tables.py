@@ -344,20 +344,20 @@ TABLES = {
     )
 }
 
-_TOP_K, _VOCABULARY = "[response tokens, K]", "[response tokens, vocabulary]"
+_RESPONSE, _TOP_K, _VOCABULARY = "[response tokens]", "[response tokens, K]", "[response tokens, vocabulary]"
 PER_TOKEN = "[prompt and response tokens, layers, slots]"
 _array = partial(Column, null="")
 
 ARRAYS = {
     column.name: column
     for column in (
-        _array("topk_ids", pa.list_(TOKENS), "most probable tokens, in this order", alignment=_TOP_K, keyword="token_ids"),
-        _array("topk_logprobs", pa.list_(FLOATS), "their logprobs (nats)", alignment=_TOP_K, keyword="logprobs"),
-        _array("tail_logprob", FLOATS, "logprob of all others", alignment="[response tokens]", null="computed from the K"),
+        _array("topk_ids", pa.list_(TOKENS), "tokens, most probable first", alignment=_TOP_K, keyword="token_ids"),
+        _array("topk_logprobs", pa.list_(FLOATS), "logprobs of topk_ids (nats)", alignment=_TOP_K, keyword="logprobs"),
+        _array("tail_logprob", FLOATS, "logprob of all other tokens", alignment=_RESPONSE, null="computed from the top K"),
         _array("logits", pa.list_(FLOATS), "logits before temperature", alignment=_VOCABULARY),
         _array("vocabulary_logprobs", pa.list_(FLOATS), "instead of logits", alignment=_VOCABULARY, keyword="logits"),
         _array("expert_ids", pa.list_(pa.list_(pa.list_(pa.int16()))), "selected experts; -1: none", alignment=PER_TOKEN),
-        Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factors of their outputs", alignment=PER_TOKEN),
+        Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factor of each expert's output", alignment=PER_TOKEN),
     )
 }  # fmt: skip
 """Arrays in dense/ with a pass's per-token values.

@@ -113,7 +113,7 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
-    found = f"not recorded: {lost}" if missing else "all functions needed for recording were found but are untested"
+    found = f"not recorded: {lost}" if missing else "all functions needed for recording were found"
     return (
         f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
         f"{found}"

@@ -22,8 +22,8 @@ def install(session: Session, module: Any) -> Patches:
 
     def not_taken_along(error: Exception) -> None:
         session.note(
-            "Ray's workers are recorded only if they inherit this process's environment: "
-            f"{type(error).__name__}: {error}"
+            "Ray's workers are recorded only if they inherit this process's environment; setting it in "
+            f"ray.init failed: {type(error).__name__}: {error}"
         )
 
     def init(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,9 @@ def install(session: Session, module: Any) -> Patches:
             return original(*args, **given)
 
     if not patches.wrap(module, "init", init):
-        session.tell("Ray's workers are recorded only if they inherit this process's environment (no ray.init)")
+        session.tell(
+            "Ray's workers are recorded only if they inherit this process's environment; ray.init was not found"
+        )
     return patches
 
 

@@ -252,7 +252,7 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Maps a module to the file and the function in it that hook the module when it is imported."""
+"""Maps each module to the file and function in this folder that hook it when it is imported."""
 
 
 def activate() -> Session | None:

@@ -1,6 +1,6 @@
 """TRL names needed for recording, and what is lost without them.
 
-Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions counts as one.
+Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions is hooked.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
         if leaf in parents or (
             "compaction_attempt" in [link.get("type") for link in links[leaf]] and leaf not in resumed
         ):
-            continue  # a compaction that the agent did not resume from is not trained
+            continue  # training skips a compaction that the agent did not resume from
         path = [leaf]
         while (parent := nodes[path[-1]].parent) is not None:
             path.append(parent)

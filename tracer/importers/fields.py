@@ -49,7 +49,7 @@ class Fields:
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget, added)
 
     def take(self, num_bytes: int) -> None:
-        """Charge the size of copied values to the file's memory budget. Raises ImportFailed if that exceeds it."""
+        """Charge the size of copied values to the file's memory budget. Raises ImportFailed if it is exceeded."""
         self._budget.take(num_bytes)
 
     def get(self, column: str) -> Any:

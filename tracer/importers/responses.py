@@ -311,6 +311,6 @@ NEMO_GYM = response_format(
     name="nemo-gym",
     writes="NeMo-Gym's rollout collection, with a model server that returns token ids",
     alignment="generation_log_probs are aligned with generation_token_ids. Each turn is a row, whose prompt holds the "
-    "turns before it. The reward is the rollout's",
+    "turns before it. All turns of a rollout have its reward",
     rollout="the turns have no generation_log_probs",
 )
