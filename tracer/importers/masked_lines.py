@@ -145,9 +145,7 @@ PRIME_RL = Format(
     pattern="|".join(_KINDS),
     parts=_parts,
     read=_read,
-    lacks={
-        "train": "only token exports and traces.jsonl have trainer logprobs. Set trainer.enable_token_export = true"
-    },
+    lacks={"train": "only token exports and traces.jsonl have trainer logprobs. Set trainer.enable_token_export=true"},
 )
 
 
