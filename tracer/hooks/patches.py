@@ -38,16 +38,17 @@ class Patches:
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
-    def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
-
-    def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`.
+    def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
+        """Wrap a class's functions with methods of `hooks`, which `around` may call instead.
 
         Returns the missing functions, each mapped to the data that is lost without it.
         """
-        wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
-        return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
+        missing = {}
+        for name, (method, lost) in points.items():
+            hook = getattr(hooks, method)
+            if not self.wrap(owner, name, hook if around is None else functools.partial(around, hook)):
+                missing[f"{owner.__qualname__}.{name}"] = lost
+        return missing
 
     @property
     def wrapped(self) -> list[tuple[Any, str]]:

@@ -27,12 +27,9 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
     RLOO, on the call order."""
     named = []
     for index, scoring in enumerate(scorings):
-        if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
-            named.append((REFERENCE, scoring))
-        elif scoring.logprobs is output.get("old_per_token_logps") or index == 0:
-            named.append((TRAIN, scoring))
-        else:
-            named.append((REFERENCE, scoring))
+        is_reference = scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps")
+        is_train = scoring.logprobs is output.get("old_per_token_logps") or index == 0
+        named.append((TRAIN if is_train and not is_reference else REFERENCE, scoring))
     return named
 
 

@@ -13,15 +13,23 @@ from typing import Any
 
 from .patches import tested_releases, untested
 
-POINTS = {
-    "train": "a separate attempt for each train() call",
-    "_calculate_rewards": "rewards",
-    "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
-    "compute_loss": "current logprobs",
-    "_maybe_log_save_evaluate": "per-step learning rate and grad norm, optimizer statistics",
-    "log": "logged metrics",
+_ALWAYS = {
+    "train": ("train", "a separate attempt for each train() call"),
+    "compute_loss": ("compute_loss", "current logprobs"),
+    "_maybe_log_save_evaluate": ("step_end", "per-step learning rate and grad norm, optimizer statistics"),
+    "log": ("log", "logged metrics"),
 }
-"""Optional trainer functions and the data recorded from them."""
+POINTS = _ALWAYS | {
+    "_generate_and_score_completions": ("generate_and_score", "sequences"),
+    "_generate": ("generate", "sequences"),
+    "_calculate_rewards": ("calculate_rewards", "rewards"),
+    "_get_per_token_logps_and_entropies": ("score", "train, current and reference logprobs"),
+}
+ASYNC_POINTS = _ALWAYS | {
+    "get_train_dataloader": ("dataloader", "sequences"),
+    "_sync_weight": ("sync_weights", "policy versions"),
+    "_streaming_iter": ("send_weights", "the engine's weights"),
+}
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions required to record a trainer's sequences."""

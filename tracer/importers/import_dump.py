@@ -75,10 +75,7 @@ def import_dump(
         raise ImportFailed(f"the {format} format reads one path, but got {len(path)} paths. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
-            raise ImportFailed(
-                f"the {format} format has no incomplete steps. Remove this option",
-                option="partial",
-            )
+            raise ImportFailed(f"the {format} format has no incomplete steps. Remove this option", option="partial")
         if folder is not None and format == SCALARS.name:
             if sample != 1.0:
                 raise ImportFailed("scalars have no sequences to select from. Remove this option", option="sample")

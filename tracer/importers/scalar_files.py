@@ -109,11 +109,8 @@ def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             f"{path} is not a list of objects and has no log_history. Pass the file that the trainer saved"
         )
     for number, record in enumerate(records, start=1):
-        yield (
-            f"{path}, record {number}",
-            None,
-            as_object(record, f"{path}, record {number}", "each record must hold one step"),
-        )
+        where = f"{path}, record {number}"
+        yield where, None, as_object(record, where, "each record must hold one step")
 
 
 def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:

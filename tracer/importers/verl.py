@@ -206,12 +206,7 @@ _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
 def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-    return [
-        {
-            **fields.cells("step", "group_id", "reward"),
-            "rewards": fields.numbers(_TEXT_FIELDS),
-        }
-    ]
+    return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
 
 
 VERL = Format(
