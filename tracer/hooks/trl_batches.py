@@ -58,9 +58,8 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
     recorded = known.get(index)
     if recorded is None:
         return None
-    return Loss(
-        recorded=recorded, rows=rows, scored_mask=inputs["completion_mask"] if recorded.masks_attention else None
-    )
+    scored_mask = inputs["completion_mask"] if recorded.masks_attention else None
+    return Loss(recorded=recorded, rows=rows, scored_mask=scored_mask)
 
 
 def row_keys(index: int, rows: int) -> Any:

@@ -82,8 +82,8 @@ def find(trainer: Any, attribute: Attribute) -> Any:
     return None
 
 
-def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    for attribute in attributes:
+def lost(trainer: Any) -> Iterable[str]:
+    for attribute in ATTRIBUTES if is_asynchronous(type(trainer)) else GENERATING:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
 

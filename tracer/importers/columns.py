@@ -187,8 +187,6 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
 
 
 ROWS_AT_ONCE = 512
-VALUES_AT_ONCE = 2 << 20
-"""Maximum number of values in a block of rows, unless a single row has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +227,12 @@ class Selection:
     sample: float = 1.0
     """Share of sequences to import, selected by hashing their names so that every import selects the same ones."""
 
+    def __post_init__(self) -> None:
+        if not 0.0 < self.sample <= 1.0:
+            raise InvalidOption(
+                f"got {self.sample}, expected a fraction greater than 0 and at most 1, e.g. 0.1", option="sample"
+            )
+
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
@@ -238,9 +242,3 @@ class Selection:
             hashes = (xxhash.xxh3_64_intdigest(name.encode(errors="replace")) for name in seq_ids)
             kept &= np.array([found < bound for found in hashes], bool)
         return kept
-
-
-def check_sample(share: float) -> float:
-    if not 0.0 < share <= 1.0:
-        raise InvalidOption(f"got {share}, expected a fraction greater than 0 and at most 1, e.g. 0.1", option="sample")
-    return share

@@ -14,6 +14,9 @@ from ...schemas.errors import ImportFailed
 from .arrays import HELD
 from .pickles import Budget, Foreign
 
+PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
+"""Columns that dumps have one value per token for."""
+
 
 class Values(NamedTuple):
     """Per-token numbers, and a bool mask that is True where a number was recorded."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store, too_large
-from .columns import RowBatch, Selection, check_sample, listed_names
+from .columns import RowBatch, Selection, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .kinds import VALUES, Kind
@@ -84,18 +85,18 @@ def import_dump(
             return result
         assert isinstance(path, (str, os.PathLike))
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
-    given, share = dict(map or {}), check_sample(sample)
+    given, selection = dict(map or {}), Selection(sample=sample)
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
     mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
     # Every import into the same trace must use the same options.
-    options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
+    options = {"sample": repr(float(sample)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
     _check_one_run(folder, parts)
     held_back = [part.waits_for for part in parts if part.waits_for and not partial]
     parts = [part for part in parts if part.waits_for is None or partial]
-    selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
+    selection = replace(selection, steps=_chosen_steps(chosen, folder, columns, parts, steps))
     if selection.steps is not None:
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
@@ -105,16 +106,13 @@ def import_dump(
         if chosen.passes
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
-    other = next(
-        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*MAPPED, *MATCHED)),
-        None,
-    )
-    if named and other is not None:
-        raise ImportFailed(
-            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Fields can "
-            f"be mapped only to the columns {', '.join(MAPPED)}",
-            option="map",
-        )
+    for theirs, ours in given.items() if named else ():
+        if ours in KNOWN and ours not in (*MAPPED, *MATCHED):
+            raise ImportFailed(
+                f"{theirs!r} cannot be mapped to {ours!r}, because sequences are matched by prompt. Fields can "
+                f"be mapped only to the columns {', '.join(MAPPED)}",
+                option="map",
+            )
     if named and before is not None and parts:
         raise ImportFailed(
             f"{output}: files were added since the first import, but sequences can only be matched if all files are "

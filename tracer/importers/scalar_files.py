@@ -248,11 +248,8 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
             event = Event.FromString(record)
             for value in event.summary.value:
                 array = make_ndarray(value.tensor) if value.HasField("tensor") else np.asarray(value.simple_value)
-                if (
-                    value.WhichOneof("value") in ("simple_value", "tensor")
-                    and array.size == 1
-                    and array.dtype.kind in "fiu"
-                ):
+                is_scalar = array.size == 1 and array.dtype.kind in "fiu"
+                if is_scalar and value.WhichOneof("value") in ("simple_value", "tensor"):
                     values[value.tag] = array.item()
                 else:
                     ignored[value.tag] = None
