@@ -29,16 +29,12 @@ class SealedFile:
     """XXH3-64 of a Parquet file's footer, in 16 hex digits."""
 
 
+whole_hash = xxhash.xxh3_128_hexdigest
+short_hash = xxhash.xxh3_64_hexdigest
+
+
 def sealed(content: Bytes) -> SealedFile:
     return SealedFile(num_bytes=len(content), hash=whole_hash(content))
-
-
-def whole_hash(content: Bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def short_hash(content: Bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(content)
 
 
 class BlockDigests:

@@ -130,9 +130,5 @@ STATISTICS = tuple(column.name for column in _STATISTICS)
 
 OF_RUNS = (RUN_QUANTILES, RUN_STATISTICS)
 
-KINDS = {
-    table.name: table
-    for table in (
-        SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
-    )
-}  # fmt: skip
+_ALL = (SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, *OF_RUNS)
+KINDS = {table.name: table for table in _ALL}

@@ -302,17 +302,8 @@ EVAL_SCORES_TABLE = replace(
     "training contract applies.",
 )
 
-TABLES = {
-    table.name: table
-    for table in (
-        SEQUENCES_TABLE,
-        SCORES_TABLE,
-        METRICS_TABLE,
-        ENGINE_WEIGHTS_TABLE,
-        EVAL_SEQUENCES_TABLE,
-        EVAL_SCORES_TABLE,
-    )
-}
+_ALL = SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE, ENGINE_WEIGHTS_TABLE, EVAL_SEQUENCES_TABLE, EVAL_SCORES_TABLE
+TABLES = {table.name: table for table in _ALL}
 
 _RESPONSE, _TOP_K, _VOCABULARY = "[response tokens]", "[response tokens, K]", "[response tokens, vocabulary]"
 PER_TOKEN = "[prompt and response tokens, layers, slots]"

@@ -64,7 +64,7 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
         while (parent := nodes[path[-1]].parent) is not None:
             path.append(parent)
         path.reverse()
-        trace.take(_BYTES_PER_TOKEN * sum(len(nodes[n].tokens) for n in path) + 64 * len(path))
+        trace.budget.take(_BYTES_PER_TOKEN * sum(len(nodes[n].tokens) for n in path) + 64 * len(path))
         masks = [nodes[n].mask & (n not in trained) for n in path]
         trained |= {n for n in path if nodes[n].is_sampled and nodes[n].mask.any()}
         if not (mask := np.concatenate(masks)).any():

@@ -59,7 +59,7 @@ def import_parquet(
     passes = {column: name for column, name in PASSES.items() if name in scored}
     wanted = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
     with open_import(output, "parquet", source.url, selection, ordered=False, grows=False, force=force) as rows:
-        with progress("importing", sum(source.size(name) for name in source.files)) as advance:
+        with progress("importing", sum(int(source.filesystem.size(name) or 0) for name in source.files)) as advance:
             for batch in source.rows(source.files, wanted):
                 rows.add_rows(batch, names[batch.file], passes)
                 advance(batch.num_bytes)
@@ -183,9 +183,6 @@ class RowFiles:
                 f"{unknown} is not a {_READ} file. If its content is in one of these formats, change its suffix"
             )
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
-
-    def size(self, name: str) -> int:
-        return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
         return {
