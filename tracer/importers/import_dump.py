@@ -49,7 +49,7 @@ def import_dump(
     matched by prompt. `map` maps field names in the files to columns, including columns that the format lacks. A field
     mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing
     their names. Incomplete steps and half-written files are skipped and listed in the result. To add them later, import
-    again. To read as much of them as possible now, set `partial`.
+    again. Set `partial` to import as much of them as possible now.
 
     Nothing in the files is executed: pickles are read as data, and an object of an unsupported class is an error only
     if it is in a field that is read. At most one step or 512 JSON Lines rows are held in memory. If several paths are
