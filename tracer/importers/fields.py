@@ -18,9 +18,6 @@ PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entrop
 """Columns that dumps have one value per token for."""
 
 
-_MAX_BITS = 1023  # of an integer, so that it fits a float
-
-
 class Values(NamedTuple):
     """Per-token numbers, and a bool mask that is True where a number was recorded."""
 
@@ -144,9 +141,12 @@ class Fields:
         if value is None:
             return None
         value = _one(value)
-        if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > _MAX_BITS):
+        if not isinstance(value, (int, float)):
             raise self._refuse(name, value, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
         """Return an integer. Floats without a fraction and strings of digits are accepted too."""
