@@ -39,7 +39,7 @@ class Patches:
         return True
 
     def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`, which `around` may call instead.
+        """Wrap a class's functions with methods of `hooks`, or with `around`, which then gets the method first.
 
         Returns the missing functions, each mapped to the data that is lost without it.
         """

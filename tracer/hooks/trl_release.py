@@ -30,6 +30,7 @@ ASYNC_POINTS = _ALWAYS | {
     "_sync_weight": ("sync_weights", "policy versions"),
     "_streaming_iter": ("send_weights", "the engine's weights"),
 }
+"""Functions of trainers that generate their own samples, and of those with a queue. See patches.Points."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions required to record a trainer's sequences."""
