@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import xxhash
 
 BLOCK_BYTES = 256 << 10
-"""Number of bytes under one checksum. Reads are extended to whole blocks, so that they can be verified."""
+"""Number of bytes covered by each checksum. Reads are extended to whole blocks, so that they can be verified."""
 SMALL_BLOCK_BYTES = 64 << 10
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
@@ -21,24 +21,20 @@ class SealedFile:
 
     num_bytes: int
     hash: str
-    """XXH3-128 in 32 hex digits, as printed by `xxhsum -H2`. Empty if a program other than tim-trace recorded none."""
+    """XXH3-128 in 32 hex digits, as printed by `xxhsum -H2`. Empty if another program wrote the file without a hash."""
     num_rows: int | None = None
     steps: tuple[int, int] | None = None
     """First and last step in a table file. None for an empty table or another kind of file."""
     footer: str | None = None
-    """XXH3-64 (16 hex digits) for a Parquet file's footer."""
+    """XXH3-64 of a Parquet file's footer, in 16 hex digits."""
+
+
+whole_hash = xxhash.xxh3_128_hexdigest
+short_hash = xxhash.xxh3_64_hexdigest
 
 
 def sealed(content: Bytes) -> SealedFile:
     return SealedFile(num_bytes=len(content), hash=whole_hash(content))
-
-
-def whole_hash(content: Bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
-
-
-def short_hash(content: Bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(content)
 
 
 class BlockDigests:

@@ -180,7 +180,7 @@ class WriterState:
     """Why recording stopped early."""
     host: str = ""
     boot_id: str | None = None
-    """Id of the boot during which the writer started. If the machine has another boot id now, the process has ended."""
+    """The machine's boot id when the writer started. If the machine's boot id has changed, the process has ended."""
     pid_namespace: str | None = None
     pid: int = 0
     process_start: int | None = None

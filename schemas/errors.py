@@ -147,7 +147,7 @@ EXTRAS = {
     "mcp": "mcp", "peft": "lora", "ray": "ray", "s3fs": "s3", "tensorboard": "tensorboard", "torch": "replay",
     "transformers": "replay", "wandb": "wandb",
 }  # fmt: skip
-"""The extra of tim-trace that installs each optional library."""
+"""Maps each optional library to the extra of tim-trace that installs it."""
 
 
 @contextmanager

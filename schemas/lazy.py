@@ -104,21 +104,15 @@ def fits(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits(value, choice) for choice in arguments)
-    if origin in (Sequence, tuple, list) or origin is Mapping:
-        return _holds(value, origin, arguments)
+    if origin in (Sequence, tuple, list):
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            return False
+        return not arguments or all(fits(element, arguments[0]) for element in value)
     if origin in (int, float):
         return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
     if origin is Any or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
         return True
     return isinstance(value, origin)
-
-
-def _holds(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool:
-    if origin is Mapping:
-        return isinstance(value, Mapping)
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        return False
-    return not arguments or all(fits(element, arguments[0]) for element in value)
 
 
 _hints = cache(get_type_hints)

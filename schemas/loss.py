@@ -87,14 +87,11 @@ class Loss:
     def __post_init__(self) -> None:
         for name, choices in (
             ("kind", KINDS), ("level", LEVELS), ("denominator", DENOMINATORS), ("aggregation", AGGREGATIONS),
-            ("correction", CORRECTIONS),
+            ("correction", CORRECTIONS), ("kl_level", (None, *LEVELS)),
         ):  # fmt: skip
-            if getattr(self, name) not in choices:
-                raise InvalidRecord(
-                    f"{name} {getattr(self, name)!r} is unknown; use {', '.join(choices)}", option="loss"
-                )
-        if self.kl_level is not None and self.kl_level not in LEVELS:
-            raise InvalidRecord(f"kl_level {self.kl_level!r} is unknown; use {', '.join(LEVELS)}", option="loss")
+            if (value := getattr(self, name)) not in choices:
+                known = ", ".join(filter(None, choices))
+                raise InvalidRecord(f"{name} {value!r} is unknown; use {known}", option="loss")
         if self.kind == VESPO and self.level != SEQUENCE_SUM:
             raise InvalidRecord(
                 f"vespo needs one ratio per sequence, but level is {self.level}; use level={SEQUENCE_SUM}",

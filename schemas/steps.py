@@ -46,17 +46,13 @@ def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
         raise InvalidOption(f"got {text!r}, expected {FORMS}", option="steps")
     if not recorded:
         return set()
-    ends = [_from_end(bound, recorded) for bound in bounds[:2]]
+    ends = [bound if bound is None or bound >= 0 else recorded[max(bound, -len(recorded))] for bound in bounds[:2]]
     if len(ends) == 1:
         return {step for step in recorded if step == ends[0]}
     first = recorded[0] if ends[0] is None else ends[0]
     last = recorded[-1] if ends[1] is None else ends[1]
     stride = bounds[2] if len(bounds) == 3 and bounds[2] else 1
     return {step for step in recorded if first <= step <= last and (step - first) % stride == 0}
-
-
-def _from_end(bound: int | None, recorded: Sequence[int]) -> int | None:
-    return bound if bound is None or bound >= 0 else recorded[max(bound, -len(recorded))]
 
 
 def named_range(text: str) -> tuple[int, int | None] | None:

@@ -22,8 +22,8 @@ _PAIR = (
 
 SEQUENCE_SUMS = Table(
     name="sequence_sums",
-    doc="One row per (pair, step, sequence, iterations). a and b are a token's logprobs in the two passes, and "
-    "d = a - b. Sums cover the tokens that contribute to the loss and have a finite logprob in both passes.",
+    doc="One row per (pair, step, sequence, iteration_a, iteration_b). a and b are a token's logprobs in the two passes, "
+    "and d = a - b. Sums cover the tokens that contribute to the loss and have a finite logprob in both passes.",
     columns=(
         *_PAIR,
         Column("step", pa.int64(), "the sequence's step", null=""),
@@ -130,9 +130,5 @@ STATISTICS = tuple(column.name for column in _STATISTICS)
 
 OF_RUNS = (RUN_QUANTILES, RUN_STATISTICS)
 
-KINDS = {
-    table.name: table
-    for table in (
-        SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
-    )
-}  # fmt: skip
+_ALL = (SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, *OF_RUNS)
+KINDS = {table.name: table for table in _ALL}

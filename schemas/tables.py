@@ -108,6 +108,18 @@ def _digest(name: str, doc: str, null: str) -> Column:
     return Column(name, pa.uint64(), doc, null=null)
 
 
+def _policy_version(doc: str, null: str = "not recorded") -> Column:
+    return Column("policy_version", pa.int64(), f"optimizer updates {doc}", unit="updates", null=null)
+
+
+def _places(name: str, of: str, rows: str, null: str, *, repeats: bool) -> tuple[Column, Column]:
+    start = f"sequence's first row in the group's arrays ({rows})"
+    return (
+        Column(name, pa.string(), f"Zarr group in dense/ for this row's {of}", null=null, repeats=repeats),
+        Column(f"{name}_start", pa.int64(), start, unit="rows", null=null),
+    )
+
+
 SEQUENCES_TABLE = Table(
     name=SEQUENCES,
     doc="One row per sequence: a sampled prompt and response.",
@@ -122,12 +134,7 @@ SEQUENCES_TABLE = Table(
             is_name=True,
             repeats=True,
         ),
-        Column(
-            "policy_version",
-            pa.int64(),
-            "optimizer updates applied to the weights that sampled the response",
-            unit="updates",
-        ),
+        _policy_version("applied to the weights that sampled the response"),
         Column("prompt_ids", TOKENS, "prompt token ids", alignment="one element per prompt token"),
         Column("response_ids", TOKENS, "response token ids, -1 if unknown", alignment=PER_RESPONSE_TOKEN, null=""),
         Column(
@@ -197,12 +204,7 @@ SCORES_TABLE = Table(
             "number of times the sequence had already been used in the loss (always 0 except in `current`)",
             null="",
         ),
-        Column(
-            "policy_version",
-            pa.int64(),
-            "optimizer updates applied to the weights that scored the response",
-            unit="updates",
-        ),
+        _policy_version("applied to the weights that scored the response"),
         Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
         _score(
             "logprobs",
@@ -221,32 +223,13 @@ SCORES_TABLE = Table(
             "summed over packed rows",
             unit="tokens",
         ),
-        Column(
-            "dense",
-            pa.string(),
-            "Zarr group in dense/ for this row's distributions",
-            null="none were captured",
-            repeats=True,
-        ),
-        Column(
-            "dense_start",
-            pa.int64(),
-            "sequence's first row in the group's arrays (one row per response token)",
-            unit="rows",
-            null="none were captured",
-        ),
-        Column(
+        *_places("dense", "distributions", "one row per response token", "none were captured", repeats=True),
+        *_places(
             "routing",
-            pa.string(),
-            "Zarr group in dense/ for this row's expert choices",
-            null="not recorded, or no mixture of experts",
-        ),
-        Column(
-            "routing_start",
-            pa.int64(),
-            "sequence's first row in the group's arrays (one row per prompt token, then one per response token)",
-            unit="rows",
-            null="not recorded, or no mixture of experts",
+            "expert choices",
+            "one row per prompt token, then one per response token",
+            "not recorded, or no mixture of experts",
+            repeats=False,
         ),
         _ATTEMPT,
         _WRITER,
@@ -274,13 +257,7 @@ ENGINE_WEIGHTS_TABLE = Table(
     "sampling. Digests are 64-bit and computed in `dtype`. Identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
-        Column(
-            "policy_version",
-            pa.int64(),
-            "optimizer updates already applied to the trainer's weights",
-            unit="updates",
-            null="",
-        ),
+        _policy_version("already applied to the trainer's weights", null=""),
         Column("tensor", pa.string(), "tensor name in the engine's weight updates", null="", repeats=True),
         Column(
             "dtype",
@@ -289,11 +266,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             null="each tensor was hashed in its own dtype, because the engine runs in another process",
             repeats=True,
         ),
-        _digest(
-            "trainer",
-            "the trainer's tensor with adapters merged",
-            "not read, or the trainer has no such tensor",
-        ),
+        _digest("trainer", "the trainer's tensor with adapters merged", "not read, or the trainer has no such tensor"),
         _digest("unmerged", "the trainer's tensor without its adapter", "no adapter changes the tensor"),
         _digest("given", "the tensor most recently sent to the engine since the previous step", "none was sent"),
         _digest(
@@ -313,10 +286,7 @@ ENGINE_WEIGHTS_TABLE = Table(
     ),
 )
 
-_EVAL_STEP = replace(
-    _STEP,
-    doc="optimizer updates already applied to the evaluated weights, i.e. global_step",
-)
+_EVAL_STEP = replace(_STEP, doc="optimizer updates already applied to the evaluated weights, i.e. global_step")
 
 EVAL_SEQUENCES_TABLE = replace(
     SEQUENCES_TABLE,
@@ -332,32 +302,23 @@ EVAL_SCORES_TABLE = replace(
     "training contract applies.",
 )
 
-TABLES = {
-    table.name: table
-    for table in (
-        SEQUENCES_TABLE,
-        SCORES_TABLE,
-        METRICS_TABLE,
-        ENGINE_WEIGHTS_TABLE,
-        EVAL_SEQUENCES_TABLE,
-        EVAL_SCORES_TABLE,
-    )
-}
+_ALL = SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE, ENGINE_WEIGHTS_TABLE, EVAL_SEQUENCES_TABLE, EVAL_SCORES_TABLE
+TABLES = {table.name: table for table in _ALL}
 
-_TOP_K, _VOCABULARY = "[response tokens, K]", "[response tokens, vocabulary]"
+_RESPONSE, _TOP_K, _VOCABULARY = "[response tokens]", "[response tokens, K]", "[response tokens, vocabulary]"
 PER_TOKEN = "[prompt and response tokens, layers, slots]"
 _array = partial(Column, null="")
 
 ARRAYS = {
     column.name: column
     for column in (
-        _array("topk_ids", pa.list_(TOKENS), "most probable tokens, in this order", alignment=_TOP_K, keyword="token_ids"),
-        _array("topk_logprobs", pa.list_(FLOATS), "their logprobs (nats)", alignment=_TOP_K, keyword="logprobs"),
-        _array("tail_logprob", FLOATS, "logprob of all others", alignment="[response tokens]", null="computed from the K"),
+        _array("topk_ids", pa.list_(TOKENS), "tokens, most probable first", alignment=_TOP_K, keyword="token_ids"),
+        _array("topk_logprobs", pa.list_(FLOATS), "logprobs of topk_ids (nats)", alignment=_TOP_K, keyword="logprobs"),
+        _array("tail_logprob", FLOATS, "logprob of all other tokens", alignment=_RESPONSE, null="computed from the top K"),
         _array("logits", pa.list_(FLOATS), "logits before temperature", alignment=_VOCABULARY),
         _array("vocabulary_logprobs", pa.list_(FLOATS), "instead of logits", alignment=_VOCABULARY, keyword="logits"),
         _array("expert_ids", pa.list_(pa.list_(pa.list_(pa.int16()))), "selected experts; -1: none", alignment=PER_TOKEN),
-        Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factors of their outputs", alignment=PER_TOKEN),
+        Column("expert_weights", pa.list_(pa.list_(FLOATS)), "factor of each expert's output", alignment=PER_TOKEN),
     )
 }  # fmt: skip
 """Arrays in dense/ with a pass's per-token values.

@@ -81,7 +81,7 @@ class WeightVersion:
     num_changed: dict[str, int] | None
     """Number of elements changed since the previous version, by tensor name. None for the first version."""
     chunks: dict[str, list[int]]
-    """Indices of the chunks with non-zero values, by dtype. Chunks of only zeros have no file."""
+    """Indices of the chunks with non-zero values, by dtype. All-zero chunks have no file."""
     chain: str
     """SHA-256 over the previous version's `chain` and this version's hashes. It identifies the whole history."""
     num_bytes: int

@@ -35,6 +35,10 @@ class Ragged:
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
 
     @property
+    def known(self) -> np.ndarray:
+        return np.ones(len(self.values), bool) if self.valid is None else self.valid
+
+    @property
     def num_known(self) -> int:
         return len(self.values) if self.valid is None else int(self.valid.sum())
 

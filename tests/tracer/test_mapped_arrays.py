@@ -297,6 +297,6 @@ def test_dumps_refuse_arrays_and_say_what_to_do(tmp_path):
 
     dumps.write_nemo_rl(tmp_path / "dump", dumps.make_steps(1))
     with pytest.raises(
-        ImportFailed, match=r"'idx' cannot be mapped to 'train_topk_ids'\. Only a table has such a column"
+        ImportFailed, match=r"'idx' cannot be mapped to 'train_topk_ids'\. Only the parquet format has this column"
     ):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run", map={"idx": "train_topk_ids"})

@@ -36,7 +36,7 @@ def asking(params: Any, capture: Capture | None) -> Any:
     asked = params.clone()
     asked.logprobs = wanted
     is_delta = getattr(getattr(params, "output_kind", None), "name", None) == DELTA
-    if params.prompt_logprobs is None and hasattr(asked, "flat_logprobs"):
+    if params.prompt_logprobs is None:
         asked.flat_logprobs = not is_delta
     return asked
 
@@ -108,13 +108,11 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
             if entry.rank <= limit:
                 entries.setdefault(other, entry)
         kept.append(entries)
-    if not getattr(requested.params, "flat_logprobs", False):
+    if not requested.params.flat_logprobs:
         return kept
-    container = type(logprobs)() if hasattr(logprobs, "start_indices") else None
-    if container is None:
-        from vllm.logprobs import FlatLogprobs
+    from vllm.logprobs import FlatLogprobs
 
-        container = FlatLogprobs()
+    container = FlatLogprobs()
     container.extend(kept)
     return container
 

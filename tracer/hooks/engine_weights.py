@@ -22,9 +22,9 @@ _ROW_BYTES = 256
 _NUM_ROWS = 64
 _MAX_VALUES = 256  # maximum number of distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
-"""A copy counts as rounded if each row of the original has at least this many times as many distinct values."""
+"""Minimum ratio of distinct values per row, original to copy, at which the copy counts as rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine similarity of original and copy, in standard deviations of the value for unrelated tensors."""
+"""Minimum cosine similarity of original and copy, in standard deviations of unrelated tensors' similarity."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"

@@ -38,16 +38,17 @@ class Patches:
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
-    def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
-
-    def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`.
+    def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
+        """Wrap a class's functions with methods of `hooks`, or with `around`, which then gets the method first.
 
         Returns the missing functions, each mapped to the data that is lost without it.
         """
-        wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
-        return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
+        missing = {}
+        for name, (method, lost) in points.items():
+            hook = getattr(hooks, method)
+            if not self.wrap(owner, name, hook if around is None else functools.partial(around, hook)):
+                missing[f"{owner.__qualname__}.{name}"] = lost
+        return missing
 
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
@@ -113,7 +114,7 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
-    found = f"not recorded: {lost}" if missing else "all functions needed for recording were found but are untested"
+    found = f"not recorded: {lost}" if missing else "all functions needed for recording were found"
     return (
         f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
         f"{found}"

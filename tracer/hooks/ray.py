@@ -14,6 +14,7 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable in which `ray job submit` passes the job's configuration, including its runtime environment."""
+_INHERITED = "Ray's workers are recorded only if they inherit this process's environment"
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -21,10 +22,7 @@ def install(session: Session, module: Any) -> Patches:
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
-        session.note(
-            "Ray's workers are recorded only if they inherit this process's environment: "
-            f"{type(error).__name__}: {error}"
-        )
+        session.note(f"{_INHERITED}; setting it in ray.init failed: {type(error).__name__}: {error}")
 
     def init(original: Original, *args: Any, **kwargs: Any) -> Any:
         given, job = kwargs, os.environ.get(_JOB)
@@ -42,7 +40,7 @@ def install(session: Session, module: Any) -> Patches:
             return original(*args, **given)
 
     if not patches.wrap(module, "init", init):
-        session.tell("Ray's workers are recorded only if they inherit this process's environment (no ray.init)")
+        session.tell(f"{_INHERITED}; ray.init was not found")
     return patches
 
 

@@ -194,17 +194,16 @@ class Session:
     def stop(self, what: str, error: Exception) -> None:
         if isinstance(error, StorageStalled):
             self._over = error
+        stopped = f"RECORDING STOPPED in process {os.getpid()}, training continues"
         if self._over is not None:
-            self.tell(
-                f"RECORDING STOPPED in process {os.getpid()}, training continues: {type(self._over).__name__}: {self._over}"
-            )
+            self.tell(f"{stopped}: {type(self._over).__name__}: {self._over}")
             return
         try:
             error.add_note(f"while recording {what}")
             self.recorder.writer.state.not_recorded += (f"{what}: {type(error).__name__}: {error}",)
             self.recorder.writer.stop(error)
         except Exception as second:
-            self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
+            self.tell(f"{stopped}: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
         if sentence not in self._told:
@@ -252,7 +251,7 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Maps a module to the file and the function in it that hook the module when it is imported."""
+"""Maps each module to the file and function in this folder that hook it when it is imported."""
 
 
 def activate() -> Session | None:

@@ -10,7 +10,7 @@ from typing import Any
 from .patches import Original, Patches, version_sentence
 from .session import Session
 from .trl_async import AsyncTrainerHooks
-from .trl_release import POINTS, engine_classes, is_asynchronous, trl_version, unrecorded
+from .trl_release import ASYNC_POINTS, POINTS, engine_classes, is_asynchronous, trl_version, unrecorded
 from .trl_trainer import TrainerHooks
 
 
@@ -45,29 +45,9 @@ class TrainerClasses:
         version = trl_version()
         if version:
             self._session.hooks["trl"] = version
-        hooks = self._async_hooks if is_asynchronous(trainer_class) else self._hooks
-        named: dict[str, Callable[..., Any]] = {
-            "train": hooks.train,
-            "compute_loss": hooks.compute_loss,
-            "_maybe_log_save_evaluate": hooks.step_end,
-            "log": hooks.log,
-        }
-        if isinstance(hooks, AsyncTrainerHooks):
-            named |= {
-                "get_train_dataloader": hooks.dataloader,
-                "_sync_weight": hooks.sync_weights,
-                "_streaming_iter": hooks.send_weights,
-            }
-        else:
-            named |= {
-                "_generate_and_score_completions": hooks.generate_and_score,
-                "_generate": hooks.generate,
-                "_calculate_rewards": hooks.calculate_rewards,
-                "_get_per_token_logps_and_entropies": hooks.score,
-            }
-        wrappers = {name: partial(self._of_class, trainer_class, hook) for name, hook in named.items()}
-        unwrapped = self._patches.wrap_all(trainer_class, wrappers)
-        missing = {f"{trainer_class.__qualname__}.{name}": POINTS[name] for name in unwrapped}
+        is_async = is_asynchronous(trainer_class)
+        hooks, points = (self._async_hooks, ASYNC_POINTS) if is_async else (self._hooks, POINTS)
+        missing = self._patches.wrap_points(trainer_class, hooks, points, partial(self._of_class, trainer_class))
         if not self._hears:
             self._hears = True
             _hook_engines(self._session, self._patches)

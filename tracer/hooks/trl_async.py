@@ -56,7 +56,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Trainer -> {weight version: optimizer updates}."""
+        """Number of optimizer updates by weight version, for each trainer."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True

@@ -27,12 +27,9 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
     RLOO, on the call order."""
     named = []
     for index, scoring in enumerate(scorings):
-        if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
-            named.append((REFERENCE, scoring))
-        elif scoring.logprobs is output.get("old_per_token_logps") or index == 0:
-            named.append((TRAIN, scoring))
-        else:
-            named.append((REFERENCE, scoring))
+        is_reference = scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps")
+        is_train = scoring.logprobs is output.get("old_per_token_logps") or index == 0
+        named.append((TRAIN if is_train and not is_reference else REFERENCE, scoring))
     return named
 
 
@@ -61,9 +58,8 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
     recorded = known.get(index)
     if recorded is None:
         return None
-    return Loss(
-        recorded=recorded, rows=rows, scored_mask=inputs["completion_mask"] if recorded.masks_attention else None
-    )
+    scored_mask = inputs["completion_mask"] if recorded.masks_attention else None
+    return Loss(recorded=recorded, rows=rows, scored_mask=scored_mask)
 
 
 def row_keys(index: int, rows: int) -> Any:

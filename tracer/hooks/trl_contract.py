@@ -64,16 +64,13 @@ def reference_contract(trainer: Any) -> Contract:
 
 def generation_contract(trainer: Any) -> Contract:
     continuous = bool(getattr(trainer, "use_transformers_continuous_batching", False))
-    return {
-        "engine": "transformers",
-        "function": "generate_batch" if continuous else "generate",
+    contract = _rollouts(trainer, "transformers", "generate_batch" if continuous else "generate")
+    return contract | {
         "logprobs": None,
         "logprobs_note": "generation with transformers returns no logprobs, so this pass has no scores",
-        "sampling": sampling(trainer),
         "device": environment.device_name(trainer.accelerator.device),
         "model": numerics(trained_model(trainer)),
         "torch": environment.torch_settings(),
-        "versions": environment.numeric_versions(),
     }
 
 
@@ -85,24 +82,20 @@ def server_info(trainer: Any) -> Any:
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    return {
-        "engine": "vllm",
-        "function": "a server, through TRL's VLLMClient.generate",
-        "server": server,
-        "sampling": sampling(trainer),
-        "versions": environment.numeric_versions(),
-    }
+    return _rollouts(trainer, "vllm", "a server, through TRL's VLLMClient.generate") | {"server": server}
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    return {
-        "engine": "vllm" if uses_server(trainer) else None,
-        "function": class_path(trainer.rollout_worker),
+    engine = "vllm" if uses_server(trainer) else None
+    return _rollouts(trainer, engine, class_path(trainer.rollout_worker)) | {
         "server": server,
         "weights_note": "policy_version is that of a group's first request; running requests go on with newer weights",
-        "sampling": sampling(trainer),
-        "versions": environment.numeric_versions(),
     }
+
+
+def _rollouts(trainer: Any, engine: str | None, function: str) -> Contract:
+    settings = {"sampling": sampling(trainer), "versions": environment.numeric_versions()}
+    return {"engine": engine, "function": function, **settings}
 
 
 def uses_server(trainer: Any) -> bool:

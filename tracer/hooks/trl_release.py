@@ -1,6 +1,6 @@
 """TRL names needed for recording, and what is lost without them.
 
-Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions counts as one.
+Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions is hooked.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from typing import Any
 
 from .patches import tested_releases, untested
 
-POINTS = {
-    "train": "a separate attempt for each train() call",
-    "_calculate_rewards": "rewards",
-    "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
-    "compute_loss": "current logprobs",
-    "_maybe_log_save_evaluate": "per-step learning rate and grad norm, optimizer statistics",
-    "log": "logged metrics",
+_ALWAYS = {
+    "train": ("train", "a separate attempt for each train() call"),
+    "compute_loss": ("compute_loss", "current logprobs"),
+    "_maybe_log_save_evaluate": ("step_end", "per-step learning rate and grad norm, optimizer statistics"),
+    "log": ("log", "logged metrics"),
 }
-"""Optional trainer functions and the data recorded from them."""
+POINTS = _ALWAYS | {
+    "_generate_and_score_completions": ("generate_and_score", "sequences"),
+    "_generate": ("generate", "sequences"),
+    "_calculate_rewards": ("calculate_rewards", "rewards"),
+    "_get_per_token_logps_and_entropies": ("score", "train, current and reference logprobs"),
+}
+ASYNC_POINTS = _ALWAYS | {
+    "get_train_dataloader": ("dataloader", "sequences"),
+    "_sync_weight": ("sync_weights", "policy versions"),
+    "_streaming_iter": ("send_weights", "the engine's weights"),
+}
+"""Functions of trainers that generate their own samples, and of those with a queue. See patches.Points."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions required to record a trainer's sequences."""
@@ -74,8 +83,8 @@ def find(trainer: Any, attribute: Attribute) -> Any:
     return None
 
 
-def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    for attribute in attributes:
+def lost(trainer: Any) -> Iterable[str]:
+    for attribute in ATTRIBUTES if is_asynchronous(type(trainer)) else GENERATING:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
 

@@ -117,7 +117,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """(split, pass) -> forward passes recorded so far."""
+        """Number of forward passes recorded so far, by (split, pass)."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None

@@ -101,7 +101,7 @@ class RoutingTap(RouterTap):
         heard = self.forwards()
         found = of_cells(heard, mask_BW) if heard else None
         if found is None:
-            why = self.problem or "its routers did not process each token exactly once"
+            why = self.problem or "the model's routers did not process each token exactly once"
             self._session.note(f"{_WHAT}: {why}")
         return found
 

@@ -15,45 +15,12 @@ from ..batch import Batch
 from ..optimizer import optimizer_statistics, underlying
 from ..weights.layout import is_sharded, replicated
 from ..writer import Part
+from . import trl_batches, trl_contract
 from .engine_call import EngineCall
 from .models import tokenizer_identity, trained_model
 from .patches import Original, arguments
 from .session import Session
-from .trl_batches import (
-    ROW_KEY,
-    engine_call_of,
-    finish_reasons,
-    left_padded,
-    local_rewards,
-    loss_of,
-    named_passes,
-    right_padded,
-    row_keys,
-    scoring_call,
-    scoring_of,
-    server_logprobs,
-)
-from .trl_contract import (
-    generation_contract,
-    has_adapters,
-    model_identity,
-    reference_contract,
-    sampling_columns,
-    scoring_contract,
-    server_contract,
-    server_info,
-)
-from .trl_release import (
-    ATTRIBUTES,
-    GENERATING,
-    NUM_GENERATIONS,
-    find,
-    is_asynchronous,
-    lost,
-    name_of,
-    own_loss,
-    unknown_output,
-)
+from .trl_release import NUM_GENERATIONS, find, lost, name_of, own_loss, unknown_output
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
@@ -135,14 +102,14 @@ class TrainerHooks:
         call: dict[str, Any] = {}
         tap = routers = None
         with self.session.guard("a pass"):
-            call = scoring_call(original, trainer, *args, **kwargs)
+            call = trl_batches.scoring_call(original, trainer, *args, **kwargs)
             rows = self._train_rows(trainer, state, call)
             tap = self.session.record(Part.DISTRIBUTIONS, self._tap, trainer, rows, call)
             routers = self.session.record(Part.ROUTING, routing_tap, self.session, trainer, rows, call)
         with tap or nullcontext(), routers or nullcontext():
             result = original(trainer, *args, **kwargs)
         with self.session.guard("a pass"):
-            scoring = scoring_of(trainer, call, result)
+            scoring = trl_batches.scoring_of(trainer, call, result)
             if tap is not None:
                 scoring.distribution = self.session.record(Part.DISTRIBUTIONS, tap.distribution)
                 scoring.captured_rows = tap.rows.tolist()
@@ -157,7 +124,7 @@ class TrainerHooks:
             if trainer.model.training:
                 self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state)
             with self.session.guard("the loss"):
-                state.loss = loss_of(state.recorded, inputs)
+                state.loss = trl_batches.loss_of(state.recorded, inputs)
         try:
             result = original(trainer, model, inputs, *args, **kwargs)
             if state.loss is not None:
@@ -233,7 +200,7 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        if adapted in (None, has_adapters(trainer)):
+        if adapted in (None, trl_contract.has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
 
@@ -265,10 +232,10 @@ class TrainerHooks:
 
     def _identify(self, trainer: Any) -> None:
         self.session.recorder.describe(
-            model=model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class)
+            model=trl_contract.model_identity(trainer), tokenizer=tokenizer_identity(trainer.processing_class)
         )
-        for loss in lost(trainer, ATTRIBUTES if is_asynchronous(type(trainer)) else GENERATING):
-            self.session.note(loss)
+        for note in lost(trainer):
+            self.session.note(note)
         if sentence := own_loss(type(trainer)):
             self.session.note(sentence)
 
@@ -280,13 +247,13 @@ class TrainerHooks:
     def _declare_rollouts(self, trainer: Any) -> None:
         recorder = self.session.recorder
         if not getattr(trainer, "use_vllm", False):
-            recorder.add_contract(ROLLOUT, generation_contract(trainer))
+            recorder.add_contract(ROLLOUT, trl_contract.generation_contract(trainer))
         elif _sends_weights(trainer):
-            recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
+            recorder.add_contract(ROLLOUT, trl_contract.server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
         try:
-            return server_info(trainer)
+            return trl_contract.server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
             self.session.note(
                 f"the vLLM server's configuration is not recorded, because the server did not return it ({error})"
@@ -325,14 +292,15 @@ class TrainerHooks:
         response_mask = output["completion_mask"]
         if "tool_mask" in output:
             response_mask = response_mask * output["tool_mask"]
-        call = engine_call_of(generation)
+        call = trl_batches.engine_call_of(generation)
         batch = recorder.add_sequences(
             split=generation.split, step=generation.step, seq_ids=generation.seq_ids, group_ids=generation.group_ids,
             policy_version=generation.policy_version, prompt_ids=output["prompt_ids"],
-            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generated.prompt_lengths),
-            response_ids=response_ids, response_attention_mask=right_padded(width, generated.response_lengths),
-            response_mask=response_mask, advantage=output["advantages"], **local_rewards(trainer, generation, rows),
-            **sampling_columns(trainer), finish_reason=finish_reasons(trainer, call, generation),
+            prompt_attention_mask=trl_batches.left_padded(output["prompt_ids"].shape[1], generated.prompt_lengths),
+            response_attention_mask=trl_batches.right_padded(width, generated.response_lengths),
+            response_ids=response_ids, response_mask=response_mask, advantage=output["advantages"],
+            finish_reason=trl_batches.finish_reasons(trainer, call, generation),
+            **trl_batches.local_rewards(trainer, generation, rows), **trl_contract.sampling_columns(trainer),
         )  # fmt: skip
         recorded = Recorded(
             batch=batch, policy_version=generation.policy_version, generated=generated,
@@ -341,7 +309,7 @@ class TrainerHooks:
         )  # fmt: skip
         self._record_rollout(trainer, generation, batch, call, output)
         self._record_passes(trainer, state, generation, recorded, output)
-        output[ROW_KEY] = row_keys(state.keep(recorded), rows)
+        output[trl_batches.ROW_KEY] = trl_batches.row_keys(state.keep(recorded), rows)
 
     def _record_rollout(
         self, trainer: Any, generation: Generation, batch: Batch, call: EngineCall | None, output: dict[str, Any]
@@ -352,7 +320,7 @@ class TrainerHooks:
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
-            logprobs = server_logprobs(generation)
+            logprobs = trl_batches.server_logprobs(generation)
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
@@ -376,12 +344,12 @@ class TrainerHooks:
     def _record_passes(
         self, trainer: Any, state: TrainerState, generation: Generation, recorded: Recorded, output: dict[str, Any]
     ) -> None:
-        for pass_name, scoring in named_passes(generation.scorings, output):
+        for pass_name, scoring in trl_batches.named_passes(generation.scorings, output):
             if pass_name == TRAIN:
                 recorded.train_scored[:] = True
-                read = partial(scoring_contract, trainer, source="recomputed", grad=False)
+                read = partial(trl_contract.scoring_contract, trainer, source="recomputed", grad=False)
             else:
-                read = partial(reference_contract, trainer)
+                read = partial(trl_contract.reference_contract, trainer)
             contract = self.session.record(Part.CONTRACTS, state.contract, pass_name, read)
             self._add_scores(
                 state, recorded, pass_name, contract, scoring,
@@ -392,7 +360,7 @@ class TrainerHooks:
 
     def _record_loss(self, trainer: Any, state: TrainerState, loss: Loss) -> None:
         for scoring in loss.scorings[:1]:
-            read = partial(scoring_contract, trainer, source="loss", grad=True)
+            read = partial(trl_contract.scoring_contract, trainer, source="loss", grad=True)
             contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
             # Without a separate forward pass, the first logprobs computed in the loss serve as the `train` pass.

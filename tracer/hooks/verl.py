@@ -16,29 +16,11 @@ from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
 from ..snapshot import read_contract
 from ..store import Store
 from ..writer import Part
+from . import verl_batches
 from .models import tokenizer_identity
 from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
-from .verl_batches import (
-    ESTIMATED,
-    FORWARD_KEYS,
-    SCORED,
-    UPDATE_KEY,
-    Row,
-    column,
-    fetch,
-    finish_reasons,
-    flat,
-    forward_of,
-    get_off,
-    one_a_row,
-    padded_column,
-    progress_of,
-    ride_along,
-    rows_of,
-    rows_of_padded,
-    sums,
-)
+from .verl_batches import FORWARD_KEYS, UPDATE_KEY, Row
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 
 _POINTS = {
@@ -145,12 +127,13 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         data: Any = None
         with self.session.guard("verl's batch"):
-            data = fetch(batch, (*SCORED, *FORWARD_KEYS.values()))
+            data = verl_batches.fetch(batch, (*verl_batches.SCORED, *FORWARD_KEYS.values()))
         result = original(trainer, batch, *args, **kwargs)
         with self.session.guard("verl's batch"):
             if data is not None:
-                rows, estimated = rows_of(batch), fetch(batch, ESTIMATED)
-                self._record(trainer, rows, lambda name: column(estimated if name in ESTIMATED else data, name, rows))
+                rows, estimated = verl_batches.rows_of(batch), verl_batches.fetch(batch, verl_batches.ESTIMATED)
+                source = {name: estimated for name in verl_batches.ESTIMATED}
+                self._record(trainer, rows, lambda name: verl_batches.column(source.get(name, data), name, rows))
         return result
 
     def update_actor(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +141,7 @@ class TrainerHooks:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
             batch.extra_info[UPDATE_KEY] = _next_update(trainer) | {
-                "left_out": sorted({*batch.keys} - {row.key for row in rows_of(batch)})
+                "left_out": sorted({*batch.keys} - {row.key for row in verl_batches.rows_of(batch)})
             }
         try:
             return original(trainer, batch, *args, **kwargs)
@@ -199,16 +182,16 @@ class TrainerHooks:
         with self.session.guard("verl's batch"):
             # Only RayPPOTrainer itself always samples with the previous step's weights. Subclasses may use older ones.
             is_in_step = type(trainer).__name__ == "RayPPOTrainer"
-            rows = rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
-            self._record(trainer, rows, lambda name: padded_column(batch, name))
+            rows = verl_batches.rows_of_padded(batch, int(trainer.global_steps) - 1 if is_in_step else None)
+            self._record(trainer, rows, lambda name: verl_batches.padded_column(batch, name))
             told = _next_update(trainer)
-            ride_along(batch, told | {"keys": [row.key for row in rows]})
+            verl_batches.ride_along(batch, told | {"keys": [row.key for row in rows]})
             self._is_last = self._flushes and told["is_last"]
         try:
             return original(trainer, batch, *args, **kwargs)
         finally:
             with self.session.guard("verl's batch"):
-                get_off(batch)
+                verl_batches.get_off(batch)
 
     def log(self, original: Original, tracking: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(tracking, *args, **kwargs)
@@ -223,7 +206,7 @@ class TrainerHooks:
 
     def _add_metrics(self, original: Original, *args: Any, **kwargs: Any) -> None:
         call = arguments(original, *args, **kwargs)
-        self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
+        self.session.recorder.add_metrics(int(call["step"]), verl_batches.flat(call["data"]))
 
     def _describe(self, trainer: Any) -> None:
         from omegaconf import OmegaConf
@@ -234,7 +217,7 @@ class TrainerHooks:
         self._tell_of_workers(trainer)
         recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
         recorder.save_tokenizer(trainer.tokenizer)
-        recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
+        recorder.add_hyperparameters(verl_batches.flat(OmegaConf.to_container(config, resolve=True)))
         loss, others = policy_loss(config)
         if loss is not None:
             recorder.add_loss(loss)
@@ -249,21 +232,23 @@ class TrainerHooks:
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
         """Record a step's rows. `values(name)` returns a column as one array per row, or None if it is missing."""
-        recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
+        recorder, config, progress = self.session.recorder, trainer.config, verl_batches.progress_of(trainer)
         if not rows:
             return
         responses = values("responses") or []
         masks = values("response_mask") or [np.ones(len(ids), bool) for ids in responses]
         advantages = values("advantages")
-        shared = None if advantages is None else one_a_row(advantages, masks)
+        shared = None if advantages is None else verl_batches.one_a_row(advantages, masks)
         recorded = recorder.add_sequences(
             step=progress.step, seq_ids=[row.key for row in rows], group_ids=[row.group_id for row in rows],
             policy_version=[progress.sampled_by(row.oldest_weights) for row in rows], prompt_ids=values("prompts"),
             response_ids=responses, response_mask=[mask.astype(bool) for mask in masks],
-            reward=sums(values("rm_scores")), advantage=advantages if shared is None else shared,
+            reward=verl_batches.sums(values("rm_scores")), advantage=advantages if shared is None else shared,
             **(asked := sampling(config)) | {"top_k": max(asked["top_k"], 0)},
             max_tokens=config.data.max_response_length,
-            finish_reason=finish_reasons(responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length),
+            finish_reason=verl_batches.finish_reasons(
+                responses, [trainer.tokenizer.eos_token_id], config.data.max_response_length
+            ),
         )  # fmt: skip
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
@@ -283,7 +268,7 @@ class TrainerHooks:
                 # Tool output was not sampled, so it has no logprobs. Mask the 0.0 that verl fills in.
                 scored_mask=[mask.astype(bool) for mask in masks] if pass_name == ROLLOUT else None,
                 policy_version={ROLLOUT: None, TRAIN: progress.old_version, REFERENCE: None}[pass_name],
-                forward=forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
+                forward=verl_batches.forward_of(values(FORWARD_KEYS[pass_name])) if pass_name in FORWARD_KEYS else None,
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
@@ -316,7 +301,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _next_update(trainer: Any) -> dict[str, Any]:
-    progress = progress_of(trainer)
+    progress = verl_batches.progress_of(trainer)
     return {
         "step": progress.step,
         "policy_version": progress.version,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .trl_state import Generation
 
 _POINTS = {
-    "__init__": ("init", "vLLM's engine arguments, and room for captured distributions"),
+    "__init__": ("init", "vLLM's engine arguments, captured distributions"),
     "generate": ("generate", "rollouts of LLM.generate"),
     "chat": ("generate", "rollouts of LLM.chat"),
 }

@@ -32,7 +32,7 @@ VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
 """Module that is imported only if verl samples in this process."""
 
 _POINTS = {
-    "__init__": ("init", "room for captured distributions"),
+    "__init__": ("init", "captured distributions"),
     "generate": ("generate", "rollouts of AsyncLLM"),
     "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }

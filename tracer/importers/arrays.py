@@ -139,11 +139,9 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
+    is_short = isinstance(shape, (tuple, list)) and len(shape) <= MAX_DIMENSIONS
+    if not is_short or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
         raise NotPlain("invalid array shape")
-    for size in shape:
-        if type(size) is not int or not 0 <= size < 2**48:
-            raise NotPlain("invalid array shape")
     return tuple(shape)
 
 

@@ -5,7 +5,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -16,7 +16,7 @@ import xxhash
 
 from ...schemas.errors import ImportFailed, InvalidOption
 from ..ragged import Ragged, is_every_row
-from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, plain, required
+from .kinds import LOGGED, STEP, TEXT, WRONG, Kind, first_wrong, plain, required
 
 
 class Columns:
@@ -165,8 +165,8 @@ def _type_name(type: pa.DataType) -> str:
     return re.sub(r"<(element|item): ", "<", str(type)).replace(" not null", "")
 
 
-METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Columns in a metrics file. `value` may also be text."""
+METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": LOGGED}
+"""Columns in a metrics file."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
@@ -177,27 +177,16 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
+    if isinstance(given, pa.Array):
+        _read(rows, given, "value", "value", LOGGED)
+    elif first_wrong(given, LOGGED) is not None:
+        raise wrong(rows, given, "mixed values", "value", "value", LOGGED)
     values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
-    kind = replace(
-        SCORE,
-        wants="a number or text",
-        convert=lambda array: (TEXT if pa.types.is_string(array.type) else SCORE).convert(array),
-    )
-    try:
-        if isinstance(given, pa.Array):
-            kind.column(given)
-        elif first_wrong(values, kind) is not None:
-            raise WrongValues
-    except WRONG as error:
-        type = _type_name(given.type) if isinstance(given, pa.Array) else "mixed values"
-        raise wrong(rows, given, type, "value", "value", kind) from error
     logged = [float(value) if isinstance(value, Decimal) else value for value in values]
     return list(zip(arrays["step"].to_pylist(), arrays["name"].to_pylist(), logged, strict=True))
 
 
 ROWS_AT_ONCE = 512
-VALUES_AT_ONCE = 2 << 20
-"""Maximum number of values in a block of rows, unless a single row has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +227,12 @@ class Selection:
     sample: float = 1.0
     """Share of sequences to import, selected by hashing their names so that every import selects the same ones."""
 
+    def __post_init__(self) -> None:
+        if not 0.0 < self.sample <= 1.0:
+            raise InvalidOption(
+                f"got {self.sample}, expected a fraction greater than 0 and at most 1, e.g. 0.1", option="sample"
+            )
+
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
@@ -247,12 +242,3 @@ class Selection:
             hashes = (xxhash.xxh3_64_intdigest(name.encode(errors="replace")) for name in seq_ids)
             kept &= np.array([found < bound for found in hashes], bool)
         return kept
-
-
-def check_sample(share: float) -> float:
-    if not 0.0 < share <= 1.0:
-        raise InvalidOption(
-            f"got {share}, expected a fraction greater than 0 and at most 1, e.g. 0.1",
-            option="sample",
-        )
-    return share

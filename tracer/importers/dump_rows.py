@@ -105,14 +105,11 @@ def padded_columns(
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
     """Return the columns that `map` adds to a padded batch, except `own`. Their fields must have one value per row."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
+    found = {name: values for name, values in found.items() if values is not None}
     for name, values in found.items():
-        if values is not None and (np.ndim(values) == 0 or len(values) != num_rows):
+        if np.ndim(values) == 0 or len(values) != num_rows:
             raise ImportFailed(f"{fields.where}: the field mapped to {name} must have {num_rows} values, one per row")
-    return {
-        name: values if isinstance(values, list) else values.tolist()
-        for name, values in found.items()
-        if values is not None
-    }
+    return {name: values if isinstance(values, list) else values.tolist() for name, values in found.items()}
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .fields import Fields, Values, shown
+from .fields import PER_TOKEN, Fields, Values, shown
 
-PER_SAMPLED_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
-_BYTES_PER_TOKEN = 5 + 9 * len(PER_SAMPLED_TOKEN)
+_BYTES_PER_TOKEN = 5 + 9 * len(PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +59,12 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
         if leaf in parents or (
             "compaction_attempt" in [link.get("type") for link in links[leaf]] and leaf not in resumed
         ):
-            continue  # a compaction that the agent did not resume from is not trained
+            continue  # training skips a compaction that the agent did not resume from
         path = [leaf]
         while (parent := nodes[path[-1]].parent) is not None:
             path.append(parent)
         path.reverse()
-        trace.take(_BYTES_PER_TOKEN * sum(len(nodes[n].tokens) for n in path) + 64 * len(path))
+        trace.budget.take(_BYTES_PER_TOKEN * sum(len(nodes[n].tokens) for n in path) + 64 * len(path))
         masks = [nodes[n].mask & (n not in trained) for n in path]
         trained |= {n for n in path if nodes[n].is_sampled and nodes[n].mask.any()}
         if not (mask := np.concatenate(masks)).any():
@@ -75,7 +74,7 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
         cells = common | sampling.cells("temperature", "top_p", "max_tokens")
         cells["finish_reason"] = trace.of(call, trace.where).text("finish_reason")
         tokens = np.concatenate([nodes[n].tokens for n in path])
-        yield cells, tokens, mask, {name: _spread(name, [nodes[n] for n in path]) for name in PER_SAMPLED_TOKEN}
+        yield cells, tokens, mask, {name: _spread(name, [nodes[n] for n in path]) for name in PER_TOKEN}
 
 
 def _node(fields: Fields, number: int) -> _Node:
@@ -88,7 +87,7 @@ def _node(fields: Fields, number: int) -> _Node:
     if len(mask) != len(tokens):
         raise ImportFailed(f"{fields.where}: mask has {len(mask)} entries for {len(tokens)} token_ids")
     values = {}
-    for name in PER_SAMPLED_TOKEN:
+    for name in PER_TOKEN:
         given = fields.values(name)
         if given is None or not len(given):
             continue

@@ -14,6 +14,9 @@ from ...schemas.errors import ImportFailed
 from .arrays import HELD
 from .pickles import Budget, Foreign
 
+PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
+"""Columns that dumps have one value per token for."""
+
 
 class Values(NamedTuple):
     """Per-token numbers, and a bool mask that is True where a number was recorded."""
@@ -38,7 +41,7 @@ class Fields:
         if not isinstance(record, Mapping):
             raise ImportFailed(f"{where} is not a record with named fields. Check the file's format")
         self.record = record
-        self._columns, self.where, self._seen, self._budget = columns, where, seen, budget
+        self._columns, self.where, self._seen, self.budget = columns, where, seen, budget
         self.added_per_token = tuple(column for column in added if _reader(column) == Fields.values)
         self.added = tuple(column for column in added if column not in self.added_per_token)
         """Columns that `map` reads from other fields."""
@@ -46,11 +49,7 @@ class Fields:
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
         further = {name: (name_there,) for name, name_there in columns.items()}
         added = self.added + self.added_per_token
-        return Fields(record, {**self._columns, **further}, where, self._seen, self._budget, added)
-
-    def take(self, num_bytes: int) -> None:
-        """Charge the size of copied values to the file's memory budget. Raises ImportFailed if that exceeds it."""
-        self._budget.take(num_bytes)
+        return Fields(record, {**self._columns, **further}, where, self._seen, self.budget, added)
 
     def get(self, column: str) -> Any:
         return self._found(column)[1]
@@ -112,7 +111,7 @@ class Fields:
         if isinstance(value, (list, tuple)):
             return Values(*self._flat(name, value))
         found = self._array(name, value, 1)
-        self._budget.take(found.nbytes)
+        self.budget.take(found.nbytes)
         return Values(found, _all_known(len(found)))
 
     def ids(self, column: str) -> np.ndarray | None:
@@ -196,7 +195,7 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        self._budget.take(16 * len(items))
+        self.budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
         kinds = set(map(type, items))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store, too_large
-from .columns import RowBatch, Selection, check_sample, listed_names
+from .columns import RowBatch, Selection, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .kinds import VALUES, Kind
@@ -48,7 +49,7 @@ def import_dump(
     matched by prompt. `map` maps field names in the files to columns, including columns that the format lacks. A field
     mapped to "" is skipped. `steps` (3:80, -10:) selects steps. `sample` selects a share of the sequences by hashing
     their names. Incomplete steps and half-written files are skipped and listed in the result. To add them later, import
-    again. To read as much of them as possible now, set `partial`.
+    again. Set `partial` to import as much of them as possible now.
 
     Nothing in the files is executed: pickles are read as data, and an object of an unsupported class is an error only
     if it is in a field that is read. At most one step or 512 JSON Lines rows are held in memory. If several paths are
@@ -75,10 +76,7 @@ def import_dump(
         raise ImportFailed(f"the {format} format reads one path, but got {len(path)} paths. Pass a folder or a pattern")
     if folder is None or format in (PARQUET, SCALARS.name):
         if partial:
-            raise ImportFailed(
-                f"the {format} format has no incomplete steps. Remove this option",
-                option="partial",
-            )
+            raise ImportFailed(f"the {format} format has no incomplete steps. Remove this option", option="partial")
         if folder is not None and format == SCALARS.name:
             if sample != 1.0:
                 raise ImportFailed("scalars have no sequences to select from. Remove this option", option="sample")
@@ -87,18 +85,18 @@ def import_dump(
             return result
         assert isinstance(path, (str, os.PathLike))
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
-    given, share = dict(map or {}), check_sample(sample)
+    given, selection = dict(map or {}), Selection(sample=sample)
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
     mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
     # Every import into the same trace must use the same options.
-    options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
+    options = {"sample": repr(float(sample)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
     parts = chosen.parts_of(folder)
     _check_one_run(folder, parts)
     held_back = [part.waits_for for part in parts if part.waits_for and not partial]
     parts = [part for part in parts if part.waits_for is None or partial]
-    selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
+    selection = replace(selection, steps=_chosen_steps(chosen, folder, columns, parts, steps))
     if selection.steps is not None:
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
@@ -108,16 +106,13 @@ def import_dump(
         if chosen.passes
         else {name: (label, named_settings(label)) for name, label in folder.passes.items()}
     )
-    other = next(
-        ((theirs, ours) for theirs, ours in given.items() if ours in KNOWN and ours not in (*MAPPED, *MATCHED)),
-        None,
-    )
-    if named and other is not None:
-        raise ImportFailed(
-            f"{other[0]!r} cannot be mapped to {other[1]!r}, because sequences are matched by prompt. Fields can "
-            f"be mapped only to the columns {', '.join(MAPPED)}",
-            option="map",
-        )
+    for theirs, ours in given.items() if named else ():
+        if ours in KNOWN and ours not in (*MAPPED, *MATCHED):
+            raise ImportFailed(
+                f"{theirs!r} cannot be mapped to {ours!r}, because sequences are matched by prompt. Fields can "
+                f"be mapped only to the columns {', '.join(MAPPED)}",
+                option="map",
+            )
     if named and before is not None and parts:
         raise ImportFailed(
             f"{output}: files were added since the first import, but sequences can only be matched if all files are "
@@ -320,7 +315,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
         if ours == "step" and ours not in columns:
             raise cannot_map(theirs, ours, f"{format.name} files have no field for the step")
         if ours and ours not in taken:
-            only = "Only a table has such a column. Write one, and import it as parquet"
+            only = "Only the parquet format has this column. Write the data to Parquet and import that"
             raise cannot_map(theirs, ours, only if ours in KNOWN else f"{format.name} takes {', '.join(taken)}")
         if ours:
             columns[ours] = (theirs,)

@@ -159,6 +159,10 @@ def _convert_text(array: pa.Array) -> pa.Array:
     return array
 
 
+def _convert_logged(array: pa.Array) -> pa.Array:
+    return _convert_text(array) if pa.types.is_string(array.type) else _convert_scores(array)
+
+
 def _convert_names(array: pa.Array) -> pa.Array:
     return array.cast(pa.string()) if pa.types.is_integer(array.type) else _convert_text(array)
 
@@ -167,6 +171,7 @@ NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
 SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
 """Accepts True and False as 1 and 0, because a reward is often a pass/fail check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
+LOGGED = Kind(wants="a number or text", type=pa.float64(), convert=_convert_logged)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values)
 VALUES = list_of(VALUE, "a list of numbers")
@@ -174,10 +179,7 @@ FLAGS = list_of(
     required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)), "a list of 0s and 1s, or of booleans"
 )
 TOKEN = integer("a token id", pa.int32(), 0, INT32_MAX)
-TOKENS = list_of(
-    required(TOKEN),
-    f"a list of token ids (0 to {INT32_MAX})",
-)
+TOKENS = list_of(required(TOKEN), f"a list of token ids (0 to {INT32_MAX})")
 STEP = required(integer("a non-negative integer", pa.int64(), 0, INT64_MAX))
 VERSION = integer("a whole number", pa.int64(), -INT64_MAX - 1, INT64_MAX)
 COUNT = integer(f"a whole number up to {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)

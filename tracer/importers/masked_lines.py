@@ -13,7 +13,7 @@ from ...schemas.errors import ImportFailed
 from .columns import RowBatch
 from .dump_rows import routed
 from .episodes import branches_of
-from .fields import Fields, Values
+from .fields import PER_TOKEN, Fields, Values
 from .format import DumpFolder, Format, Part, Reading, read_rows
 from .micro_batches import read_micro_batches
 
@@ -22,6 +22,7 @@ _KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/tr
 """Patterns for files that hold the same sequences, best first: files with the trainer's logprobs, with all of the
 engine's logprobs, or with rounded logprobs."""
 _MARKER = "STABLE"
+_WAITS = "step {} has no STABLE file yet, so it was skipped. Import again later, or use --partial"
 _VERSION = 1
 
 COLUMNS = {
@@ -49,17 +50,10 @@ def _parts(folder: DumpFolder) -> list[Part]:
         steps.setdefault(int(found[1]), []).append(name)
     parts = []
     for step, names in sorted(steps.items()):
-        unstable = [name for name in names if kind == _EXPORTS and folder.beside(name, _MARKER) is None]
-        waits = (
-            f"step {step} has no {_MARKER} file yet, so it was skipped. Import again later, or use --partial"
-            if unstable
-            else None
-        )
-        parts.append(Part(files=tuple(names), step=step, waits_for=waits))
+        is_stable = kind != _EXPORTS or all(folder.beside(name, _MARKER) for name in names)
+        waits_for = None if is_stable else _WAITS.format(step)
+        parts.append(Part(files=tuple(names), step=step, waits_for=waits_for))
     return parts
-
-
-_PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
 
 def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
@@ -75,7 +69,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
     positions, experts = fields.ids("positions"), fields.array("rollout_expert_ids", 3)
-    per_token = (*_PER_TOKEN, *fields.added_per_token)
+    per_token = (*PER_TOKEN, *fields.added_per_token)
     found = {name: fields.values(name) for name in (*per_token, "reward", "temperature")}
     lengths = {"loss_mask": mask, "position_ids": positions, "routed_experts": experts, **found}
     odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
@@ -145,7 +139,7 @@ PRIME_RL = Format(
     pattern="|".join(_KINDS),
     parts=_parts,
     read=_read,
-    lacks={"train": "only token exports and traces.jsonl can have it. Set trainer.enable_token_export = true"},
+    lacks={"train": "only token exports and traces.jsonl have trainer logprobs. Set trainer.enable_token_export=true"},
 )
 
 
@@ -188,7 +182,7 @@ def _cells(fields: Fields) -> dict[str, Any]:
         "response_mask": mask[first:length] & (counts is None or counts != 0),
         "reward": fields.number("reward"),
     }
-    for column in ("rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage", *fields.added_per_token):
+    for column in (*PER_TOKEN, *fields.added_per_token):
         if column == "advantage" and isinstance(fields.get(column), (int, float)):
             cells[column] = fields.number(column)
             continue

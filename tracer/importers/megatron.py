@@ -71,14 +71,11 @@ def _is_in(folder: DumpFolder) -> bool:
     return False
 
 
-def _has_values(request: Mapping[str, Any]) -> bool:
-    return request.get("logprobs") is not None
-
-
 def _read(reading: Reading) -> Iterator[RowBatch]:
     def records(path: Path, _first: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
         requests = _requests(path)
-        with_values = [(number, one) for number, one in enumerate(requests, start=1) if _has_values(one)]
+        numbered = enumerate(requests, start=1)
+        with_values = [(number, one) for number, one in numbered if one.get("logprobs") is not None]
         if not with_values:
             reading.without_values.append(str(path))
         yield from with_values

@@ -38,7 +38,7 @@ SCALARS = Format(
     writes="any logger of scalars (TRL, transformers, verl, slime, miles, TensorBoard, W&B)",
     files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, *.parquet, or a console log of verl or slime",
     columns={"step": (*_STEPS, _COUNTER)},
-    alignment="scalars per step, no tokens. Each other column becomes a metric under its own name. "
+    alignment="scalars per step, no tokens. All other columns become metrics of the same name. "
     "[These names](../start/import.md#curves-only) are recognised as mismatch, reward and so on",
     recognises=is_of_scalars,
 )
@@ -143,7 +143,7 @@ class _Scalars:
     def check(self, url: str) -> None:
         if self._by_counter and self._differs:
             raise ImportFailed(
-                f"{self._by_counter} has only W&B's counter _step, which differs from {self._differs} in other rows. "
+                f"{self._by_counter} has no step but W&B's _step, which differs from {self._differs} in other rows. "
                 "Map the column to use as the step, e.g. _step=step"
             )
         if self._unread:

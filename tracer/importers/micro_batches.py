@@ -78,13 +78,9 @@ def _experts(found: _RoutedExperts | None, where: str) -> np.ndarray | None:
     """Return router choices [tokens, layers, slots], or None if the micro-batch has none."""
     if found is None:
         return None
-    sizes = {"uint8": 1, "int16": 2, "int32": 4}
+    size = {"uint8": 1, "int16": 2, "int32": 4}.get(found.dtype)
     is_whole = len(found.shape) == 3 and min(found.shape) >= 0
-    if (
-        not is_whole
-        or math.prod(found.shape) * sizes.get(found.dtype, 0) != len(found.data)
-        or found.dtype not in sizes
-    ):
+    if size is None or not is_whole or math.prod(found.shape) * size != len(found.data):
         told = f"{len(found.data):,} bytes of {found.dtype!r:.40} for shape {found.shape!s:.80}"
         raise ImportFailed(f"{where}: routed_experts has {told}")
     return np.frombuffer(found.data, found.dtype).reshape(found.shape)

@@ -14,18 +14,7 @@ from ...schemas.passes import ROLLOUT
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
-from .columns import (
-    METRIC_KINDS,
-    ROWS_AT_ONCE,
-    VALUES_AT_ONCE,
-    Columns,
-    RowBatch,
-    Selection,
-    check_sample,
-    explained,
-    listed_names,
-    shown_name,
-)
+from .columns import METRIC_KINDS, ROWS_AT_ONCE, Columns, RowBatch, Selection, explained, listed_names, shown_name
 from .metrics import SCALARS
 from .row_import import KINDS, KNOWN, OF_PASSES, PASSES, REQUIRED, Imported, cannot_map, open_import
 from .textfiles import json_names, json_rows
@@ -64,13 +53,13 @@ def import_parquet(
     _check_map(given, files, source.url)
     names = {file: _names_of(file, columns, given) for file, columns in files.items()}
     _check_columns(names, files, source.url)
-    selection = Selection(steps=_chosen(source, names, steps), sample=check_sample(sample))
+    selection = Selection(steps=_chosen(source, names, steps), sample=sample)
     there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
     scored = {OF_PASSES.get(ours) for ours in there.values()}
     passes = {column: name for column, name in PASSES.items() if name in scored}
     wanted = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
     with open_import(output, "parquet", source.url, selection, ordered=False, grows=False, force=force) as rows:
-        with progress("importing", sum(source.size(name) for name in source.files)) as advance:
+        with progress("importing", sum(int(source.filesystem.size(name) or 0) for name in source.files)) as advance:
             for batch in source.rows(source.files, wanted):
                 rows.add_rows(batch, names[batch.file], passes)
                 advance(batch.num_bytes)
@@ -129,6 +118,8 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         )
 
 
+VALUES_AT_ONCE = 2 << 20
+"""Maximum number of values in a block of rows, unless a single row has more."""
 _TOKENS = ("prompt_ids", "response_ids", *PASSES)
 METRICS = "metrics"
 _READ = ".parquet, .jsonl or .json"
@@ -192,9 +183,6 @@ class RowFiles:
                 f"{unknown} is not a {_READ} file. If its content is in one of these formats, change its suffix"
             )
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
-
-    def size(self, name: str) -> int:
-        return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
         return {

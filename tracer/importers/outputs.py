@@ -43,4 +43,4 @@ def curves_in(folder: DumpFolder) -> str:
     """Return a sentence with the command that imports the folder's logged scalars, or "" if it has none."""
     name = next((name for name, _ in folder.matching(f"(?:{_CURVES})")), None)
     path = "" if name is None else shlex.quote(os.path.join(folder.url, name))
-    return f". Its curves, without tokens: tim-trace import metrics {path} -o RUN" if path else ""
+    return f". To import its curves (no tokens): tim-trace import metrics {path} -o RUN" if path else ""

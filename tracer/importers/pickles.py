@@ -95,16 +95,7 @@ def load(
             f"{where}: incomplete pickle (it ends early, or takes values from an empty stack). Wait until the "
             "file is complete, or copy it again"
         ) from error
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        UnicodeError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ImportFailed(f"{where} is not a pickle of arrays and plain values ({reason})") from error
 

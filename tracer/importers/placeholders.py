@@ -41,7 +41,7 @@ class Placeholders:
         values = logprobs.values
         if not ((values == CLAMPED) | (values == 0.0)).any():
             return logprobs
-        valid = np.ones(len(values), bool) if logprobs.valid is None else logprobs.valid.copy()
+        valid = logprobs.known.copy()
         clamped = valid & (values == CLAMPED)
         masked = valid & (values == 0.0) & (np.zeros(len(values), bool) if mask is None else ~mask.values)
         self.clamped += int(clamped.sum())
@@ -76,7 +76,7 @@ class ZeroLists:
         """Return each pass's verdicts, one per row: KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
-            values, known = part.logprobs.values, _known(part.logprobs)
+            values, known = part.logprobs.values, part.logprobs.known
             if known.any():
                 self.seen.add(name)
             if (known & (values != 0.0)).any():
@@ -93,7 +93,7 @@ class ZeroLists:
         far: dict[str, np.ndarray] = {}
         for name, part in passes.items():
             cells = cells_of(part.rows, lengths)
-            valid = _known(part.logprobs)
+            valid = part.logprobs.known
             known[name], far[name] = np.zeros(int(lengths.sum()), bool), np.zeros(int(lengths.sum()), bool)
             known[name][cells] = valid
             far[name][cells] = valid & ~(np.abs(part.logprobs.values) <= CERTAIN_NATS)
@@ -122,7 +122,7 @@ def num_certain(logprobs: Ragged) -> int:
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
-    counts = _sums(_known(logprobs), logprobs.lengths, np.cumsum(logprobs.lengths))
+    counts = _sums(logprobs.known, logprobs.lengths, np.cumsum(logprobs.lengths))
     return int(counts[zeros & (counts >= 2)].sum())
 
 
@@ -130,12 +130,8 @@ def as_holes(logprobs: Ragged) -> Ragged:
     return Ragged(logprobs.values, logprobs.lengths, np.zeros(len(logprobs.values), bool))
 
 
-def _known(logprobs: Ragged) -> np.ndarray:
-    return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
-
-
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    known = _known(logprobs)
+    known = logprobs.known
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
         return np.zeros(len(logprobs), bool)

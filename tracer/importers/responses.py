@@ -100,10 +100,8 @@ _SAMPLED = f"rollout/sampling{LOGPROBS}"
 
 
 def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    meta = response.get("meta_info")
-    if not isinstance(meta, Mapping):
-        raise ImportFailed(f"{fields.where} has no meta_info")
-    own = fields.of(meta, fields.where)
+    meta: Any = response.get("meta_info")
+    own = fields.of(meta, f"{fields.where}, meta_info")
     entries = _triples(own, "rollout_logprobs")
     ids, values = fields.ids("response_ids"), None
     if entries is not None:
@@ -311,6 +309,6 @@ NEMO_GYM = response_format(
     name="nemo-gym",
     writes="NeMo-Gym's rollout collection, with a model server that returns token ids",
     alignment="generation_log_probs are aligned with generation_token_ids. Each turn is a row, whose prompt holds the "
-    "turns before it. The reward is the rollout's",
+    "turns before it. All turns of a rollout have its reward",
     rollout="the turns have no generation_log_probs",
 )

@@ -35,7 +35,7 @@ _SIDECARS = (("tokens.bin", "<i4"), ("logprobs.bin", "<f2"), ("masks.bin", "u1")
 _UID = re.compile(r"gen-(\d{1,18})/\d+")
 _AT_ONCE = 64
 _TIMES = 8
-"""Maximum memory for a group's arrays, as a multiple of its bytes in the sidecars."""
+"""Maximum memory for a group's arrays, as a multiple of its size in the .bin files."""
 _BYTES_PER_TURN = 128
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -202,8 +202,8 @@ MEGATRON_RL = Format(
     files=f"generations/generation-<id>/gen-<N>/{_LEDGER} with tokens.bin, logprobs.bin and masks.bin",
     columns={"group_id": ("uid",), "step": ("collection_iter",), "reward": ("reward",)},
     alignment="each turn has all its tokens, a mask of the generated ones and one logprob per generated token. Turns that "
-    "continue each other are one sequence. uid names the iteration that collected a group, and the step is the one after it, "
-    "as Megatron-LM counts",
+    "continue each other are one sequence. uid names the iteration that collected a group. The step is the next "
+    "iteration, as in Megatron-LM",
     pattern=_PATTERN,
     parts=_parts,
     read=_read,

@@ -59,7 +59,7 @@ KINDS: dict[str, Kind] = {
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
 _OPTIONAL = {name for name, column in ARRAYS.items() if column.null}
-_PADDING = "A row of a file has no padding. Leave the padding out of its lists"
+_PADDING = "Rows in a file are not padded. Remove the padding from their lists"
 NOT_COLUMNS = {
     "routing": "Map its arrays, e.g. to rollout_expert_ids and rollout_expert_weights",
     "distribution": "Map its arrays, e.g. to rollout_topk_ids and rollout_topk_logprobs, or to rollout_logits",
@@ -96,7 +96,7 @@ class Imported:
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
     notes: tuple[str, ...] = ()
-    """What was changed or not read when scalars were imported, one sentence each."""
+    """What was changed or skipped, one sentence each."""
 
 
 class RowImport:

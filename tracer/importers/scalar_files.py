@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import os
 import re
 import struct
 import zlib
@@ -67,28 +68,16 @@ def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
 def rows_of(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
     """Yield a file's rows. Adds a sentence to `notes` if the file ends early, and non-scalar columns to `ignored`."""
     name = path.name.removesuffix(".gz")
+    suffix = ".tfevents" if ".tfevents." in name else os.path.splitext(name)[1]
     with explained(str(path), "scalars"):
-        if ".tfevents." in name:
-            yield from _event_rows(path, notes, ignored)
-        elif name.endswith(".wandb"):
-            yield from _wandb_rows(path, notes, ignored)
-        elif name.endswith((".csv", ".tsv")):
-            yield from _csv_rows(path, ignored)
-        elif name.endswith(".json"):
-            yield from _json_rows(path, notes)
-        elif name.endswith(".parquet"):
-            yield from _parquet_rows(path, ignored)
-        elif name.endswith((".jsonl", ".ndjson")):
-            yield from _line_rows(path, notes)
-        else:
-            yield from _console_rows(path, notes)
+        yield from _READERS.get(suffix, _console_rows)(path, notes, ignored)
 
 
 def _file(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else opened(path)
 
 
-def _parquet_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
+def _parquet_rows(path: Path, _notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
     parquet = pq.ParquetFile(path)
     ignored.update((field.name, None) for field in parquet.schema_arrow if pa.types.is_nested(field.type))
     kept = [name for name in parquet.schema_arrow.names if name not in ignored]
@@ -97,10 +86,10 @@ def _parquet_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
         yield f"{path}, row {number}", None, row
 
 
-def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
+def _json_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
     content = whole_content(path, TIMES_AS_JSON)
     if b"}\n{" in content:
-        yield from _line_rows(path, notes)
+        yield from _line_rows(path, notes, ignored)
         return
     value = parsed(content, str(path), "a .json file must be a list of objects, or have a log_history")
     records = value.get("log_history", [value]) if isinstance(value, dict) else value
@@ -109,14 +98,11 @@ def _json_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             f"{path} is not a list of objects and has no log_history. Pass the file that the trainer saved"
         )
     for number, record in enumerate(records, start=1):
-        yield (
-            f"{path}, record {number}",
-            None,
-            as_object(record, f"{path}, record {number}", "each record must hold one step"),
-        )
+        where = f"{path}, record {number}"
+        yield where, None, as_object(record, where, "each record must hold one step")
 
 
-def _line_rows(path: Path, notes: list[str]) -> Iterator[Row]:
+def _line_rows(path: Path, notes: list[str], _ignored: dict[str, None]) -> Iterator[Row]:
     with _file(path) as file:
         for number, line in lines_of(file, path):
             where = f"{path}, line {number}"
@@ -139,7 +125,7 @@ def _harness_step(values: Mapping[str, Any]) -> int | None:
     return int(found[1]) + 1 if found else None
 
 
-def _csv_rows(path: Path, ignored: dict[str, None]) -> Iterator[Row]:
+def _csv_rows(path: Path, _notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
     with _file(path) as file:
         numbered = lines_of(file, path)
         number, head = next(numbered, (1, b""))
@@ -191,7 +177,7 @@ _NUMBER = re.compile(r"(?:[\w.]+\()?([^()\s]+)\)?")
 """A number as printed, such as `0.5`, `np.float64(0.5)` or `tensor(0.5)`."""
 
 
-def _console_rows(path: Path, notes: list[str]) -> Iterator[Row]:
+def _console_rows(path: Path, notes: list[str], _ignored: dict[str, None]) -> Iterator[Row]:
     """Yield the values that verl and slime print at each step. Other lines are skipped.
 
     verl prints `step:12 - actor/pg_loss:0.1 - ...` (verl/utils/logger/aggregate_logger.py). slime and miles print
@@ -251,11 +237,8 @@ def _event_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
             event = Event.FromString(record)
             for value in event.summary.value:
                 array = make_ndarray(value.tensor) if value.HasField("tensor") else np.asarray(value.simple_value)
-                if (
-                    value.WhichOneof("value") in ("simple_value", "tensor")
-                    and array.size == 1
-                    and array.dtype.kind in "fiu"
-                ):
+                is_scalar = array.size == 1 and array.dtype.kind in "fiu"
+                if is_scalar and value.WhichOneof("value") in ("simple_value", "tensor"):
                     values[value.tag] = array.item()
                 else:
                     ignored[value.tag] = None
@@ -346,3 +329,9 @@ def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
                 parts = []
     if parts or at > size:
         notes.append(f"{path} ends in the middle of a record, which was not read")
+
+
+_READERS = {
+    ".tfevents": _event_rows, ".wandb": _wandb_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows,
+    ".parquet": _parquet_rows, ".jsonl": _line_rows, ".ndjson": _line_rows,
+}  # fmt: skip

@@ -141,8 +141,7 @@ def _lists(rows: Columns, name: str) -> list[Values | None]:
     ragged = rows.ragged(name)
     if ragged is None:
         return [None] * rows.num_rows
-    known = np.ones(len(ragged.values), bool) if ragged.valid is None else ragged.valid
-    ends = np.cumsum(ragged.lengths)
+    known, ends = ragged.known, np.cumsum(ragged.lengths)
     parts = [slice(end - length, end) for end, length in zip(ends, ragged.lengths, strict=True)]
     return [
         Values(ragged.values[part], known[part]) if has else None

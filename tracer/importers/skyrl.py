@@ -12,6 +12,7 @@ from ..ragged import Padding
 from .arrays import Shell, raw_tensor
 from .columns import RowBatch
 from .dump_rows import added_columns, padded_columns
+from .fields import PER_TOKEN
 from .format import Format, Reading
 from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 from .torch_files import read_bytes, unpickled
@@ -35,7 +36,6 @@ COLUMNS = {
     "reference_logprobs": ("base_action_log_probs",),
     "advantage": ("advantages",),
 }
-_PER_TOKEN = ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
@@ -46,15 +46,12 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
         raise ImportFailed(f"{path}: sequences or attention_mask is missing, or their shapes differ")
-    per_token = {
-        name: found for name in (*_PER_TOKEN, *fields.added_per_token) if (found := fields.array(name, 2)) is not None
-    }
+    names = ("response_mask", *PER_TOKEN, *fields.added_per_token)
+    per_token = {name: found for name in names if (found := fields.array(name, 2)) is not None}
     is_response = fields.array("is_response", 2)
-    given = [is_response] if is_response is not None else []
-    width = min((array.shape[1] for array in (*given, *per_token.values())), default=0)
-    if not 0 < width <= sequences.shape[1] or any(
-        array.shape != (len(sequences), width) for array in (*given, *per_token.values())
-    ):
+    shapes = {array.shape for array in (is_response, *per_token.values()) if array is not None}
+    width = min((shape[1] for shape in shapes), default=0)
+    if shapes != {(len(sequences), width)} or not 0 < width <= sequences.shape[1]:
         raise ImportFailed(f"{path}: masks and logprobs must all have the shape [{len(sequences)}, response width]")
     # In each row, the prompt ends where the first response token begins.
     there, whole = attention.astype(bool), sequences.shape[1]
@@ -68,11 +65,8 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 
 def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
-    state = None
-    if isinstance(found, Shell):
-        state = (
-            found.state if found.state is not None else next((a for a in found.arguments if isinstance(a, dict)), None)
-        )
+    states = [found.state, *found.arguments] if isinstance(found, Shell) else []
+    state = next((each for each in states if isinstance(each, dict)), None)
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict):
         raise ImportFailed(f"{where} is not a SkyRL TrainingInputBatch")
     try:

@@ -10,7 +10,7 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
 from .dump_rows import DumpRows, routed
-from .fields import Fields, Values, shown
+from .fields import PER_TOKEN, Fields, Values
 from .format import Reading
 from .pickles import Budget, Foreign
 
@@ -35,9 +35,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "rollout_expert_ids": ("rollout_routed_experts",),
 }
-"""Fields that may hold each column, or hold a value that columns are computed from."""
-
-PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
+"""Fields that may hold each column or a value from which it is computed."""
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
@@ -102,18 +100,12 @@ def top_level(found: Any, where: str) -> Mapping[str, Any]:
     return found
 
 
-def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """Return a dump's samples as dicts. A pickled `Sample` object becomes a dict of its attributes."""
+def samples_of(record: Mapping[str, Any], where: str) -> list[Any]:
+    """Return a dump's samples. A pickled `Sample` object becomes a dict of its attributes."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)):
         raise ImportFailed(f"{where} has no list of samples")
-    samples: list[Mapping[str, Any]] = []
-    for place, sample in enumerate(found):
-        fields = sample.attributes if isinstance(sample, Foreign) else sample
-        if not isinstance(fields, dict):
-            raise ImportFailed(f"{where}, sample {place} is {shown(sample)}, not a record with named fields")
-        samples.append(fields)
-    return samples
+    return [sample.attributes if isinstance(sample, Foreign) else sample for sample in found]
 
 
 def named_fields(

@@ -110,12 +110,8 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
             text = file.read()
             values = parsed(text, name, "a .json file that begins with [ must be an array of objects")
             for row, value in enumerate(values, start=1):
-                yield (
-                    row,
-                    as_object(value, f"{name}, row {row}", "each row must be an object with one sequence"),
-                    "row",
-                    len(text) // len(values),
-                )
+                record = as_object(value, f"{name}, row {row}", "each row must be an object with one sequence")
+                yield row, record, "row", len(text) // len(values)
             return
         file.seek(0)
         for number, line in lines_of(file, name):

@@ -43,9 +43,7 @@ def is_cut(path: Path) -> bool:
             return not begins
         try:
             return not zipfile.is_zipfile(file)
-        except BAD_ZIP as error:
-            if isinstance(error, ImportFailed):
-                raise
+        except BAD_ZIP:
             return True
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
 from .columns import RowBatch
 from .dump_rows import added_columns, list_column, padded_columns, routed
-from .fields import Fields, shown
+from .fields import PER_TOKEN, Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Foreign, Known, NotPlain
 from .textfiles import opened
@@ -47,9 +48,6 @@ COLUMNS = {
     "step": ("global_steps", "step"),
     "rollout_expert_ids": ("routed_experts",),
 }
-_PER_TOKEN = (
-    "response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage",
-)  # fmt: skip
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
@@ -66,14 +64,10 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    meta = folder.beside(name, "meta.json")
     found = None
-    try:
-        if meta is not None:
-            with opened(folder.path(meta)) as file:
-                found = json.loads(file.read(65536)).get("global_steps")
-    except (ValueError, AttributeError, RecursionError):
-        pass
+    if (meta := folder.beside(name, "meta.json")) is not None:
+        with suppress(ValueError, AttributeError, RecursionError), opened(folder.path(meta)) as file:
+            found = json.loads(file.read(65536)).get("global_steps")
     if type(found) is int and found >= 0:
         return found
     numbers = re.findall(r"(?:^|[_/])(\d+)(?=/|\.[a-z]+$)", name)
@@ -148,7 +142,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
     per_token = {
         name: values
-        for name in (*_PER_TOKEN, *fields.added_per_token)
+        for name in ("response_mask", *PER_TOKEN, *fields.added_per_token)
         if (values := _aligned(fields, name, (num_rows, width), where)) is not None
     }
     columns = padded_columns(step, prompts, prompted, responses, responded, per_token)
@@ -206,12 +200,7 @@ _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
 def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-    return [
-        {
-            **fields.cells("step", "group_id", "reward"),
-            "rewards": fields.numbers(_TEXT_FIELDS),
-        }
-    ]
+    return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
 
 
 VERL = Format(
