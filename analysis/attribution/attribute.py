@@ -65,8 +65,8 @@ def attribute(
     change, ideally to an exact engine. Comparing with it counts as an intervention. If the baseline improves but the
     run does not, this is reported as a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
-    steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.
+    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run: a later collapse is only mentioned.
+    Earlier steps still serve as evidence. Later ones do, too, if the drop begins by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

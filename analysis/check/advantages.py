@@ -70,7 +70,7 @@ ORDER BY step, place
 and `answer`, a hash of the response alone, only cover loss tokens."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Comparing all pairs of rows would be slow, so prefixes are hashed, and only those as long as another row of the group.
+# Comparing all pairs of rows would be slow. Compare hashes, and only of prefixes as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -107,10 +107,10 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        By default, `affected` has one element for each row of the run or of `sample`, or only for the rows selected by
-        `rows`, and the finding says what the affected rows have in common. If the elements of `affected` are not rows,
-        `steps` holds the step of each element. Arrays in `numbers` are reduced to medians over the affected elements.
-        If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
+        By default, the elements of `affected` are the rows of the run or of `sample`, or the selection `rows`, and the
+        finding says what the affected rows have in common. If they are not rows, `steps` holds the step of each one.
+        Arrays in `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding
+        is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -398,7 +398,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
         yield f"the {name} group's mean", against(r, *(each[other] for each in moments(r, g)), rows.spread)
     size = int(np.median(count_of(rows.merged)))
     yield f"the mean of {size} rows from several groups", against(r, *moments(r, rows.merged))
-    # In another order, advantages have the sizes that the group-mean rule gives.
+    # Reordered advantages have the same values as under the group-mean rule.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
     reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
@@ -491,7 +491,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     pairs += [(usual[1 - fewer], usual[fewer], text)]
     if max(each[asked].mean() for each in usual) > 0.97:
         return None
-    # A group of more than two rows is linear in its rewards only by a rule, whatever its scale depends on.
+    # Three or more advantages are linear in their rewards only if a rule made them so. The scale may differ by group.
     slope = mean_of(g, rows.x * a) / rows.spread**2
     linear = (rows.n > 2) & (mean_of(g, np.abs(a - slope * rows.x) < CLOSE * np.abs(slope) * rows.spread) == 1)
     falls = linear & (slope < 0)
@@ -509,7 +509,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
         ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
-        text = f"the raw reward as their value: in every group all but rank {ranks} by reward"
+        text = f"the raw reward as their value: in every group, all rows except rank {ranks} by reward"
         return "advantages_mixed", raw, {"rule": text}
     return None
 
@@ -604,7 +604,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
     level = max(_LEVELS, key=others.__getitem__)
     if 4 * others[level] > others[_BATCH]:
-        others[level] += others.pop(_BATCH, 0)  # the same rule at steps where all groups have the same level
+        others[level] += others.pop(_BATCH, 0)  # if all groups have the same level, the batch rule fits as well
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # if there are only a few small steps, some rule fits by chance

@@ -246,7 +246,7 @@ def predicting(
     share = np.sqrt(np.sum(left[tokens] ** 2) / max(np.sum(data.d[tokens] ** 2), 1e-30))
     worth = _fit(data, left).log_likelihood - unexplained(data).log_likelihood - (cost + CLAIM_NATS)
     if not is_right and share**2 > 0.5 and _fit(data, left, tokens).sigma > allowed_noise(data):
-        worth = 0.0  # a formula is exact, so what it leaves is less than what it explains, or rounding
+        worth = 0.0  # a correct formula leaves only rounding, or less than it explains
     return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=worth, right=right, left=float(share))
 
 
@@ -310,7 +310,7 @@ KINDS = {
     "advantages_unsigned": ("advantages have lost their sign", "advantages are the absolute values of rewards minus the group's mean (fit {fit:.4f}; with the sign {own:.4f})", _BY_GROUP),
     "advantages_by_rank": ("advantages follow the reward's rank", "advantages depend only on the rank of the reward within its group (fit {fit:.4f}; with the group's mean {own:.4f})", _BY_GROUP),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})", _BY_GROUP),
-    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except the {end} ones ({zeros:.3g} on average), which have 0"),
+    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except that the {end} {zeros:.3g} tokens (median) have 0"),
     "advantages_vary": ("advantages vary within responses", "in {num:,} rows advantages vary within the response{explanation}"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains", _BY_GROUP),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}", _BY_STEP),
@@ -321,7 +321,7 @@ KINDS = {
     "metric_of_others": ("a logged metric averages other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}", _BY_STEP),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}", _EQUAL_BY_STEP),
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled", _TOKENS),
-    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so {explanation}"),
+    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to repeated prompts occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so {explanation}"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {num_stop:,} have the full length {length} and no end token but say 'stop', and {num_length:,} are shorter and end with an end token but say 'length'"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}, so the engine runs with a different limit"),
     "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss"),

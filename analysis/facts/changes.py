@@ -202,7 +202,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
     """Return the run up to the last selected step, and the drop that begins after this step, if any.
 
-    If no steps are selected, or if the drop begins earlier, return the whole run and None.
+    Without a selection of steps, or if the drop begins earlier, return the whole run and None.
     """
     if not database.kept_steps:
         return database, None
@@ -233,7 +233,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have another scale than the rewards, e.g. a share of correct answers. The rewards' floor
+    # The scale of an evaluation may differ from the rewards', e.g. a share of correct answers. The rewards' floor
     # therefore applies to it only if it has negative values.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(

@@ -170,7 +170,7 @@ _FACTOR = 1.5
 def change_sentence(change: RecordedChange) -> str:
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
-        return f"{change.series} is set from {_shown(before)} to {_shown(after)} at step {change.step}"
+        return f"{change.series} is changed from {_shown(before)} to {_shown(after)} at step {change.step}"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
     when = f"at step {change.step}" + interval_text(change.low, change.high)

@@ -122,7 +122,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 _MOST_LENGTHS = 24
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Number of steps before and after a change in which rewards are compared with lengths, and minimum number of each."""
+"""Number of steps before and after a change in which rewards are compared with lengths, and minimum on each side."""
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:

@@ -252,8 +252,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield reorderings of the rewards, each of which would undo a known bug: a phrase that can follow "with", and the
-    index of the row whose reward each row gets, [N]."""
+    """Yield reorderings of the rewards that each undo a known bug, as a phrase that can follow "with", and the index of
+    the row whose reward each row gets, [N]."""
     step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
     first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
     size, place = end - first, row - first

@@ -13,7 +13,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d| (nats) at which `weighs` returns 0.5. Healthy bf16 runs show 0.002 to 0.01."""
+"""Mean |d| (nats) at which the mismatch counts half (see `weighs`). Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 

@@ -30,8 +30,8 @@ FEWEST = 12
 _MOST_LEFT = 0.1
 """If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
-second is for comparing a changed coefficient with an added constant."""
+"""Unexplained shares added to both fits in a comparison, because a logged term may cover other tokens or be computed
+after updates. The first is for a fit with constant coefficients, the second for one whose constant changes."""
 _OF_UPDATES = """
 SELECT step, avg(by_token) AS by_token, avg(by_sequence) AS by_sequence, avg(sums) AS sums
 FROM (
@@ -61,8 +61,8 @@ GROUP BY step ORDER BY step
 def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps [S], the names [F] and values [S, F] of the loss terms, and the logged loss [S].
 
-    The policy's term is the PPO or REINFORCE loss, -mean(advantage), as for an importance ratio of 1, or
-    -mean(advantage * logprob).
+    Each form of the policy term has a column: the PPO or REINFORCE loss, -mean(advantage) (the loss at an importance
+    ratio of 1), and -mean(advantage * logprob).
     """
     series, conditions, rows = (
         read_series(database, pair=pair),
@@ -154,8 +154,9 @@ def changed_term(
 def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
     """Fit `loss` [S] by a constant and the columns, one of whose coefficients changes at one of the rows `places`.
 
-    Return what the best such fit leaves (sum of squares per degree of freedom, times S), the column, its index in
-    `places`, and what remains with constant coefficients, and with an added constant that changes instead.
+    Return the residual of the best such fit, the column and the index in `places` where its coefficient changes, the
+    residual with constant coefficients, and the least residual if only the constant changes. A residual is a sum of
+    squares per degree of freedom, times S.
     """
     columns_SF = np.column_stack([columns_SF / np.abs(columns_SF).max(0), np.ones(len(loss))])
     basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
@@ -235,9 +236,9 @@ def _unusual(
 def _implied(
     names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit what the policy loss leaves of `loss` [S] by a multiple of one other term, without a constant.
+    """Fit `loss` [S] minus the policy loss by a multiple of one other term. Return the same as `_fitted`.
 
-    Return the same as `_fitted`. A trend that has other causes does not fit without a constant.
+    The fit has no constant, so that a trend with another cause does not fit.
     """
     best: tuple[float, list[tuple[int, float, float]]] = (1.0, [])
     for policy, other in product(np.flatnonzero(names == "policy"), np.flatnonzero(names != "policy")):
@@ -256,7 +257,7 @@ def _fitted(
 ) -> tuple[float, list[tuple[int, float, float]]]:
     """Fit `values` [S] by the chosen columns.
 
-    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its place, its
+    Return the unexplained share of the variance, adjusted for the number of columns, and the number of each column, its
     coefficient, and the coefficient in standard errors.
     """
     free = len(values) - len(chosen)

@@ -183,7 +183,7 @@ def hidden(facts: Facts) -> Iterator[Fact]:
 
 
 def starts(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the first rewards lie below the first evaluation of the same policy."""
+    """Report whether the first rewards are lower than the first evaluation of the same policy."""
     if facts.outcome is None or not facts.outcome.is_evaluation:
         return
     early = facts.steps <= facts.outcome.steps[0] + 2
