@@ -15,7 +15,7 @@ from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..check.check import CheckResult
 from ..facts import thresholds as ft
-from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
+from ..facts.mismatch import FROM_START, FROM_UPDATES
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
 from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
@@ -229,7 +229,7 @@ def supposed_at(facts: Facts, step: int) -> Facts:
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
     )  # fmt: skip
-    return replace(facts, fall=fall, mismatch=read_run_mismatch(facts.series, fall))
+    return facts.with_fall(fall)
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:

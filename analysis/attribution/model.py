@@ -63,9 +63,8 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 
 
 def table(facts: Facts) -> tuple[Fact, ...]:
-    if facts.fall is None:
-        return ()
-    return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL) for one in look(facts)])
+    looks = () if facts.fall is None else (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL)
+    return _sorted([one for look in looks for one in look(facts, facts.fall)])
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:

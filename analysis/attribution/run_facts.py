@@ -22,7 +22,7 @@ from ..facts.conditions import SETTING
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..facts.rollouts import RepeatedResponses, Rollouts
-from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
+from ..facts.series import FLAT, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
 from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
@@ -221,11 +221,6 @@ class Facts:
         unequal_since, unequal_before = (rows.unequal_share(part, column, least) for part in (since, before))
         return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
-    @property
-    def is_given_otherwise(self) -> bool:
-        given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
-        return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
-
     @cached_property
     def new_reward(self) -> relations.ChangedResponses | None:
         found = self.changed_rewards if self.fall is None else None
@@ -236,7 +231,8 @@ class Facts:
     @cached_property
     def pays_length(self) -> float:
         """Correlation between length and reward at the onset, within groups where possible, or NaN if it is too weak."""
-        for part in (self.around_fall(), self.since_fall):
+        near = math.inf if self.fall is None else self.fall.low + max(len(self.steps) // 10, 5)
+        for part in (self.since_fall.until(near), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
                 return within
@@ -300,14 +296,10 @@ class Facts:
             if gap is not None and np.ptp(gap.interval) < np.ptp(fall.interval):
                 where = {name: getattr(gap, name) for name in ("step", "low", "high", "interval", "fallen", "kind")}
                 fall = replace(fall, **where)
-        return (
-            self if fall is None else replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
-        )
+        return self if fall is None else self.with_fall(fall)
 
-    def around_fall(self) -> Rollouts:
-        if self.fall is None:
-            return self.rollouts
-        return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
+    def with_fall(self, fall: Fall) -> Facts:
+        return replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
 
 
 def read_facts(

@@ -194,7 +194,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
     if outcomes and outcomes[0].is_evaluation and not outcomes[-1].is_evaluation:
-        fall = _agreed(fall, falls[-1])
+        fall = refined(fall, falls[-1])
     return RunOutcomes(all=outcomes, fall=fall)
 
 
@@ -240,10 +240,6 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
         floor=floor if has_floor else 0.0,
     )  # fmt: skip
-
-
-def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    return of_reward if fall is None else refined(fall, of_reward)
 
 
 _BASE, _FEWEST = 15, 4
