@@ -63,8 +63,9 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 
 
 def table(facts: Facts) -> tuple[Fact, ...]:
-    looks = () if facts.fall is None else (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL)
-    return _sorted([one for look in looks for one in look(facts, facts.fall)])
+    fall = facts.fall
+    looks = (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL)
+    return _sorted([one for look in looks for one in look(facts, fall)]) if fall else ()
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:

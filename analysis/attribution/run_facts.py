@@ -83,29 +83,25 @@ class Facts:
             is_late = change.step > first + t.LEARNED * len(self.steps)
             if not is_late or change.high >= self.fall.low or change.kind not in GIVEN:
                 continue
-            is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
             is_slow = change.shape == "ramp" and change.kind != SETTING
-            if is_sure and not is_slow and (change.series, change.step) not in near:
+            if change.abnormal >= t.OF_NO_SCATTER and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
             else:  # an earlier change was not permanent if another one followed
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        found = [change for change in self.near if change.kind in kinds]
-        found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
+        found = [change for change in self.near if change.kind in kinds and change.abnormal >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        for changes in (self.near, self.earlier):
-            found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
+        def is_of_suspect(change: RecordedChange) -> bool:
+            name = change.series
             # A logged number that rarely changes may be a measurement, e.g. the best reward so far. Keep only settings.
-            found = [
-                change for change in found if change.series in (*self.settings, *SAMPLING) or is_setting(change.series)
-            ]
-            if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
-                return found
-        return []
+            is_known = name in self.settings or (suspect != "unknown" and (name in SAMPLING or is_setting(name)))
+            return change.kind == SETTING and suspect_of(name) == suspect and is_known
+
+        return [*filter(is_of_suspect, self.near)] or [*filter(is_of_suspect, self.earlier)]
 
     @property
     def rollouts(self) -> Rollouts:
@@ -154,11 +150,7 @@ class Facts:
     @cached_property
     def moved_rewards(self) -> dict[str, Measured] | None:
         step = self.moves.breaks("relation")
-        if (
-            step is None
-            or self.repeated.unequal <= t.CHANGED
-            or self.moves.moves_at(step, "mean_abs_d", *timeline.POLICY)
-        ):
+        if step is None or self.repeated.unequal <= t.CHANGED or self.moves.policy_moves_at(step):
             return None
         return rows.moved_rewards(self.rollouts, step)
 

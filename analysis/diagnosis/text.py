@@ -165,11 +165,9 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
-    if checked is None:
-        pass
-    elif checked.is_valid and of_mismatch and found.unexplained_jump is None:
+    if checked is not None and checked.is_valid and of_mismatch and found.unexplained_jump is None:
         count += f", but the check explains the mismatch ({checked.findings[0].title})"
-    elif not checked.is_valid and not of_mismatch:
+    elif checked is not None and not checked.is_valid and not of_mismatch:
         count += ", but the fault does not show in the mismatch"
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
     return f"{count}: {named}" if named else count

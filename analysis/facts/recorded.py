@@ -74,7 +74,6 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
         _of_series(by_name[name], change)
         for name, changes in read_changes(database, pair).items()
         for change in changes
-        if name in by_name
     ]
     judged = {*read_evaluations(database, database.sources[0].run), *((fall.outcome, fall.onset_of) if fall else ())}
     known = {(one.steps.tobytes(), one.values.tobytes()) for one in by_name.values()}

@@ -129,7 +129,7 @@ class Rollouts:
     def since(self, step: int) -> Rollouts:
         return self.ordered(self.step >= step)
 
-    def until(self, step: int) -> Rollouts:
+    def until(self, step: float) -> Rollouts:
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:

@@ -8,7 +8,6 @@ import numpy as np
 
 from ...check.finding import DataFinding
 from ...facts import thresholds as ft
-from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, GIVEN, order_beside
 from ...facts.relations import explained_by_length_since, new_reward_values, relation
@@ -96,7 +95,7 @@ def mixed(facts: Facts, fall: Fall) -> Iterator[Fact]:
             level *= max(1 - 5 * distribution_distance(before.reward, since.reward), 0.0)
             found[step] = fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now)
     best = max(found, key=lambda step: found[step].level, default=None)
-    if best is not None and not facts.moves.moves_at(best, "mean_abs_d", *POLICY):
+    if best is not None and not facts.moves.policy_moves_at(best):
         yield found[best]
 
 
@@ -145,7 +144,7 @@ def alone(facts: Facts, _: Fall) -> Iterator[Fact]:
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
-    if first is not None and not moves.moves_at(first, "mean_abs_d", *POLICY):
+    if first is not None and not moves.policy_moves_at(first):
         is_given = any(change.shape != "ramp" for change in facts.clear(*GIVEN))
         is_given |= any(change.series == "mean_abs_d" for change in facts.clear(MISMATCH))
         if reward is None or reward > first + 1:
