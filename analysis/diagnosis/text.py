@@ -103,7 +103,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     validity = "unknown: the trace has no tokens to check"
     if found.checked is not None:
         first = found.checked.findings[0]
-        validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{', as recorded' if first.is_expected else ''}"
+        expected = ", as expected from the recorded settings" if first.is_expected else ""
+        validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     why = where = note = ""
     if attribution.fall is not None:

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from ...tracer.arrow_arrays import number_array
-from ..check.where import rank_of
 from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.ragged import array_of, first, fitted, flat
@@ -52,11 +51,18 @@ def _matched(
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     of_runs = np.split(number * len(keys) + key, [len(key_N)])
-    counted = [rank_of(part) for part in of_runs]
+    counted = [_numbered(part) for part in of_runs]
     most = 1 + max(int(part.max(initial=0)) for part in counted)
     of_a, of_b = (part * most + place for part, place in zip(of_runs, counted, strict=True))
     _, at_a, at_b = np.intersect1d(of_a, of_b, assume_unique=True, return_indices=True)
     return at_a, at_b
+
+
+def _numbered(kind_N: np.ndarray) -> np.ndarray:
+    order = np.argsort(kind_N, kind="stable")
+    number_N = np.empty(len(kind_N), np.int64)
+    number_N[order] = np.arange(len(kind_N)) - np.searchsorted(kind_N[order], kind_N[order])
+    return number_N
 
 
 @dataclass(frozen=True, slots=True)

@@ -326,19 +326,6 @@ def capped(facts: Facts, fall: Fall) -> Iterator[Fact]:
 
 
 ALL = (
-    data_faults,
-    repeats,
-    in_other_rows,
-    mixed,
-    changed,
-    new_values,
-    alone,
-    hidden,
-    starts,
-    advantages,
-    sizes,
-    length,
-    prompts,
-    endings,
-    capped,
-)
+    data_faults, repeats, in_other_rows, mixed, changed, new_values, alone, hidden, starts, advantages, sizes, length,
+    prompts, endings, capped,
+)  # fmt: skip
