@@ -66,7 +66,7 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
     if not off.any() and jumps[2:-2].any():
         off, which = np.arange(len(known)) > np.argmax(jumps), "another size"
     here, elsewhere = (
-        f"{np.median(size[each]):+.3g}" if each.any() else "that of a penalty, negative," for each in (off, ~off)
+        f"{np.median(size[each]):+.3g}" if each.any() else "negative, as for a penalty," for each in (off, ~off)
     )
     is_lost = min(len(known), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
     for affected, rule in (
