@@ -15,7 +15,7 @@ from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..check.check import CheckResult
 from ..facts import thresholds as ft
-from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
+from ..facts.mismatch import FROM_START, FROM_UPDATES
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
 from ..facts.series import COLLAPSE, Fall, Outcome, shared_values
@@ -65,8 +65,8 @@ def attribute(
     change, ideally to an exact engine. Comparing with it counts as an intervention. If the baseline improves but the
     run does not, this is reported as a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run, so a later collapse is ignored. Earlier
-    steps still serve as evidence, and so does the rest of the run if it collapses by the last selected step.
+    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run: a later collapse is only mentioned.
+    Earlier steps still serve as evidence. Later ones do, too, if the drop begins by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -229,7 +229,7 @@ def supposed_at(facts: Facts, step: int) -> Facts:
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
     )  # fmt: skip
-    return replace(facts, fall=fall, mismatch=read_run_mismatch(facts.series, fall))
+    return facts.with_fall(fall)
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:

@@ -65,7 +65,7 @@ def attribution_brief(result: Attribution, width: int | None = None, story: str 
 
 def _facts(result: Attribution) -> str:
     facts = [one for one in result.facts if abs(one.level) >= _WEAK]
-    begin = f"at step {result.supposed.step}" if result.supposed else "where most changes"
+    begin = f"at step {result.supposed.step}" if result.supposed else "at the step with the strongest facts"
     when = "timing relative to the drop" if result.fall else f"as if a drop began {begin}"
     lines = [f"Facts, strongest first (strength from 0 to 1, {when}):"]
     for number, one in enumerate(facts):

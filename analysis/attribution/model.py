@@ -63,9 +63,9 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 
 
 def table(facts: Facts) -> tuple[Fact, ...]:
-    if facts.fall is None:
-        return ()
-    return _sorted([one for look in (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL) for one in look(facts)])
+    fall = facts.fall
+    looks = (*engine.ALL, *samples.ALL, *training.ALL, *losses.ALL)
+    return _sorted([one for look in looks for one in look(facts, fall)]) if fall else ()
 
 
 def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Divergence | None]:
@@ -128,7 +128,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are nearly tied if a fact supports each with at least this fraction of its largest support."""
+"""Suspects are nearly tied if a fact supports each at least this fraction as much as the suspect it supports most."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

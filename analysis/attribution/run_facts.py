@@ -22,7 +22,7 @@ from ..facts.conditions import SETTING
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..facts.rollouts import RepeatedResponses, Rollouts
-from ..facts.series import FLAT, MISMATCH, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
+from ..facts.series import FLAT, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
 from ..statement import Measured, Statement
 from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
@@ -83,29 +83,25 @@ class Facts:
             is_late = change.step > first + t.LEARNED * len(self.steps)
             if not is_late or change.high >= self.fall.low or change.kind not in GIVEN:
                 continue
-            is_sure = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
             is_slow = change.shape == "ramp" and change.kind != SETTING
-            if is_sure and not is_slow and (change.series, change.step) not in near:
+            if change.abnormal >= t.OF_NO_SCATTER and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
             else:  # an earlier change was not permanent if another one followed
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        found = [change for change in self.near if change.kind in kinds]
-        found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
+        found = [change for change in self.near if change.kind in kinds and change.abnormal >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        for changes in (self.near, self.earlier):
-            found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
+        def is_of_suspect(change: RecordedChange) -> bool:
+            name = change.series
             # A logged number that rarely changes may be a measurement, e.g. the best reward so far. Keep only settings.
-            found = [
-                change for change in found if change.series in (*self.settings, *SAMPLING) or is_setting(change.series)
-            ]
-            if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
-                return found
-        return []
+            is_known = name in self.settings or (suspect != "unknown" and (name in SAMPLING or is_setting(name)))
+            return change.kind == SETTING and suspect_of(name) == suspect and is_known
+
+        return [*filter(is_of_suspect, self.near)] or [*filter(is_of_suspect, self.earlier)]
 
     @property
     def rollouts(self) -> Rollouts:
@@ -154,11 +150,7 @@ class Facts:
     @cached_property
     def moved_rewards(self) -> dict[str, Measured] | None:
         step = self.moves.breaks("relation")
-        if (
-            step is None
-            or self.repeated.unequal <= t.CHANGED
-            or self.moves.moves_at(step, "mean_abs_d", *timeline.POLICY)
-        ):
+        if step is None or self.repeated.unequal <= t.CHANGED or self.moves.policy_moves_at(step):
             return None
         return rows.moved_rewards(self.rollouts, step)
 
@@ -195,7 +187,7 @@ class Facts:
     def changed_reference(self) -> relations.ChangedResponses | None:
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        for column in ("opening_reference", "reference"):  # openings repeat more often, whole responses cover the rest
+        for column in ("opening_reference", "reference"):  # openings repeat more often, whole responses show more
             found = self._given_otherwise(column, ft.REFERENCE_MOVES)
             if found is None or found.share <= ft.MOST or found.share_before > t.WAS_THERE * found.share:
                 found = self._given_otherwise_for_good(column, ft.REFERENCE_MOVES)
@@ -221,11 +213,6 @@ class Facts:
         unequal_since, unequal_before = (rows.unequal_share(part, column, least) for part in (since, before))
         return found if unequal_since <= t.CHANGED and not unequal_before > t.CHANGED else None
 
-    @property
-    def is_given_otherwise(self) -> bool:
-        given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
-        return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
-
     @cached_property
     def new_reward(self) -> relations.ChangedResponses | None:
         found = self.changed_rewards if self.fall is None else None
@@ -236,7 +223,8 @@ class Facts:
     @cached_property
     def pays_length(self) -> float:
         """Correlation between length and reward at the onset, within groups where possible, or NaN if it is too weak."""
-        for part in (self.around_fall(), self.since_fall):
+        near = math.inf if self.fall is None else self.fall.low + max(len(self.steps) // 10, 5)
+        for part in (self.since_fall.until(near), self.since_fall):
             within = relations.relation(part, "length", "reward").correlation
             if not math.isnan(within):
                 return within
@@ -300,14 +288,10 @@ class Facts:
             if gap is not None and np.ptp(gap.interval) < np.ptp(fall.interval):
                 where = {name: getattr(gap, name) for name in ("step", "low", "high", "interval", "fallen", "kind")}
                 fall = replace(fall, **where)
-        return (
-            self if fall is None else replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
-        )
+        return self if fall is None else self.with_fall(fall)
 
-    def around_fall(self) -> Rollouts:
-        if self.fall is None:
-            return self.rollouts
-        return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
+    def with_fall(self, fall: Fall) -> Facts:
+        return replace(self, fall=fall, mismatch=of_engine.read_run_mismatch(self.series, fall))
 
 
 def read_facts(

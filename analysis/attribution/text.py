@@ -45,7 +45,7 @@ EVIDENCE: Mapping[str, str] = {
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size, so some have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, more than the rewards explain",
-    "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
+    "declared_fresh": "according to the recorded policy versions, sequences were sampled with the weights that scored them",
     "engine_stands_still": "{still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs, and {trainer_share:.0%} have identical trainer logprobs, so the engine gets no new weights",
     "declared_lag": "sequences were sampled with weights {lag:g} updates older than the scoring weights (mean |d| {mean_abs_d:.2g} nats)",
     "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the scoring weights, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
@@ -123,7 +123,7 @@ NOTES: Mapping[str, str] = {
     "rerun with the same seeds and data",
     "no_prompts": "without tokens it is unknown whether both runs saw the same prompts, so this is only an observation",
     "no_effect": "no effect detected: over the last {num_steps} shared steps, {outcome} differs from the baseline's by "
-    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so by at most {most:.3g}",
+    "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so any effect is at most {most:.3g}",
     "ends_apart": "over the last {num_steps} shared steps, {outcome} differs from the baseline's by {difference:+.3g} (95% CI "
     "{low:+.3g} to {high:+.3g}), although no lasting drop was found",
     "no_difference": "the traces show no difference between the run and its baseline, yet the run does worse",

@@ -9,7 +9,7 @@ OF_NO_SCATTER = 10.0
 BEGUN = 0.1
 """The mismatch is judged to have begun once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
-"""The engine counts as too far behind if its lag grows by this factor. Slow sequences make it grow less."""
+"""The engine counts as too far behind if its lag grows by this factor. Slow sequences alone cause less growth."""
 LEARNED = 0.1
 """Fraction of the run, from its start, used to determine what is normal, such as the usual lag."""
 WAS_THERE = 0.5

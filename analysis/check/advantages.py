@@ -79,7 +79,7 @@ are not 0."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = "len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true)))"
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Comparing all pairs of rows would be slow, so prefixes are hashed, and only those as long as another row of the group.
+# Comparing all pairs of rows would be slow. Compare hashes, and only of prefixes as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -117,10 +117,10 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        By default, `affected` has one element for each row of the run or of `sample`, or only for the rows selected by
-        `rows`, and the finding says what the affected rows have in common. If the elements of `affected` are not rows,
-        `steps` holds the step of each element. Arrays in `numbers` are reduced to medians over the affected elements.
-        If `notice_if_whole` is set, the finding is a fault only if it begins after the first step.
+        By default, the elements of `affected` are the rows of the run or of `sample`, or the selection `rows`, and the
+        finding says what the affected rows have in common. If they are not rows, `steps` holds the step of each one.
+        Arrays in `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding
+        is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
             return
@@ -447,7 +447,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
         yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
-    # In another order, advantages have the sizes that the group-mean rule gives.
+    # Reordered advantages have the same values as under the group-mean rule.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
     reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
@@ -661,7 +661,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     pairs += [(usual[1 - fewer], usual[fewer], text)]
     if max(each[asked].mean() for each in usual) > 0.97:
         return None
-    # A group of more than two rows is linear in its rewards only by a rule, whatever its scale depends on.
+    # Three or more advantages are linear in their rewards only if a rule made them so. The scale may differ by group.
     slope = mean_of(g, rows.x * a) / rows.spread**2
     linear = (rows.n > 2) & (mean_of(g, np.abs(a - slope * rows.x) < CLOSE * np.abs(slope) * rows.spread) == 1)
     falls = linear & (slope < 0)
@@ -687,7 +687,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
         ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
-        text = f"the raw reward as their value: in every group all but rank {ranks} by reward"
+        text = f"the raw reward as their value: in every group, all rows except rank {ranks} by reward"
         return "advantages_mixed", raw, {"rule": text}
     return None
 

@@ -350,7 +350,7 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Append the findings in `more` whose code or cause is new. If the fault `behind` hides them, they get no command,
+    """Append the findings in `more` whose code or cause is new. Findings hidden by the fault `behind` get no command,
     because commands read the trace, where that fault is not corrected."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
@@ -366,8 +366,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations that the places do not refute: all of them, or only those that predict values if one
-    place holds nearly all tokens that rounding cannot explain and the sides agree elsewhere."""
+    """Return the explanations that the places do not refute. If one place holds nearly all tokens that rounding cannot
+    explain, and the sides agree elsewhere, these are the explanations that predict values. Otherwise, they are all."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
         is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0

@@ -76,7 +76,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         least = 1 + max(by_token.sum(), 8) // 2
         zeros_there = float(np.median(zeros[misplaced])) if misplaced.any() else 0.0
-        text = f"all tokens have the same advantage, except the {end} ones ({zeros_there:.3g} on average), which have 0"
+        text = f"all tokens have the same advantage, except that the {end} {zeros_there:.3g} tokens (median) have 0"
         yield from run.find("advantages_misplaced", misplaced, least=least, explanation=text)
     swapped = (rows["masked"] > 0) & (rows["loss_zeros"] > 0)
     if swapped.sum() > 0.1 * (rows["masked"] > 0).sum():
@@ -190,7 +190,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     within = at[one] == at[two]
     for asked in (within, np.ones(len(within), bool)):
         differs = asked & (np.abs(reward[one] - reward[two]) > least)
-        if (num := int(differs.sum())) < 20:  # by chance, a shift may make so few pairs equal
+        if (num := int(differs.sum())) < 20:  # a shift can make this few pairs equal by chance
             continue
         moves = {name: np.append(reward, np.nan)[rows] for name, rows in shifted(at).items()}
         left = {name: (asked & ~(np.abs(each[one] - each[two]) <= least)).sum() for name, each in moves.items()}
@@ -330,7 +330,7 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
-_WEIGHTS = "so the reference has other weights than the initial policy, for example those without an adapter"
+_WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing"
 
 
 def _other_pass(database: Database, name: str, steps: str) -> PairData:
@@ -342,9 +342,9 @@ def _other_pass(database: Database, name: str, steps: str) -> PairData:
 
 
 def _place_text(run: DataRows, first: PairData) -> str:
-    """Describe the place in the run where the reference differs most, if it already has such a place at the `first` step.
+    """Describe the place in the run where the reference differs most.
 
-    Otherwise, return an empty string.
+    Return an empty string if no place stands out at the `first` step.
     """
     if not places(first):
         return ""
@@ -354,7 +354,7 @@ def _place_text(run: DataRows, first: PairData) -> str:
         return ""
     inside, rest = (float(np.abs(data.d[there]).mean()) for there in (place.inside, ~place.inside))
     there = f"{where_text(place.numbers)} ({place.inside.mean():.0%} of the tokens)"
-    return f"; it differs most, by {inside:.2g} nats against {rest:.2g} elsewhere, {there}"
+    return f"; the tokens that differ most ({inside:.2g} nats on average, {rest:.2g} elsewhere) are {there}"
 
 
 def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
@@ -365,7 +365,7 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
             return
     found: dict[int, tuple[str, str, float] | None] = {}
     steps = run.database.steps
-    for _ in range(2):  # then between the last good step and the first bad one
+    for _ in range(2):  # the second time between the last good step and the first bad one
         data = _other_pass(run.database, name, steps)
         step_of = data.sample.steps[data.seq]
         found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
@@ -402,8 +402,8 @@ def _place_of(data: PairData) -> tuple[str, str, float] | None:
 def _best_lag(
     values: np.ndarray, others: np.ndarray, there: np.ndarray, seq: np.ndarray, lags: Sequence[int]
 ) -> tuple[float, float, int] | None:
-    """Return the correlation of `values` with `others` ([N] each) at the distance in tokens where it is largest, that at
-    the same token, and the distance, or None if chance explains the difference. Equal values count once."""
+    """Return the correlation of `values` with `others` ([N] each) at the best of the distances `lags` (tokens), the
+    one at distance 0, and the best distance, or None if chance explains the difference. Equal pairs count once."""
     found, at = [], np.flatnonzero(there)
     own = pearson(*np.unique(np.stack([values[at], others[at]]), axis=1))
     for lag in lags:
@@ -698,7 +698,7 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
-        # It is a fault if all rows with a certain end token are excluded, too. Others may be excluded on purpose.
+        # It is a fault if finished rows are excluded by their end token. Others may be excluded on purpose.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()

@@ -1,6 +1,6 @@
 """Features of a mismatch without an exact explanation, and the classifier that finds its likely cause.
 
-The 27 features were selected from 83. On cases from held-out authors, they identify as many faults as all 83.
+The 27 features were selected from 83. On test cases by held-out authors, they identify as many faults as all 83.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -85,7 +85,7 @@ def _rows(data: PairData) -> dict[str, float]:
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
-    """Return the mean of `values` [K] in each group, NaN for empty groups. `num` is the minimum number of groups."""
+    """Return the mean of `values` [K] in each group, NaN for empty groups. `num`: minimum length of the result."""
     count = np.bincount(group, minlength=num)
     return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
 

@@ -90,7 +90,7 @@ FEATURES = {
     "forward_row": "the row index in the forward pass",
     "pad_left": "the left padding",
     "row": "the row index in the step",
-    "not_first_of": "rows other than the first in each block of {last}",
+    "not_first_of": "rows other than the first in each block of {last} rows",
     "group_rank": "the row index in the group",
     "group_id": "the group id",
     "prompt_seen_before": "the flag `prompt occurred at an earlier step`",

@@ -134,7 +134,7 @@ def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iter
 
 
 def _prompts(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    of_a, of_b = ({step: run.prompts_of(step) for step in steps} for run in (a, b))
+    of_a, of_b = ({step: np.sort(run.at_step(step).prompt) for step in steps} for run in (a, b))
     others = [step for step in steps if not np.array_equal(of_a[step], of_b[step])]
     if others:
         first = others[0]

@@ -106,9 +106,6 @@ def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interva
     return found if isinstance(found, NoInterval) else (found[0], min(found[1], 1.0))
 
 
-JUDGED = "k3"
-
-
 def diagnose(
     trace: str | os.PathLike[str] | Database,
     *,
@@ -131,7 +128,8 @@ def diagnose(
     if not tokens_by_step(database) and read_series(database, pair=names):
         return _of_scalars(database, names, opened_control, progress)
     with database.telling(progress):
-        data = gather(database, names, trace=database.given[0], sums=_sums(database, names))
+        more = () if database.sums.covers(names) else (SUM_EXP_ABS_D,)
+        data = gather(database, names, trace=database.given[0], sums=(*COUNTS, *OF_DIFFERENCES, *more))
     checked = judge(data, pair, data_findings(database, data.sample))
     a, b = sides = precisions(data)
     metrics = own_metrics(data)
@@ -174,18 +172,13 @@ def _of_scalars(database: Database, pair: Pair, control: Database | None, progre
     )  # fmt: skip
 
 
-def _sums(database: Database, pair: Pair) -> tuple[str, ...]:
-    stored = (*COUNTS, *OF_DIFFERENCES)
-    return stored if database.sums.covers(pair) else (*stored, SUM_EXP_ABS_D)
-
-
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
         replace(change, follows=next((one.series for one in given if change.low <= one.high and one.low <= change.high), ""))
         for change in recorded
-        if change.series == JUDGED and not isinstance(change.before, str) and not isinstance(change.after, str)
+        if change.series == "k3" and not isinstance(change.before, str) and not isinstance(change.after, str)
         and change.after >= ABRUPT * change.before and change.after > 0
     ]  # fmt: skip
     return tuple(sorted(found, key=lambda change: -abs(change.size_in_sd or 0.0)))

@@ -103,7 +103,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
     validity = "unknown: the trace has no tokens to check"
     if found.checked is not None:
         first = found.checked.findings[0]
-        validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{', as recorded' if first.is_expected else ''}"
+        expected = ", as expected from the recorded settings" if first.is_expected else ""
+        validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     why = where = note = ""
     if attribution.fall is not None:
@@ -165,11 +166,9 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
-    if checked is None:
-        pass
-    elif checked.is_valid and of_mismatch and found.unexplained_jump is None:
+    if checked is not None and checked.is_valid and of_mismatch and found.unexplained_jump is None:
         count += f", but the check explains the mismatch ({checked.findings[0].title})"
-    elif not checked.is_valid and not of_mismatch:
+    elif checked is not None and not checked.is_valid and not of_mismatch:
         count += ", but the fault does not show in the mismatch"
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
     return f"{count}: {named}" if named else count

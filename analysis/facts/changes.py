@@ -128,16 +128,12 @@ def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, 
     moved = {name: found[0] for name, found in large.items() if found and name not in PLANNED}
     ends = min((change.high for change in moved.values()), default=0)
     order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
-    return tuple(
-        FirstChange(
-            name=name,
-            kind=kinds[name],
-            change=moved[name],
-            undecided=tuple(other for other in order if other != name and _overlap(moved[name], moved[other])),
-            may_be_first=moved[name].low <= ends,
-        )
-        for name in order
-    )
+    found = []
+    for name in order:
+        change, is_early = moved[name], moved[name].low <= ends
+        others = tuple(other for other in order if other != name and _overlap(change, moved[other]))
+        found.append(FirstChange(name=name, kind=kinds[name], change=change, undecided=others, may_be_first=is_early))
+    return tuple(found)
 
 
 def _overlap(a: ChangePoint, b: ChangePoint) -> bool:
@@ -180,9 +176,7 @@ def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[Cha
     descents = [
         change for change in changes if change.after < change.before and change.low <= last and first <= change.high
     ]
-    if not descents:
-        return changes
-    onset = min(descents, key=lambda change: abs(change.step - fall.step))
+    onset = min(descents, key=lambda change: abs(change.step - fall.step), default=None)
     return tuple(
         replace(change, step=fall.step, low=first, high=last) if change is onset else change for change in changes
     )
@@ -194,7 +188,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
     if outcomes and outcomes[0].is_evaluation and not outcomes[-1].is_evaluation:
-        fall = _agreed(fall, falls[-1])
+        fall = refined(fall, falls[-1])
     return RunOutcomes(all=outcomes, fall=fall)
 
 
@@ -202,7 +196,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
     """Return the run up to the last selected step, and the drop that begins after this step, if any.
 
-    If no steps are selected, or if the drop begins earlier, return the whole run and None.
+    Without a selection of steps, or if the drop begins earlier, return the whole run and None.
     """
     if not database.kept_steps:
         return database, None
@@ -233,7 +227,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have another scale than the rewards, e.g. a share of correct answers. The rewards' floor
+    # The scale of an evaluation may differ from the rewards', e.g. a share of correct answers. The rewards' floor
     # therefore applies to it only if it has negative values.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
@@ -242,16 +236,11 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
     )  # fmt: skip
 
 
-def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    return of_reward if fall is None else refined(fall, of_reward)
-
-
 _BASE, _FEWEST = 15, 4
 """Maximum and minimum number of earlier steps that a step is compared with."""
 _NEXT = 3
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "length": 0.01}
 """Series compared on a log scale -> minimum scatter to assume (natural log)."""
-POLICY = ("sampled", "trained", "entropy", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +287,9 @@ class Moves:
 
     def moves_at(self, step: int, *names: str) -> bool:
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
+
+    def policy_moves_at(self, step: int) -> bool:
+        return self.moves_at(step, "mean_abs_d", "sampled", "trained", "entropy", "length")
 
     def breaks(self, name: str) -> int | None:
         column = self.columns.get(name, _NOT_RECORDED)

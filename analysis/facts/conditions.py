@@ -11,7 +11,6 @@ from ...schemas.layout import HYPERPARAMETER
 from ...schemas.tables import SAMPLING as SAMPLING_SETTINGS
 from ..trace.columns import scored_passes, sequence_columns
 from ..trace.database import Database, cached
-from ..trace.macros import quoted
 from ..trace.tokens import tokens_by_step
 from .read_series import NAMES, read_logged
 from .series import LENGTH, LINEAR, LOG, LOGIT, Series, by_step
@@ -79,8 +78,8 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between this step and the first tenth of the run, for (position, token) pairs near both prompt ends"),
-    "share_new_places": (PROMPTS, LOG, "share of tokens near the prompt ends that never appeared at that position in the run's first quarter"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance between this step and the first tenth of the run, for (position, token) pairs near both ends of the prompt"),
+    "share_new_places": (PROMPTS, LOG, "share of tokens near the ends of the prompt that never appeared at that position in the run's first quarter"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts not seen at earlier steps"),
     "longest_response": (LENGTH, LOG, "longest response at this step, tokens"),
     "num_sequences": (SAMPLING, LOG, "sequences in the step"),
@@ -99,7 +98,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
 
     A hyperparameter keeps its value at all steps until the next recorded change.
     """
-    logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run)
+    logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run, False)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
     columns = {**_of_sequences(database), **averages, **_of_reference(database)}
     columns = {name: column for name, column in columns.items() if np.isfinite(column[1]).any()}
@@ -159,11 +158,9 @@ def _places(database: Database) -> dict[str, Column]:
 
 
 def _of_reference(database: Database) -> dict[str, Column]:
-    names = scored_passes(database)
-    reference = next((name for name in ("reference", "ref") if name in names), None)
-    if reference is None or "train" not in names:
+    if not {"reference", "train"} <= {*scored_passes(database)}:
         return {}
-    rows = by_step(database, f"SELECT step, k3 FROM pair_steps({quoted(reference)}, 'train') ORDER BY step")
+    rows = by_step(database, "SELECT step, k3 FROM pair_steps('reference', 'train') ORDER BY step")
     return {"reference_k3": (rows["step"], rows["k3"])}
 
 

@@ -214,8 +214,8 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 _SOON = 20
-"""Occurrences of a prefix that are more steps apart only show that an engine stands still, because weights that are
-older than this say little about the present ones."""
+"""Occurrences of a prefix more than this many steps apart can only show that the engine gets no new weights. If the
+logprob differs, the engine may still have been updated long ago."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""

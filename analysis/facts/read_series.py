@@ -85,18 +85,9 @@ def read_given(database: Database, run: str) -> Given:
 
 
 def read_entropy(
-    database: Database,
-    run: str,
-    pass_a: str,
-    metrics: list[Series],
-    estimate: Series | None,
-    given: Given | None = None,
+    database: Database, run: str, pass_a: str, metrics: list[Series], estimate: Series | None, given: Given
 ) -> list[Series]:
-    """Read the token entropy by step, or estimate it from logprobs if it was not recorded.
-
-    If `database` omits steps of the run, call `read_given` on the whole run and pass the result as `given`.
-    """
-    given = read_given(database, run) if given is None else given
+    """Read the token entropy by step, or estimate it from logprobs if the run recorded none (see `read_given`)."""
     for name in ("train", "current"):
         if ("entropy", name) in given:
             what = f"mean token entropy in {name}, nats"
@@ -111,9 +102,8 @@ def read_entropy(
     return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
 
 
-def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Series]:
-    """Return the series policy_lag and version_lag (see read_series). For `given`, see read_entropy."""
-    given = read_given(database, run) if given is None else given
+def read_lags(database: Database, pair: Pair, run: str, given: Given) -> list[Series]:
+    """Return the series policy_lag and version_lag (see read_series)."""
     loss = "current" if ("policy_version", "current") in given else "train"
     # Engine scores recorded without a policy version were computed with the sequence's policy version.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
@@ -186,14 +176,14 @@ def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
 
 
 def _columns(database: Database, pair: Pair, run: str) -> Iterable[Series]:
-    metrics = read_logged(database, run)
+    metrics, given = read_logged(database, run, bool(tokens_by_step(database, run))), read_given(database, run)
     step_mismatch = read_step_mismatch(database, pair, run)
     sources = (
         step_mismatch.columns,
         read_sampled(database, run),
         metrics,
-        read_entropy(database, run, pair[0], metrics, step_mismatch.estimate),
-        read_lags(database, pair, run),
+        read_entropy(database, run, pair[0], metrics, step_mismatch.estimate, given),
+        read_lags(database, pair, run, given),
         read_clipping(database, run),
         read_changed(database, run),
     )
@@ -315,12 +305,9 @@ def read_evaluations(database: Database, run: str) -> frozenset[str]:
     return frozenset(name for name, num in num_steps.items() if is_evaluation(name, is_sparse=num <= SPARSE * usual))
 
 
-def read_logged(database: Database, run: str, has_tokens: bool | None = None) -> list[Series]:
-    """Read the series that the training loop logged.
-
-    `has_tokens` says whether the whole run has token data. Pass it if the database may omit steps of the run.
-    """
-    chosen = _chosen(database, run, bool(tokens_by_step(database, run)) if has_tokens is None else has_tokens)
+def read_logged(database: Database, run: str, has_tokens: bool) -> list[Series]:
+    """Read the series that the training loop logged. `has_tokens`: whether any step of the run has token data."""
+    chosen = _chosen(database, run, has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
     by_name: dict[str, list[tuple[int, float, int]]] = {}
@@ -348,8 +335,11 @@ def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
 
 
 def read_averages(database: Database, run: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return logged averages that are not in `series.KINDS`, such as `prob_diff_mean`, as (steps, values) by name."""
-    others = (one for one in read_logged(database, run) if one.name not in KINDS and one.name != "reference_k3")
+    """Return logged averages that are not in `series.KINDS`, such as `prob_diff_mean`, as (steps, values) by name.
+
+    Call this only on a run without token data.
+    """
+    others = (one for one in read_logged(database, run, False) if one.name not in KINDS and one.name != "reference_k3")
     return {one.name: (one.steps[one.known], one.values[one.known]) for one in others if one.known.any()}
 
 

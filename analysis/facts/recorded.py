@@ -74,7 +74,6 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
         _of_series(by_name[name], change)
         for name, changes in read_changes(database, pair).items()
         for change in changes
-        if name in by_name
     ]
     judged = {*read_evaluations(database, database.sources[0].run), *((fall.outcome, fall.onset_of) if fall else ())}
     known = {(one.steps.tobytes(), one.values.tobytes()) for one in by_name.values()}
@@ -170,7 +169,7 @@ _FACTOR = 1.5
 def change_sentence(change: RecordedChange) -> str:
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
-        return f"{change.series} is set from {_shown(before)} to {_shown(after)} at step {change.step}"
+        return f"{change.series} is changed from {_shown(before)} to {_shown(after)} at step {change.step}"
     if before == 0 and after > 0:
         return f"{change.series} is exactly 0 until step {change.step}, then {_shown(after)}"
     when = f"at step {change.step}" + interval_text(change.low, change.high)

@@ -122,7 +122,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 _MOST_LENGTHS = 24
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Number of steps before and after a change in which rewards are compared with lengths, and minimum number of each."""
+"""Number of steps before and after a change in which rewards are compared with lengths, and minimum on each side."""
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:
@@ -228,24 +228,25 @@ def changed_responses(
     low, high, difference = step[one], step[two], given[two] - given[one]
     differs = np.abs(difference) > least
     before = differs[high < first]
-    best: ChangedResponses | None = None
-    for at in np.unique(step[(step >= first) & (step <= last)]):
+    shares = {}
+    for at in np.unique(step[(step >= first) & (step <= last)]).tolist():
         spans = (low < at) & (high >= at)
-        num = int(spans.sum())
-        share = float(differs[spans].mean()) if num >= FEWEST_SPANNING else 0.0
-        if num >= FEWEST_SPANNING and (best is None or share > best.share):
-            chosen = spans & differs
-            lengths = rollouts.length[one][chosen]
-            by_length = length_correlation(difference[chosen], lengths, high[chosen])
-            # If a per-token bonus grows by the same amount at every step, the difference is proportional to the length
-            # times the number of steps in between.
-            steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
-            if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
-                by_length = steadily
-            best = ChangedResponses(
-                step=int(at), num_responses=num, share=share,
-                share_before=float(before.mean()) if len(before) else math.nan,
-                length_correlation=by_length,
-                agreement=correlation(given[one][spans], given[two][spans]),
-            )  # fmt: skip
-    return best
+        if spans.sum() >= FEWEST_SPANNING:
+            shares[at] = float(differs[spans].mean())
+    if not shares:
+        return None
+    at = max(shares, key=shares.__getitem__)
+    spans = (low < at) & (high >= at)
+    chosen = spans & differs
+    lengths = rollouts.length[one][chosen]
+    by_length = length_correlation(difference[chosen], lengths, high[chosen])
+    # If a per-token bonus grows by the same amount at every step, the difference is proportional to the length times the
+    # number of steps in between.
+    steadily = correlation(difference[chosen], lengths * (high - low)[chosen])
+    if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
+        by_length = steadily
+    return ChangedResponses(
+        step=at, num_responses=int(spans.sum()), share=shares[at], length_correlation=by_length,
+        share_before=float(before.mean()) if len(before) else math.nan,
+        agreement=correlation(given[one][spans], given[two][spans]),
+    )  # fmt: skip

@@ -126,13 +126,10 @@ class Rollouts:
         total, weight = (np.bincount(place, each) for each in (values[known] * weights[known], weights[known]))
         return steps, total / np.maximum(weight, 1e-300)
 
-    def prompts_of(self, step: int) -> np.ndarray:
-        return np.sort(self.at_step(step).prompt)
-
     def since(self, step: int) -> Rollouts:
         return self.ordered(self.step >= step)
 
-    def until(self, step: int) -> Rollouts:
+    def until(self, step: float) -> Rollouts:
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
@@ -252,8 +249,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield reorderings of the rewards, each of which would undo a known bug: a phrase that can follow "with", and the
-    index of the row whose reward each row gets, [N]."""
+    """Yield reorderings of the rewards that each undo a known bug, as a phrase that can follow "with", and the index of
+    the row whose reward each row gets, [N]."""
     step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
     first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
     size, place = end - first, row - first
@@ -286,6 +283,13 @@ def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: fl
     return len(difference), float(differs.mean()), float(difference[differs].mean()) if differs.any() else 0.0
 
 
+def distribution_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the Kolmogorov-Smirnov distance between the finite values of two samples."""
+    a, b = np.sort(a[np.isfinite(a)]), np.sort(b[np.isfinite(b)])
+    at = np.concatenate([a, b])
+    return float(np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max())
+
+
 _KEPT_STEPS, _FEWEST_KEPT = 8, 3
 
 
@@ -302,12 +306,10 @@ def moved_rewards(rollouts: Rollouts, step: int) -> dict[str, Measured] | None:
         of_steps.append(means)
         if len(steps) < _FEWEST_KEPT:
             return None
-    from scipy.stats import ks_2samp  # slow to import (half a second)
-
     error = max(math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps)), 1e-12)
     before, after = (float(means.mean()) for means in of_steps)
     most = max(t.SAME_REWARDS_SD * error, t.SAME_REWARDS * float(np.concatenate(of_rows).std()))
-    is_same = abs(after - before) <= most and ks_2samp(*of_rows).statistic <= t.SAME_REWARDS
+    is_same = abs(after - before) <= most and distribution_distance(*of_rows) <= t.SAME_REWARDS + 1e-9
     return {"step": step, "mean_before": before, "mean": after} if is_same else None
 
 

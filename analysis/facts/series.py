@@ -326,13 +326,11 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
-def refined(fall: Fall, finer: Fall | None) -> Fall:
-    if (
-        finer is None
-        or finer.high < fall.low
-        or finer.low > fall.high
-        or finer.high - finer.low >= fall.high - fall.low
-    ):
+def refined(fall: Fall | None, finer: Fall | None) -> Fall | None:
+    """Return the drop with the onset of `finer` if that is in range and more precise. If one is None, return the other."""
+    if fall is None or finer is None:
+        return fall or finer
+    if finer.high < fall.low or finer.low > fall.high or finer.high - finer.low >= fall.high - fall.low:
         return fall
     where = {name: getattr(finer, name) for name in ("onset_of", "step", "low", "high", "interval", "fallen", "kind")}
     return replace(fall, **where)

@@ -60,9 +60,8 @@ def _matched(
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
     order = np.argsort(kind_N, kind="stable")
-    _, first, count = np.unique(kind_N[order], return_index=True, return_counts=True)
     number_N = np.empty(len(kind_N), np.int64)
-    number_N[order] = np.arange(len(kind_N)) - np.repeat(first, count)
+    number_N[order] = np.arange(len(kind_N)) - np.searchsorted(kind_N[order], kind_N[order])
     return number_N
 
 

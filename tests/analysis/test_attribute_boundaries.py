@@ -27,7 +27,7 @@ from tim_trace.analysis.facts.changes import NOTHING, ChangePoint, with_onset
 from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat
+from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall, find_flat, refined
 
 # The functions of the package hide its modules of the same names.
 
@@ -317,11 +317,11 @@ def test_a_collapse_takes_a_tenth_of_the_run(width, kind):
 def test_a_reward_that_falls_beside_an_evaluation_that_holds_is_the_fall():
     of_reward = replace(FALL, onset_of="reward", low=59, high=60, interval=(58, 61))
     of_evaluation = replace(FALL, outcome="eval", onset_of="eval")
-    assert timeline._agreed(None, of_reward) == of_reward
-    assert timeline._agreed(of_evaluation, None) == of_evaluation
-    both = timeline._agreed(of_evaluation, of_reward)
+    assert refined(None, of_reward) == of_reward
+    assert refined(of_evaluation, None) == of_evaluation
+    both = refined(of_evaluation, of_reward)
     assert (both.outcome, both.onset_of, both.interval) == ("eval", "reward", (58, 61))
-    assert timeline._agreed(None, None) is None
+    assert refined(None, None) is None
 
 
 @pytest.mark.parametrize(

@@ -625,7 +625,7 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     ("kind", "rule"),
     [
         ("divided by means of both signs", "negative mean reward"),
-        ("raw rewards except for the best", "all but rank 1 by reward"),
+        ("raw rewards except for the best", "all rows except rank 1 by reward"),
         ("returns with a penalty of masked tokens", "the KL penalty of masked tokens added"),
         ("returns that end at masked tokens", "no share of the return before masked tokens"),
         ("a penalty of the other sign from 5", "the wrong sign: its coefficient on train - reference is +0.2"),
@@ -947,7 +947,7 @@ def test_a_reference_that_is_not_the_initial_policy_is_noted(tmp_path, apart, is
 
     noted = [one for one in findings(write(tmp_path / "trace", passes=passes)) if one.code == "reference_apart"]
     assert [one.is_notice for one in noted] == [True] * is_found
-    assert all("other weights" in data_text(one) for one in noted)
+    assert all("weights are not the initial policy's" in data_text(one) for one in noted)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])

@@ -374,7 +374,7 @@ def test_a_calm_run_is_told_in_one_line():
         ),
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
-            "temperature is set from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
+            "temperature is changed from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
             "Cause unknown. Most likely of those tested: a change in the prompts (40%); noisy or wrong rewards or labels (30%).",
         ),
         (

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.changes import ChangePoint
 from ...facts.mismatch import FROM_UPDATES
 from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
+from ...facts.series import Fall
 from .. import thresholds as t
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d| (nats) at which `weighs` returns 0.5. Healthy bf16 runs show 0.002 to 0.01."""
+"""Mean |d| (nats) at which the mismatch counts half (see `weighs`). Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
@@ -22,7 +22,7 @@ def weighs(facts: Facts) -> float:
     return 0.0 if facts.mismatch is None else facts.mismatch.size / (facts.mismatch.size + _USUAL)
 
 
-def size(facts: Facts) -> Iterator[Fact]:
+def size(facts: Facts, _: Fall) -> Iterator[Fact]:
     run = facts.mismatch
     if run is None:
         return
@@ -31,13 +31,14 @@ def size(facts: Facts) -> Iterator[Fact]:
         yield fact("mismatch_steady", weighs(facts))
 
 
-def rise(facts: Facts) -> Iterator[Fact]:
-    largest = largest_rise(facts)
-    if largest is None or facts.fall is None:
+def rise(facts: Facts, fall: Fall) -> Iterator[Fact]:
+    changes = [change for change in facts.changes.get("mean_abs_d", ()) if change.size_in_sd > 3.0]
+    if not changes:
         return
+    largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12))
     factor = largest.after / max(largest.before, 1e-12)
     values = {"step": largest.step, "low": largest.low, "high": largest.high}
-    when = order_beside(largest, facts.fall)
+    when = order_beside(largest, fall)
     if largest.before == 0 and when != AFTER:
         yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
         return
@@ -58,7 +59,7 @@ def carried(facts: Facts) -> float:
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)
 
 
-def check(facts: Facts) -> Iterator[Fact]:
+def check(facts: Facts, _: Fall) -> Iterator[Fact]:
     if facts.checked is None:
         return
     finding = facts.checked.findings[0]
@@ -72,7 +73,7 @@ def check(facts: Facts) -> Iterator[Fact]:
         yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
 
 
-def age(facts: Facts) -> Iterator[Fact]:
+def age(facts: Facts, _: Fall) -> Iterator[Fact]:
     still, earlier = facts.still_engine, facts.earlier_weights
     if still is not None and still.explains:
         yield fact("engine_stands_still", (still.still - still.of_trainer) * weighs(facts), **still.values)
@@ -84,7 +85,7 @@ def age(facts: Facts) -> Iterator[Fact]:
         yield fact(code, weighs(facts), "", "earlier_weights", **earlier.values)
 
 
-def lag(facts: Facts) -> Iterator[Fact]:
+def lag(facts: Facts, _: Fall) -> Iterator[Fact]:
     """Report how many updates the engine lags behind the trainer. A constant lag is normal in asynchronous training."""
     at_fall, usual = declared_lag(facts)
     values = {"lag": at_fall, "mean_abs_d": facts.mismatch.size if facts.mismatch else 0.0}
@@ -98,15 +99,15 @@ def lag(facts: Facts) -> Iterator[Fact]:
         yield fact("declared_lag", of_ratio(at_fall, 1.0, 16.0) * weighs(facts), **values)
 
 
-def unsampled(facts: Facts) -> Iterator[Fact]:
+def unsampled(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """Report whether mean -logprob exceeds mean entropy. They are equal if the recorded policy sampled the tokens."""
     known = np.isfinite(facts.values("entropy"))
-    if facts.fall is None or not known.any():
+    if not known.any():
         return
     steps, logprob = facts.rollouts.by_step(facts.rollouts.sampled)
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropy, surprisal = facts.values("entropy")[known][of], -logprob[at]
-    before, since = shared < facts.fall.interval[0] - ft.AHEAD, shared > facts.fall.latest
+    before, since = shared < fall.interval[0] - ft.AHEAD, shared > fall.latest
     if before.sum() < _FEWEST or since.sum() < _FEWEST or (entropy <= 0).any():
         return
     ratios = surprisal / entropy
@@ -118,11 +119,6 @@ def unsampled(facts: Facts) -> Iterator[Fact]:
     level = max(of_ratio(ratio, usual, 4.0), 0.0) * grown**0.5 * unexplained / (unexplained + 0.5)
     values = {"entropy": float(np.median(entropy[since])), "surprisal": float(np.median(surprisal[since]))}
     yield fact("not_sampled_so", level, ratio_before=usual, ratio_since=ratio, **values)
-
-
-def largest_rise(facts: Facts) -> ChangePoint | None:
-    changes = [change for change in facts.changes.get("mean_abs_d", ()) if change.size_in_sd > 3.0]
-    return max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
 
 
 def declared_lag(facts: Facts) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from ...facts import thresholds as ft
 from ...facts.conditions import LOGGED, is_coefficient, read_conditions
 from ...facts.read_series import read_series
 from ...facts.rollouts import read_rollouts
+from ...facts.series import Fall
 from ...trace.columns import read_hyperparameters, scored_passes, sequence_columns
 from ...trace.database import Database, cached
 from ...trace.source import Pair
@@ -30,8 +31,8 @@ FEWEST = 12
 _MOST_LEFT = 0.1
 """If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Unexplained shares that are ignored, because a logged term may cover other tokens or be computed after updates. The
-second is for comparing a changed coefficient with an added constant."""
+"""Unexplained shares added to both fits in a comparison, because a logged term may cover other tokens or be computed
+after updates. The first is for a fit with constant coefficients, the second for one whose constant changes."""
 _OF_UPDATES = """
 SELECT step, avg(by_token) AS by_token, avg(by_sequence) AS by_sequence, avg(sums) AS sums
 FROM (
@@ -61,14 +62,10 @@ GROUP BY step ORDER BY step
 def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return steps [S], the names [F] and values [S, F] of the loss terms, and the logged loss [S].
 
-    The policy's term is the PPO or REINFORCE loss, -mean(advantage), as for an importance ratio of 1, or
-    -mean(advantage * logprob).
+    Each form of the policy term has a column: the PPO or REINFORCE loss, -mean(advantage) (the loss at an importance
+    ratio of 1), and -mean(advantage * logprob).
     """
-    series, conditions, rows = (
-        read_series(database, pair=pair),
-        read_conditions(database),
-        read_rollouts(database, pair),
-    )
+    series, rows = read_series(database, pair=pair), read_rollouts(database, pair)
     if "loss" not in series:
         return np.empty(0, np.int64), np.empty(0, str), np.empty((0, 0)), np.empty(0)
     distance, of_logprob = rows.likelihood - rows.reference, rows.advantage * rows.likelihood
@@ -80,7 +77,7 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
     terms.append(("policy", *rows.by_step(-of_logprob * rows.length)))
     terms += [
         ("reference", one.steps, one.values)
-        for name, one in conditions.items()
+        for name, one in read_conditions(database).items()
         if name == "reference_k3" or (one.kind == LOGGED and _KL.search(name))
     ]
     steps, loss = series["loss"].steps, series["loss"].values
@@ -117,15 +114,14 @@ def _choices(names: np.ndarray, usable: np.ndarray) -> Iterator[list[int]]:
             yield places
 
 
-def loss_terms(facts: Facts) -> Iterator[Fact]:
+def loss_terms(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """Yield the loss term whose coefficient changes.
 
     The logged loss is fitted as a weighted sum of the recorded terms, in which the coefficient of one term may change
     once. The term and the step that give the best fit are reported.
     """
-    assert facts.fall is not None
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    last = int(np.searchsorted(steps, facts.fall.latest, side="right"))
+    last = int(np.searchsorted(steps, fall.latest, side="right"))
     places = np.arange(FEWEST, min(last, len(steps) - FEWEST))
     yield from changed_term(names, columns_SF, loss, steps, places)
 
@@ -154,8 +150,9 @@ def changed_term(
 def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
     """Fit `loss` [S] by a constant and the columns, one of whose coefficients changes at one of the rows `places`.
 
-    Return what the best such fit leaves (sum of squares per degree of freedom, times S), the column, its index in
-    `places`, and what remains with constant coefficients, and with an added constant that changes instead.
+    Return the residual of the best such fit, the column and the index in `places` where its coefficient changes, the
+    residual with constant coefficients, and the least residual if only the constant changes. A residual is a sum of
+    squares per degree of freedom, times S.
     """
     columns_SF = np.column_stack([columns_SF / np.abs(columns_SF).max(0), np.ones(len(loss))])
     basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
@@ -191,14 +188,13 @@ _LEAST_ERRORS = 4.0
 _FEWEST_DIFFERENCES = 5
 
 
-def coefficients(facts: Facts) -> Iterator[Fact]:
+def coefficients(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """Yield loss terms whose coefficient has the wrong sign, or is much larger than declared or usual.
 
     The coefficients are fitted to differences between successive steps, so that common trends do not count.
     """
-    assert facts.fall is not None
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    since = steps >= facts.fall.interval[0] - ft.AHEAD
+    since = steps >= fall.interval[0] - ft.AHEAD
     columns_SF, loss = columns_SF[since], loss[since]
     change, changes_SF = np.diff(loss), np.diff(columns_SF, axis=0)
     if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():
@@ -222,7 +218,10 @@ def _unusual(
             continue
         level = math.sqrt(max(1 - left / _MOST_LEFT_OF_STEPS, 0.0)) * max(1 - _LEAST_ERRORS / max(errors, 1e-9), 0.0)
         level *= min(2 * abs(slope) * float(np.std(columns_SF[:, at]) / max(np.std(loss), 1e-300)), 1.0)
-        declared = [abs(value) for name, value in facts.settings.items() if _is_coefficient_of(term, name, value)]
+        declared = [
+            abs(value) for name, value in facts.settings.items()
+            if isinstance(value, float) and suspect_of(name) == term and (is_coefficient(name) or name.endswith("beta"))
+        ]  # fmt: skip
         if level and slope * _SIGNS[term] < 0:
             yield fact("loss_term_inverted", level, term, term=term, coefficient=slope)
             continue
@@ -235,9 +234,9 @@ def _unusual(
 def _implied(
     names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit what the policy loss leaves of `loss` [S] by a multiple of one other term, without a constant.
+    """Fit `loss` [S] minus the policy loss by a multiple of one other term. Return the same as `_fitted`.
 
-    Return the same as `_fitted`. A trend that has other causes does not fit without a constant.
+    The fit has no constant, so that a trend with another cause does not fit.
     """
     best: tuple[float, list[tuple[int, float, float]]] = (1.0, [])
     for policy, other in product(np.flatnonzero(names == "policy"), np.flatnonzero(names != "policy")):
@@ -256,7 +255,7 @@ def _fitted(
 ) -> tuple[float, list[tuple[int, float, float]]]:
     """Fit `values` [S] by the chosen columns.
 
-    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its place, its
+    Return the unexplained share of the variance, adjusted for the number of columns, and the number of each column, its
     coefficient, and the coefficient in standard errors.
     """
     free = len(values) - len(chosen)
@@ -273,11 +272,6 @@ def _fitted(
     errors = np.sqrt(np.maximum(variance * np.sum(inverse**2, 1), 1e-300))
     left = variance * len(values) / float(values @ values)
     return left, list(zip(chosen, (slopes / scales).tolist(), (np.abs(slopes) / errors).tolist(), strict=True))
-
-
-def _is_coefficient_of(term: str, setting: str, value: object) -> bool:
-    is_coefficient_name = is_coefficient(setting) or setting.endswith("beta")
-    return is_coefficient_name and suspect_of(setting) == term and isinstance(value, float)
 
 
 ALL = (loss_terms, coefficients)

@@ -8,15 +8,14 @@ import numpy as np
 
 from ...check.finding import DataFinding
 from ...facts import thresholds as ft
-from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
-from ...facts.recorded import AFTER, order_beside
+from ...facts.recorded import AFTER, GIVEN, order_beside
 from ...facts.relations import explained_by_length_since, new_reward_values, relation
-from ...facts.rollouts import Rollouts, other_endings, unequal_in_step
-from ...facts.series import FLAT
+from ...facts.rollouts import Rollouts, distribution_distance, other_endings, unequal_in_step
+from ...facts.series import FLAT, MISMATCH, Fall
 from ...statement import Measured
 from ...trace.ragged import centred
-from ..fact import Fact, fact, of_ratio
+from ..fact import Fact, fact, of_ratio, strongest
 from ..run_facts import Facts
 from .training import nearness, values_of
 
@@ -45,12 +44,11 @@ def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
                 yield suspect, int(facts.steps[0]) if one.since is None else one.since, one
 
 
-def data_faults(facts: Facts) -> Iterator[Fact]:
+def data_faults(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """For each suspect, yield the strongest data fault that `check` finds and that begins no later than the drop."""
-    assert facts.fall is not None
     found = defaultdict[str, list[Fact]](list)
     for suspect, since, one in data_faults_since(facts):
-        if since <= facts.fall.latest:
+        if since <= fall.latest:
             level = math.sqrt(one.share) * nearness(facts, since)
             found[suspect].append(fact("data_fault", level, suspect, finding=one.title, step=since))
     yield from (max(each, key=lambda one: one.level) for each in found.values())
@@ -60,7 +58,7 @@ def _known(value: float) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-def repeats(facts: Facts) -> Iterator[Fact]:
+def repeats(facts: Facts, _: Fall) -> Iterator[Fact]:
     if facts.rewards_lie_off:
         return
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
@@ -74,7 +72,7 @@ def repeats(facts: Facts) -> Iterator[Fact]:
         yield fact("rewards_differ_by_group", between - within, **values)
 
 
-def in_other_rows(facts: Facts) -> Iterator[Fact]:
+def in_other_rows(facts: Facts, _: Fall) -> Iterator[Fact]:
     found = facts.repeated
     if found.num_pairs and found.lies_off:
         values: dict[str, Measured] = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
@@ -84,29 +82,21 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
         yield fact("rewards_move_rows", 1.0, "", "in_other_rows", **facts.moved_rewards)
 
 
-def mixed(facts: Facts) -> Iterator[Fact]:
+def mixed(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """Report whether rewards no longer depend on the prompt, as if they were assigned to the wrong rows."""
-    assert facts.fall is not None
     first, found = facts.breaks - _LONG, dict[int, Fact]()
-    rows = facts.rollouts.until(facts.fall.latest).since(first - _LONG)
+    rows = facts.rollouts.until(fall.latest).since(first - _LONG)
     for step in np.unique(rows.step[rows.step >= first]).tolist():
         before, since = rows.until(step - 1).since(step - _LONG), rows.since(step)
         usual, now = (_share_between_groups(part) for part in (before, since))
         if usual is not None and now is not None:
             (share, error), (share_now, error_now) = usual, now
             level = max(share - share_now - 2 * math.hypot(error, error_now), 0.0) / max(share, 0.2)
-            level *= max(1 - 5 * _apart(before.reward, since.reward), 0.0)
+            level *= max(1 - 5 * distribution_distance(before.reward, since.reward), 0.0)
             found[step] = fact("rewards_ignore_prompts", level, step=step, before_share=share, share=share_now)
     best = max(found, key=lambda step: found[step].level, default=None)
-    if best is not None and not facts.moves.moves_at(best, "mean_abs_d", *POLICY):
+    if best is not None and not facts.moves.policy_moves_at(best):
         yield found[best]
-
-
-def _apart(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the Kolmogorov-Smirnov distance between two samples."""
-    a, b = np.sort(a[np.isfinite(a)]), np.sort(b[np.isfinite(b)])
-    at = np.concatenate([a, b])
-    return float(np.abs(np.searchsorted(a, at, "right") / len(a) - np.searchsorted(b, at, "right") / len(b)).max())
 
 
 def _share_between_groups(rows: Rollouts) -> tuple[float, float] | None:
@@ -131,7 +121,7 @@ def _share_between_groups(rows: Rollouts) -> tuple[float, float] | None:
     return share, (1 - share) * (1 + (n - 1) * share) * math.sqrt(2 / free)
 
 
-def changed(facts: Facts) -> Iterator[Fact]:
+def changed(facts: Facts, _: Fall) -> Iterator[Fact]:
     found = facts.changed_rewards
     if found is None or facts.rewards_lie_off:
         return
@@ -142,33 +132,33 @@ def changed(facts: Facts) -> Iterator[Fact]:
         yield fact("rewards_changed", math.sqrt(found.share), **found.values)
 
 
-def new_values(facts: Facts) -> Iterator[Fact]:
+def new_values(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """Report whether rewards suddenly take values that never occurred before."""
-    assert facts.fall is not None
-    step, before, share = new_reward_values(facts.rollouts, facts.fall.latest)
+    step, before, share = new_reward_values(facts.rollouts, fall.latest)
     if share > before:
         level = (share - before) * nearness(facts, step)
         yield fact("rewards_take_new_values", level, step=step, before_share=before, share=share)
 
 
-def alone(facts: Facts) -> Iterator[Fact]:
+def alone(facts: Facts, _: Fall) -> Iterator[Fact]:
     moves = facts.moves
     reward, broken = moves.step("reward"), moves.breaks("relation")
     first = min((step for step in (reward, broken) if step is not None), default=None)
-    if first is not None and not moves.moves_at(first, "mean_abs_d", *POLICY):
-        group = "beside_input" if facts.is_given_otherwise else ""
+    if first is not None and not moves.policy_moves_at(first):
+        is_given = any(change.shape != "ramp" for change in facts.clear(*GIVEN))
+        is_given |= any(change.series == "mean_abs_d" for change in facts.clear(MISMATCH))
         if reward is None or reward > first + 1:
             code = "relation_breaks_alone"
         else:
             both = broken is not None and broken <= reward + 1
             code = "reward_and_relation_move" if both else "reward_moves_alone"
-        yield fact(code, 1.0, group, step=first)
+        yield fact(code, 1.0, "beside_input" if is_given else "", step=first)
 
 
-def hidden(facts: Facts) -> Iterator[Fact]:
-    fall, reward = facts.fall, facts.values("reward")
+def hidden(facts: Facts, fall: Fall) -> Iterator[Fact]:
+    reward = facts.values("reward")
     known = np.flatnonzero(np.isfinite(reward))
-    if fall is None or fall.kind == FLAT or fall.share <= 0 or len(known) < 9:  # a supposed drop has no known size
+    if fall.kind == FLAT or fall.share <= 0 or len(known) < 9:  # a supposed drop has no known size
         return
     if facts.outcome is None or not facts.outcome.is_evaluation:
         return
@@ -182,8 +172,8 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
-def starts(facts: Facts) -> Iterator[Fact]:
-    """Yield whether the first rewards lie below the first evaluation of the same policy."""
+def starts(facts: Facts, _: Fall) -> Iterator[Fact]:
+    """Report whether the first rewards are lower than the first evaluation of the same policy."""
     if facts.outcome is None or not facts.outcome.is_evaluation:
         return
     early = facts.steps <= facts.outcome.steps[0] + 2
@@ -196,7 +186,7 @@ def starts(facts: Facts) -> Iterator[Fact]:
                    reward=given, evaluated=first)  # fmt: skip
 
 
-def advantages(facts: Facts) -> Iterator[Fact]:
+def advantages(facts: Facts, _: Fall) -> Iterator[Fact]:
     since = facts.since_fall if facts.advantages_break is None else facts.rollouts.since(facts.advantages_break)
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
@@ -217,13 +207,12 @@ def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
     return (float(known.mean()), float(known.std())) if len(known) else (0.0, 0.0)
 
 
-def sizes(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
-    before, since = facts.rollouts.until(facts.fall.low - 1), facts.since_fall
+def sizes(facts: Facts, fall: Fall) -> Iterator[Fact]:
+    before, since = facts.rollouts.until(fall.low - 1), facts.since_fall
     a, b = (part.advantage[np.isfinite(part.advantage)] for part in (before, since))
     if len(a) < 20 or len(b) < 20:
         return
-    near, last = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5), before.since(facts.fall.low - 10)
+    near, last = facts.rollouts.since(fall.low).until(fall.latest + 5), before.since(fall.low - 10)
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
@@ -241,13 +230,13 @@ def sizes(facts: Facts) -> Iterator[Fact]:
                 yield fact("advantages_changed", level, "mean", **values_of(change))
     own = max(abs(moved) - by_reward, 0.0)
     level = float(np.tanh(own / scatter)) if scatter else 0.0
-    values: dict[str, Measured] = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
+    values: dict[str, Measured] = {"low": fall.low, "high": fall.latest, "step": fall.step}
     values |= {"from_value": mean, "to_value": mean_now}
     yield fact("advantages_changed", level, "mean", series="advantage_mean", **values)
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
-    first_near = facts.fall.interval[0] - ft.AHEAD
-    earlier, around = largest[steps < first_near], (steps >= first_near) & (steps <= facts.fall.interval[1])
+    first_near = fall.interval[0] - ft.AHEAD
+    earlier, around = largest[steps < first_near], (steps >= first_near) & (steps <= fall.interval[1])
     if len(earlier) >= _FEWEST_STEPS and around.any():
         at = np.flatnonzero(around)[int(np.nanargmax(np.nan_to_num(largest[around])))]
         step, usual, burst = int(steps[at]), float(np.nanmax(earlier)), float(largest[at])
@@ -256,15 +245,14 @@ def sizes(facts: Facts) -> Iterator[Fact]:
         yield fact("advantages_changed", level, "burst", series="max_abs_advantage", **values)
 
 
-def length(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
+def length(facts: Facts, fall: Fall) -> Iterator[Fact]:
     changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
-    if changes and paid and order_beside(changes[0], facts.fall) != AFTER:
+    if changes and paid and order_beside(changes[0], fall) != AFTER:
         far = max(changes, key=lambda each: abs(math.log(max(each.after, 1e-9) / max(changes[0].before, 1e-9))))
         level = paid * of_ratio(far.after, changes[0].before, 3.0)
         values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}
         yield fact("length_pays" if paid > 0 else "length_costs", level, "moves", correlation=paid, **values)
-    found = explained_by_length_since(facts.rollouts, facts.fall.latest)
+    found = explained_by_length_since(facts.rollouts, fall.latest)
     if found is not None:
         at, before, share = found
         if at > facts.steps[0]:
@@ -277,8 +265,8 @@ _MATERIAL = {"share_new_prompts": 0.2, "prompt_form_shift": 0.02}
 """Change at which a fact has half its full strength. Much smaller changes hardly count."""
 
 
-def prompts(facts: Facts) -> Iterator[Fact]:
-    found = []
+@strongest
+def prompts(facts: Facts, _: Fall) -> Iterator[Fact]:
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
         beside = [one for one in changes if abs(one.step - change.step) <= 1 and one.shape == "shift"]
@@ -290,23 +278,19 @@ def prompts(facts: Facts) -> Iterator[Fact]:
             nearness(facts, change.high) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
         )
         level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
-        found.append(fact("prompts_changed", level, **values_of(change)))
-    if found:
-        yield max(found, key=lambda one: one.level)
+        yield fact("prompts_changed", level, **values_of(change))
 
 
-def endings(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
+def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
     steps = np.unique(facts.rollouts.step)
     if not len(steps):
         return
-    before = facts.rollouts.until(min(facts.fall.interval[0] - int(ft.AHEAD) - 1, int(steps[len(steps) // 5])))
+    before = facts.rollouts.until(min(fall.interval[0] - int(ft.AHEAD) - 1, int(steps[len(steps) // 5])))
     first = len(np.unique(before.step))
-    last = min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 2)
+    last = min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 2)
     if first < 3 or last <= first:
         return
-    gradient = facts.moves.step("grad_norm")
-    rows = facts.rollouts
+    gradient, rows = facts.moves.step("grad_norm"), facts.rollouts
     shares = {
         "endings_change": other_endings(rows, before),
         "stop_ignored": rows.by_step(rows.goes_on.astype(float)),
@@ -324,41 +308,24 @@ def endings(facts: Facts) -> Iterator[Fact]:
         yield fact(code, level * nearness(facts, step), "policy" if is_own else "", **values)
 
 
-def capped(facts: Facts) -> Iterator[Fact]:
+@strongest
+def capped(facts: Facts, fall: Fall) -> Iterator[Fact]:
     """Report whether responses suddenly end at a length that many earlier responses exceeded."""
-    assert facts.fall is not None
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     parts = np.split(facts.rollouts.num_tokens, first[1:])
     longest = np.array([part.max(initial=0) for part in parts])
     # Count only responses without an end token: a policy can learn to end all responses at one length, but only a limit
     # cuts them off.
     ended = np.split(facts.rollouts.is_ended, first[1:])
-    found = []
-    for at in range(3, min(int(np.searchsorted(steps, facts.fall.latest, "right")), len(steps) - 3)):
+    for at in range(3, min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 3)):
         limit = longest[at : at + _FEWEST_STEPS].max()
         longer = [float((part > limit).mean()) for part in parts[at - 3 : at]]
         share = min(float(((parts[step] == limit) & ~ended[step]).mean()) for step in range(at, at + 3))
-        level = min(share, *longer)
         values = {"step": int(steps[at]), "limit": int(limit), "share": share, "before_share": longer[-1]}
-        found.append(fact("responses_capped", level, **values))
-    if found:
-        yield max(found, key=lambda one: one.level)
+        yield fact("responses_capped", min(share, *longer), **values)
 
 
 ALL = (
-    data_faults,
-    repeats,
-    in_other_rows,
-    mixed,
-    changed,
-    new_values,
-    alone,
-    hidden,
-    starts,
-    advantages,
-    sizes,
-    length,
-    prompts,
-    endings,
-    capped,
-)
+    data_faults, repeats, in_other_rows, mixed, changed, new_values, alone, hidden, starts, advantages, sizes, length,
+    prompts, endings, capped,
+)  # fmt: skip

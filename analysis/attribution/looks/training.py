@@ -8,9 +8,10 @@ import numpy as np
 from ...facts import thresholds as ft
 from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
+from ...facts.series import Fall
 from ...trace.macros import quoted
 from ..attribution import SUSPECTS
-from ..fact import Fact, fact, of_ratio
+from ..fact import Fact, fact, of_ratio, strongest
 from ..run_facts import Facts
 from ..settings import suspect_of
 
@@ -26,14 +27,12 @@ def nearness(facts: Facts, step: int) -> float:
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
-def settings(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
-    step = facts.fall.step
+def settings(facts: Facts, fall: Fall) -> Iterator[Fact]:
     for suspect in SUSPECTS:
         found = facts.settings_of(suspect)
         if not found:
             continue
-        nearest = min(found, key=lambda change: abs(change.step - step))
+        nearest = min(found, key=lambda change: abs(change.step - fall.step))
         level = nearness(facts, nearest.high)
         before, after = nearest.before, nearest.after
         if is_learning_rate(nearest.series) and not isinstance(before, str) and not isinstance(after, str):
@@ -41,8 +40,7 @@ def settings(facts: Facts) -> Iterator[Fact]:
         yield fact("setting_changed", level, suspect, **values_of(nearest))
 
 
-def rate(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
+def rate(facts: Facts, fall: Fall) -> Iterator[Fact]:
     values = facts.values("learning_rate")
     known = np.isfinite(values) & (values > 0)
     steps, values = facts.steps[known], values[known]
@@ -52,7 +50,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
     at = int(np.argmax(ratios > 3.0)) if (ratios > 3.0).any() else int(ratios.argmax())
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     # In a linear warm-up, the learning rate is always about twice its earlier median, so only larger factors count.
-    is_early = first <= max(facts.fall.high, facts.fall.fallen)
+    is_early = first <= max(fall.high, fall.fallen)
     spike = max(of_ratio(factor, 2.0, 10.0), 0.0) if is_early else 0.0
     # A schedule's peak is the declared learning rate.
     given = [value for name, value in facts.settings.items() if is_learning_rate(name) and isinstance(value, float)]
@@ -65,35 +63,33 @@ def rate(facts: Facts) -> Iterator[Fact]:
         yield fact("learning_rate_spike", spike, factor=factor, step=first)
 
 
-def updates(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
+def updates(facts: Facts, fall: Fall) -> Iterator[Fact]:
     values = facts.values("update_to_weight")
     known = np.isfinite(values) & (values > 0)
     steps, values = facts.steps[known], values[known]
-    until = values[steps <= facts.fall.high]
+    until = values[steps <= fall.high]
     if len(until) < 5:
         return
     size = float(np.median(until))
     yield fact("update_size", of_ratio(size, 0.003, 30.0), update_to_weight=size)
-    first = facts.fall.interval[0] - ft.AHEAD - 5
-    before, near = values[steps < first][-20:], (steps >= first) & (steps <= facts.fall.latest)
+    first = fall.interval[0] - ft.AHEAD - 5
+    before, near = values[steps < first][-20:], (steps >= first) & (steps <= fall.latest)
     if len(before) >= 5 and near.any():
         at = np.flatnonzero(near)[int(values[near].argmax())]
         factor = float(values[at] / np.median(before))
         yield fact("update_leaps", max(of_ratio(factor, 1.5, 12.0), 0.0), step=int(steps[at]), factor=factor)
 
 
-def entropy(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
+def entropy(facts: Facts, fall: Fall) -> Iterator[Fact]:
     known = np.isfinite(facts.values("entropy"))
     steps, values = facts.steps[known], facts.values("entropy")[known]
     if len(values) < 9:
         return
     width = max(len(values) // 20, 3)
-    begins = int(np.searchsorted(steps, facts.fall.interval[0]))
+    begins = int(np.searchsorted(steps, fall.interval[0]))
     start, last = float(np.median(values[:3])), float(np.median(values[-width:]))
     before = float(np.median(values[max(begins - 2 * width, 0) : begins] if begins >= 3 else values[:3]))
-    at = values[(steps >= facts.fall.low) & (steps <= facts.fall.fallen)]
+    at = values[(steps >= fall.low) & (steps <= fall.fallen)]
     at_fall = float(np.median(at)) if len(at) else before
     numbers = {"first": start, "at_fall": at_fall, "last": last}
     if at_fall > 14.0:
@@ -103,14 +99,13 @@ def entropy(facts: Facts) -> Iterator[Fact]:
     stays = last / max(float(smooth.max()), 1e-9) if len(smooth) else 0.0
     grown, left = of_ratio(last, before, 8.0), before / max(start, 1e-9)
     if grown > 0:
-        slow = 1.0 if facts.fall.fallen - facts.fall.interval[0] >= 2 else 0.3
+        slow = 1.0 if fall.fallen - fall.interval[0] >= 2 else 0.3
         yield fact("entropy_climbs", grown * max(stays * 2 - 1, 0.0) * slow, **numbers)
     else:
         yield fact("entropy_collapses", -grown * min(left, 1.0), **numbers)
 
 
-def reference(facts: Facts) -> Iterator[Fact]:
-    assert facts.fall is not None
+def reference(facts: Facts, fall: Fall) -> Iterator[Fact]:
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
     )
@@ -122,7 +117,7 @@ def reference(facts: Facts) -> Iterator[Fact]:
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
-    until = distance[steps < facts.fall.low][-width:]
+    until = distance[steps < fall.low][-width:]
     if len(until) and used:
         before, last = float(np.median(until)), float(np.median(distance[-width:]))
         far = before / (before + 0.05) if before > 0 else 0.0
@@ -137,32 +132,23 @@ FROM pair({trained}, 'reference') WHERE mask AND isfinite(logprob_a) AND isfinit
 _NEAR_STEPS = 4
 
 
+@strongest
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
     """Report whether the reference logprobs suddenly stop correlating with the trainer's logprobs, while these hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """
-    assert facts.fall is not None
     if not np.isfinite(facts.rollouts.reference).any():
         return
     rows = np.array(facts.database.ask(_UNRELATED.format(trained=quoted(facts.pair[0]))).rows, float)
     steps, related, scored, reference = rows[np.isfinite(rows).all(1)].T if len(rows) else np.empty((4, 0))
-    found = []
     for at in range(_NEAR_STEPS, len(steps) - _NEAR_STEPS):
         before, since = slice(at - _NEAR_STEPS, at), slice(at, at + _NEAR_STEPS)
         moved, own = (abs(float(values[since].mean() - values[before].mean())) for values in (reference, scored))
-        errors = math.hypot(
-            float(related[before].std(ddof=1)), float(related[since].std(ddof=1))
-        )  # of 4 steps, doubled
-        lost = float(related[before].mean() - related[since].mean()) - errors
-        values = {
-            "step": int(steps[at]),
-            "before_correlation": float(related[before].mean()),
-            "correlation": float(related[since].mean()),
-        }
-        found.append(fact("reference_unrelated", max(lost, 0.0) * moved / (moved + 2 * own + 0.1), **values))
-    if found:
-        yield max(found, key=lambda one: one.level)
+        usual, now = (float(related[part].mean()) for part in (before, since))
+        errors = math.hypot(*(float(related[part].std(ddof=1)) for part in (before, since)))  # of 4 steps, doubled
+        level = max(usual - now - errors, 0.0) * moved / (moved + 2 * own + 0.1)
+        yield fact("reference_unrelated", level, step=int(steps[at]), before_correlation=usual, correlation=now)
 
 
 ALL = (settings, rate, updates, entropy, reference)

@@ -282,8 +282,8 @@ MIN_SECOND = 0.2
 MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
 
-In cross-validation by author, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's random
-policies have far sharper distributions, and 64 of that author's 495 runs fall below it.
+In cross-validation over the runs' authors, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's
+random policies have far sharper distributions, and 64 of that author's 495 runs fall below it.
 """
 TAIL_RATIO = 10.0
 """A token belongs to the tail if its logit error exceeds the median by this factor. Rounding alone reaches 6 to 8."""
@@ -421,7 +421,8 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """If the mismatch jumps from the level of rounding errors to a constant level, keep only the later steps. Any fault can cause this."""
+    """If the mismatch jumps from the level of rounding errors to a constant one, keep only the later steps. Any
+    fault can cause such a jump."""
     grown = features.growth(data)
     later = data.sample.steps[data.seq] >= (grown.since or 0)
     return data.within(later) if grown.is_sudden and _grew(data) else data

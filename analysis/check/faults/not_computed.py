@@ -182,7 +182,7 @@ def _missing(
     share = num / max(int(sample.mask.sum()), 1)
     nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
     if not num or (nulls.all() and share < 1e-4):
-        return None  # so few NULLs come from cut-off sequences, which `stats` counts
+        return None  # this few NULLs come from cut-off sequences, which `stats` counts
     first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
     np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
     np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
@@ -458,7 +458,7 @@ def _copied_since(data: PairData) -> list[Finding]:
     """Report a pass that copies the other from some step on, although the contracts stay the same."""
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
-    telling = data.b < -1e-3  # two passes give certain tokens a logprob of exactly 0, so equal zeros tell nothing
+    telling = data.b < -1e-3  # both passes give certain tokens a logprob of exactly 0, so equal zeros prove nothing
     equal = np.array([not data.d[steps == step].any() and telling[steps == step].any() for step in known])
     since = int(np.argmax(equal))
     if since < 2 or len(known) - since < 2 or not equal[since:].all():

@@ -75,8 +75,8 @@ TEMPERATURE = Fault(
         "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
         "divided": "{side}'s logprobs are those of temperature 1, divided by {temperature:g} but not normalised again: "
-        "they differ from {other}'s nearly always in the same direction, by {slope:.2g} times 1/T - 1 times the entropy "
-        "(correlation {correlation:.2f}), where T is the recorded temperature",
+        "they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
+        "entropy (correlation {correlation:.2f}), where T is the recorded temperature",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
         "({num_values} different ones, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
         "{other} uses one temperature for all rows",
@@ -157,7 +157,7 @@ PENALTY = Fault(
         "logprob + entropy averages {mean:.3g} nats ({mean_rest:.2g} in the rest), so these sequences were sampled at "
         "a different temperature or with a filter",
         "sampled_elsewhere": "the passes agree, but logprob + entropy averages {mean:.3g} nats instead of 0, "
-        "so sampling applied a temperature, filter or penalty that neither pass does, or neither pass is in "
+        "so sampling applied a temperature, filter or penalty that neither pass applies, or neither pass is in "
         "nats{recorded_text}",
     },
     words={
