@@ -60,8 +60,8 @@ def corrections(
       the bias of Seq-MIS is -E_a[f 1(rho > C)]).
     - bias_*: mean |rho - w|, the largest possible error in a function's mean if the function's values lie in [-1, 1],
       because E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an
-      upper bound on a single weighted sample's variance. `bias_*` and `variance_*` exist per token and per sequence,
-      and are NULL at a level whose ratio does not set the weight.
+      upper bound on a single weighted sample's variance. The columns per sequence are NULL if token ratios set the
+      weight, those per token if sequence ratios do.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 

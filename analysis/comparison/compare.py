@@ -62,8 +62,8 @@ def compare(
     - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
-    - every series that `dynamics` reports, from the first segment between change points whose mean difference exceeds
-      4.5 standard errors
+    - every series that `dynamics` reports. A difference begins in the first segment between change points in which its
+      mean exceeds 4.5 standard errors
 
     Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the two
     passes whose mismatch is compared. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.

@@ -28,11 +28,11 @@ class RunDifference:
     step: int
     """First step where the runs differ (beyond noise for a series)."""
     a: Measured | None
-    """Value in run A at `step` (for a series, the median from there to the next change), or None if missing."""
+    """Value in run A at `step` (for a series, the median from `step` to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """Mean difference in a series divided by the difference's standard deviation per step. None for other kinds, and if
-    the difference has no noise."""
+    """For a series, the mean difference in units of its standard deviation per step. None for other kinds, and if the
+    difference is the same at every step."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 

@@ -101,7 +101,7 @@ class OddToken:
     abs_d: float
     """|value - median over all classes| (nats)."""
     typical: float | None
-    """Median of `abs_d` at the other tokens at which it is not 0, or None if it is 0 at all of them."""
+    """Median `abs_d` of the class's other tokens, without zeros. None if all of them are 0."""
     expected: float | None
     """Expected number of tokens with at least this difference, among all tokens and classes, extrapolated from
     this class's differences at other tokens. None if these are all 0."""
@@ -174,7 +174,7 @@ def _compared(database: Database, values: PassValues, against: str | None) -> Pa
     if not groups:
         raise NothingToCompare(
             f"{database.given[0]}: no two passes share a sequence (passes with logprobs: {len(values.has)}); import "
-            "several engines' values for the same prompts, or pass a second run"
+            "several engines' logprobs for the same prompts, or pass a second run"
         )
     keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
     found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]

@@ -39,7 +39,7 @@ class FigureFormula:
     def description(self) -> str:
         if self.in_tails is None:
             return self.meaning
-        return f"{self.meaning}; if a few tokens dominate, 95% intervals are correct in {self.in_tails:.0%} of runs"
+        return f"{self.meaning}; if a few tokens dominate, 95% intervals contain the true value in {self.in_tails:.0%} of runs"
 
 
 def _of(name: str) -> Callable[[Totals], Array]:

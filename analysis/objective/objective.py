@@ -32,11 +32,11 @@ def objective(
     """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
     With d = train - rollout and drift = current - train (a token's logprobs in nats), the correct importance ratio is
-    rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used is current / train = exp(drift), current /
-    rollout = rho*, or current / current = 1. A term's bias is b = w f(rho_used) - f(rho*), after arXiv 2605.14220. A
-    term is a token, or a sequence if the loss takes one ratio per sequence. f is the term's contribution, including
-    the advantage (for a sequence, its mean advantage). w is the loss's correction weight, or 1 without a correction. In
-    vespo, w multiplies rho_used. Exponents are clamped to +-20 nats.
+    rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used divides current by the loss's denominator:
+    exp(drift) for train, rho* for rollout, 1 for current. A term's bias is b = w f(rho_used) - f(rho*), after arXiv
+    2605.14220. A term is a token, or a sequence if the loss takes one ratio per sequence. f is the term's contribution,
+    including the advantage (for a sequence, its mean advantage). w is the loss's correction weight, or 1 without a
+    correction. In vespo, w multiplies rho_used. Exponents are clamped to +-20 nats.
 
     The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
     vespo), fields of Loss, or both, e.g. `gspo,clip_high=0.01`. Sums within an update (one inner iteration in a

@@ -52,7 +52,7 @@ _BLOCK = 1 << 15
 class NoInterval(StrEnum):
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
-    UNDEFINED = "undefined without some groups"
+    UNDEFINED = "the value is undefined without some of the groups"
     CARRIED = "the value depends on too few groups"
     SINGLE = "a single sequence determines the value"
     UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none of them"

@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 1 << 16
 """Number of tokens to process at once. It is small enough for their arrays to fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Range of sequences, range of tokens, and the index of each sequence's first token in the latter range."""
+"""Range of sequences, range of tokens, and each sequence's first token, counted from the start of that token range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
