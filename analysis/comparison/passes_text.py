@@ -50,11 +50,8 @@ def passes_text(found: PassComparison, width: int | None = None) -> str:
         if len(group.classes) == 1:
             parts.append(wrapped(f"All have equal bits: {', '.join(group.classes[0].passes)}.", "", width))
             continue
-        parts.append(
-            to_text(
-                _class_rows(group), width, ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")
-            )
-        )
+        main = ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")
+        parts.append(to_text(_class_rows(group), width, main))
         parts += [
             wrapped(f"class {number}: {', '.join(one.passes)}", "", width)
             for number, one in enumerate(group.classes, start=1)

@@ -17,12 +17,6 @@
 -- Here, one step is one batch. With logging_steps, a row is what TRL logs over that many steps: the mean of the generation
 -- batches' mismatch, where each batch is a mean over processes, and the mean of the micro-batches' loss numbers.
 
--- trl_tokens(a, b): d of each unmasked token; NaN if a logprob is missing.
-CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
-    SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(d, 'NaN'::DOUBLE) AS d
-    FROM pair(a, b)
-    WHERE mask;
-
 -- Infinities become the largest float32, and NaN 0, as nan_to_num does.
 CREATE OR REPLACE MACRO trl_finite(d) AS
     CASE WHEN isnan(d) THEN 0.0 WHEN isinf(d) THEN sign(d) * 3.4028234663852886e38::DOUBLE ELSE d END;
@@ -52,7 +46,12 @@ CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
                    count(*) FILTER (NOT isnan(d)) AS num_known, sum(abs(d)) FILTER (NOT isnan(d)) AS sum_abs_d,
                    max(abs(d)) FILTER (NOT isnan(d)) AS max_abs_d, sum(trl_finite(d)) AS sum_d,
                    sum(bounded) AS sum_ratio, min(bounded) AS min_ratio, max(bounded) AS max_ratio
-            FROM (SELECT *, trl_bounded(exp(trl_finite(d)), mode, clip_max, clip_min) AS bounded FROM trl_tokens(a, b))
+            FROM (
+                SELECT * REPLACE (coalesce(d, 'NaN'::DOUBLE) AS d),
+                       trl_bounded(exp(trl_finite(coalesce(d, 'NaN'::DOUBLE))), mode, clip_max, clip_min) AS bounded
+                FROM pair(a, b)
+                WHERE mask
+            )
             GROUP BY ALL
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );

@@ -11,7 +11,7 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows
 from ..statement import Statement
-from ..statistics.estimators import Array
+from ..statistics.estimators import Totals
 from ..statistics.intervals import NoInterval, bootstrap
 from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database
@@ -78,11 +78,7 @@ def objective(
 
 
 def estimates(
-    figures: Mapping[str, FigureFormula],
-    columns: Mapping[str, Array],
-    num_updates: int,
-    unit_N: np.ndarray,
-    confidence: float,
+    figures: Mapping[str, FigureFormula], columns: Totals, num_updates: int, unit_N: np.ndarray, confidence: float
 ) -> dict[str, Estimate]:
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
@@ -104,7 +100,7 @@ def estimates(
     return estimated
 
 
-def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Mapping[str, Array]) -> Rows:
+def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Totals) -> Rows:
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
     names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
     columns = [

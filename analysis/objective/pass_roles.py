@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import pyarrow as pa
 
 from ...schemas.errors import InvalidOption, InvalidRecord
 from ...schemas.loss import (
@@ -89,10 +87,8 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
     return tuple(name for name, is_read in has.items() if is_read)
 
 
-def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield batches with one row per sequence and inner loss iteration within `steps`.
-
-    Sequences without tokens are included.
+def batch_query(sides: PassRoles, steps: range) -> str:
+    """Return a query for one row per sequence and inner loss iteration within `steps`, also without tokens.
 
     For speed, `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.
@@ -101,13 +97,12 @@ def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
     lengths = " AND ".join(f"coalesce(len({name}.logprobs) = s.num_response_tokens, false)" for name in names)
-    query = token_query(
-        {
-            name: PassRows(
-                name=scored[name], iteration=None if name == now else 0, scored=False, optional=name != now
-            )
-            for name in names
-        },
+    passes = {
+        name: PassRows(name=scored[name], iteration=None if name == now else 0, scored=False, optional=name != now)
+        for name in names
+    }
+    return token_query(
+        passes,
         [
             "s.step", f"{now}.iteration", "hash(s.seq_id) AS sequence", f"{unit('s')} AS unit", "s.num_response_tokens",
             f"CASE WHEN {now}.forward_id IS NULL THEN 0::UBIGINT ELSE hash({now}.writer, {now}.forward_id) END AS micro_batch",
@@ -116,7 +111,6 @@ def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable
         steps=steps,
         lists=["advantage", "advantages", "mask"],
     )  # fmt: skip
-    return database.connection.batches(query)
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {

@@ -81,11 +81,8 @@ def tokens_of(
     counted_T = None if mask is None else counted(mask, lengths_N)
     arrays: dict[str, Array] = {}
     for name, (values, own_N) in needed.items():
-        cut = (
-            values
-            if np.array_equal(own_N, lengths_N)
-            else values.filter(number_array(first(own_N, lengths_N), pa.bool_()))
-        )
+        is_whole = np.array_equal(own_N, lengths_N)
+        cut = values if is_whole else values.filter(number_array(first(own_N, lengths_N), pa.bool_()))
         if cut.null_count:
             valid_T = array_of(cut.is_valid())
             counted_T = valid_T if counted_T is None else counted_T & valid_T

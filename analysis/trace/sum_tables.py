@@ -112,15 +112,9 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
-        self._connection.raw.execute(
-            sql_file("lookup").format(
-                covered=_listed(self._sequences),
-                run_covered=_listed(self._runs),
-                sum_columns=columns,
-                statistics=", ".join(STATISTICS),
-            )
-        )
+        filled = {"covered": _listed(self._sequences), "run_covered": _listed(self._runs)}
+        filled |= {"sum_columns": ", ".join(["run", *without_pair(SEQUENCE_SUMS)]), "statistics": ", ".join(STATISTICS)}
+        self._connection.raw.execute(sql_file("lookup").format(**filled))
 
     def _forget(self, pair: Pair | None = None) -> None:
         where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
@@ -150,6 +144,10 @@ class SumTables:
             elif computed := [(file.run, str(file.path)) for file in self.files if file.kind == spec.name]:
                 parts.append(rows_of(computed, columns))
             define_view(self._connection, spec.name, parts, columns, spec.schema)
+
+
+def without_pair(spec: Table) -> list[str]:
+    return [name for name in spec.schema.names if name not in ("pass_a", "pass_b")]
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
