@@ -21,10 +21,7 @@ from .trace.macros import words_of
 from .trace.source import Traces
 from .views import open_database
 
-_READING = {
-    duckdb.StatementType.SELECT,
-    duckdb.StatementType.MULTI,  # PIVOT
-}
+_READING = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI}  # MULTI: PIVOT
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
@@ -108,14 +105,11 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    kind = statement.type
-    if kind == duckdb.StatementType.EXPLAIN:
-        inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
-        if all(part.type in _READING for part in inner):
-            return
-    elif kind in _READING:
-        return
-    raise InvalidQuery(f"sql: {kind.name} does more than read data; allow it with {option('unsafe')}")
+    parts = [statement]
+    if statement.type == duckdb.StatementType.EXPLAIN:
+        parts = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
+    if not all(part.type in _READING for part in parts):
+        raise InvalidQuery(f"sql: {statement.type.name} does more than read data; allow it with {option('unsafe')}")
 
 
 def _explained(message: str) -> str:

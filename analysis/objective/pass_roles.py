@@ -124,13 +124,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 }
 """Default values of the Loss fields for each loss. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's
 bound is TRL's recommendation, after arXiv 2510.13786."""
+_KEPT = ("denominator", "correction", "correction_low", "correction_high")
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
     """Return the loss, and statements that say where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
-    recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
+    recorded values, unless the recorded kind or level differs: then only the fields in _KEPT do. If no loss was
+    recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
@@ -140,8 +142,8 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
         if name not in LOSSES:
             raise InvalidOption(f"got {name!r}; use one of {', '.join(LOSSES)}, or FIELD=VALUE", option="loss")
         known = LOSSES[name]
-        same = is_recorded and all(getattr(loss, key) == known[key] for key in ("kind", "level"))
-        loss = loss if same else replace(_neutral(loss), **known)
+        if not is_recorded or any(getattr(loss, key) != known[key] for key in ("kind", "level")):
+            loss = Loss(**{field: getattr(loss, field) for field in _KEPT}, **known)
         basis = Statement(code="asked")
     if not changed:
         return loss, (basis,)
@@ -160,10 +162,3 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
     except (InvalidRecord, ValueError) as error:
         return None, Statement(code="unreadable", values={"error": str(error)})
     return loss, Statement(code="recorded" if loss else "not_recorded")
-
-
-def _neutral(loss: Loss) -> Loss:
-    return Loss(
-        denominator=loss.denominator, correction=loss.correction,
-        correction_low=loss.correction_low, correction_high=loss.correction_high,
-    )  # fmt: skip

@@ -79,9 +79,9 @@ class Connection:
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
-    def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
+    def batches(self, query: str, num_rows: int | None = None) -> Batches:
         self.use_threads()
-        return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
+        return self.sql(query).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
         self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")

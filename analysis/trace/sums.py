@@ -212,9 +212,8 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
-def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate run quantiles with exact ones. Exact quantiles are never stored in the trace."""
-    ensure(database, pair, progress=progress)
+def make_exact(database: Database, pair: Pair, progress: Progress) -> None:
+    """Replace the approximate run quantiles from `ensure` with exact ones, which are never stored in the trace."""
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
     if not runs:
@@ -264,14 +263,13 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
     if not source.store.is_local or source.is_live or source.journals:
         return False
     try:
-        if database.sums.is_computed(pair):
-            for file in database.sums.files:
-                if file.pair == pair and file.run == source.run:
-                    folder = Path(source.store.root)
-                    with unnamed_file(folder, SUMS) as temporary:
-                        shutil.copyfile(file.path, temporary)
-                        temporary.rename(folder / file.relative)
-                    _remove_outdated(source, pair, file.kind)
+        for file in database.sums.files:
+            if file.pair == pair and file.run == source.run:
+                folder = Path(source.store.root)
+                with unnamed_file(folder, SUMS) as temporary:
+                    shutil.copyfile(file.path, temporary)
+                    temporary.rename(folder / file.relative)
+                _remove_outdated(source, pair, file.kind)
         for kind, of_runs in rows.items():
             write_sums(source, pair, KINDS[kind], of_runs[source.run])
         write_index(Path(source.store.root))
