@@ -68,12 +68,6 @@ class SumTables:
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
         return (self._runs if runs else self._sequences).get(pair, False)
 
-    def begin(self, pair: Pair) -> None:
-        self._sequences.pop(pair, None)
-        self._runs.pop(pair, None)
-        self._forget(pair)
-        self._define()
-
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
         (self._runs if runs else self._sequences)[pair] = True
         self._define()
@@ -84,12 +78,21 @@ class SumTables:
         self._runs.clear()
         self._define()
 
-    def forget(self) -> bool:
-        if not self._sequences and not self._runs:
+    def forget(self, pair: Pair | None = None) -> bool:
+        """Drop a pair's sums, or the sums of all pairs. Return False if there are no sums."""
+        dropped = [*self._sequences, *self._runs] if pair is None else [pair]
+        if not dropped:
             return False
-        self._sequences.clear()
-        self._runs.clear()
-        self._forget()
+        for one in dropped:
+            self._sequences.pop(one, None)
+            self._runs.pop(one, None)
+        where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
+        for spec in _IN_TABLES:
+            self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
+        gone = [file for file in self.files if pair in (None, file.pair)]
+        self.files = [file for file in self.files if file not in gone]
+        for file in gone:
+            file.path.unlink(missing_ok=True)
         self._define()
         return True
 
@@ -115,15 +118,6 @@ class SumTables:
         filled = {"covered": _listed(self._sequences), "run_covered": _listed(self._runs)}
         filled |= {"sum_columns": ", ".join(["run", *without_pair(SEQUENCE_SUMS)]), "statistics": ", ".join(STATISTICS)}
         self._connection.raw.execute(sql_file("lookup").format(**filled))
-
-    def _forget(self, pair: Pair | None = None) -> None:
-        where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
-        for spec in _IN_TABLES:
-            self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
-        gone = [file for file in self.files if pair in (None, file.pair)]
-        self.files = [file for file in self.files if file not in gone]
-        for file in gone:
-            file.path.unlink(missing_ok=True)
 
     def _define(self) -> None:
         for spec in KINDS.values():

@@ -124,7 +124,7 @@ def _pair_columns(pair: Pair) -> str:
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
     """Write all sums in a fixed order, so that totals do not depend on which sums were already stored."""
-    database.sums.begin(pair)
+    database.sums.forget(pair)
     chunks = _marked_chunks(database, pair, steps)
     # Keep |d| only for runs that this process reads in full.
     whole = _whole_runs(chunks) if database.ray is None else set()
