@@ -166,9 +166,6 @@ CREATE OR REPLACE MACRO trl_clipping(
     )
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO trl_is_rloo(trainer) AS
-    CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END;
-
 -- True if the loss clips on both sides, false if it clips on one side, NULL if it does not clip.
 CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
     CASE WHEN of_rloo OR loss_type IN ('grpo', 'dr_grpo', 'dapo', 'bnpo', 'luspo') THEN true
@@ -214,6 +211,9 @@ CREATE OR REPLACE MACRO trl_groups(
 -- trl_numbers(...): trl_groups, called with TRL's own options. A whole run is treated as one batch, whatever logging_steps is.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     threshold, logging_steps, logging_first_step) AS TABLE
-    SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,
-                             coalesce(epsilon_high, epsilon), delta, threshold, CASE WHEN by_step THEN logging_steps::BIGINT END,
-                             by_step AND logging_first_step);
+    SELECT * FROM trl_groups(
+        a, b, by_step, mode, clip_max, clip_min,
+        CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END,
+        loss_type, level, epsilon, coalesce(epsilon_high, epsilon), delta, threshold,
+        CASE WHEN by_step THEN logging_steps::BIGINT END, by_step AND logging_first_step
+    );
