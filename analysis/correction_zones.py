@@ -81,15 +81,11 @@ def _groups(
     parts: list[dict[str, Array]] = []
     for sequences, span, _ in blocks(full.lengths_N):
         with np.errstate(over="ignore", invalid="ignore"):
-            row_G, found = _of_block(bounds, full.cut(sequences, span))
+            row_G, part = _of_block(bounds, full.cut(sequences, span))
         rows.append(full_N[sequences][row_G])
-        parts.append(found)
-    return np.concatenate(rows), [
-        pa.array(np.concatenate([np.empty(0), *(part[field.name] for part in parts)]), from_pandas=True).cast(
-            field.type
-        )
-        for field in _FIELDS
-    ]
+        parts.append(part)
+    found = {name: np.concatenate([np.empty(0), *(part[name] for part in parts)]) for name in TYPES}
+    return np.concatenate(rows), [pa.array(found[field.name], from_pandas=True).cast(field.type) for field in _FIELDS]
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
@@ -107,11 +103,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     # Tokens without a finite ratio go into an extra zone after the last one.
     cell_T = (row_T * _SIGNS + sign_T) * (num_zones + 1) + np.where(finite_T, zone_T, num_zones)
     cells, group_T, num_G = np.unique(cell_T, return_inverse=True, return_counts=True)
-    row_G, sign_G, zone_G = (
-        cells // (num_zones + 1) // _SIGNS,
-        cells // (num_zones + 1) % _SIGNS,
-        cells % (num_zones + 1),
-    )
+    row_G, sign_G, zone_G = np.unravel_index(cells, (len(tokens.lengths_N), _SIGNS, num_zones + 1))
     inside_G, signed_G = zone_G < num_zones, sign_G < _SIGNS - 1
     num_nan_G = np.bincount(group_T, nan_T, len(cells))
 

@@ -60,8 +60,8 @@ def corrections(
       the bias of Seq-MIS is -E_a[f 1(rho > C)]).
     - bias_*: mean |rho - w|, the largest possible error in a function's mean if the function's values lie in [-1, 1],
       because E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an
-      upper bound on a single weighted sample's variance. `bias_*` and `variance_*` exist per token and per sequence,
-      and are NULL at a level whose ratio does not set the weight.
+      upper bound on a single weighted sample's variance. The columns per sequence are NULL if token ratios set the
+      weight, those per token if sequence ratios do.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
@@ -119,11 +119,9 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
     with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
         for chunk, rows in zip(chunks, spread(database, _of_chunk, units), strict=True):
             connection.execute("SET threads = 1")
-            connection.register("zones_of_chunk", rows)
-            connection.execute(
-                f"INSERT INTO read_zones SELECT {quoted(chunk.run)}, step, sequence + {num_sequences}, {_COLUMNS} FROM zones_of_chunk"
-            )
-            connection.unregister("zones_of_chunk")
+            columns = f"{quoted(chunk.run)}, step, sequence + {num_sequences}, {_COLUMNS}"
+            with connection.registered("zones_of_chunk", rows):
+                connection.execute(f"INSERT INTO read_zones SELECT {columns} FROM zones_of_chunk")
             num_sequences += rows["sequence"][-1].as_py() if rows.num_rows else 0
             advance(chunk.num_tokens)
     database.define_named(MACROS.names)
@@ -137,17 +135,15 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
     pair, chunk, bounds = unit
-    a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
-    query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"
+    query = f"""SELECT * FROM pair_lists(
+        {quoted_pair(pair)}, [{quoted(chunk.run)}], {chunk.first_step}, {chunk.last_step}
+    )"""
     batches = list(database.connection.mapped_batches(query, partial(zones_of_rows, bounds)))
-    database.connection.register("zones_of_sequences", pa.Table.from_batches(batches))
-    try:
+    with database.connection.registered("zones_of_sequences", pa.Table.from_batches(batches)):
         yield database.connection.sql(
             f"""SELECT step, dense_rank() OVER (ORDER BY {", ".join(KEYS)}) AS sequence, {_COLUMNS}
                 FROM zones_of_sequences ORDER BY sequence, sign, zone"""
         ).to_arrow_table()
-    finally:
-        database.connection.unregister("zones_of_sequences")
 
 
 def _warn_of_advantages(database: Database) -> None:

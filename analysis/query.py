@@ -21,10 +21,7 @@ from .trace.macros import words_of
 from .trace.source import Traces
 from .views import open_database
 
-_READING = {
-    duckdb.StatementType.SELECT,
-    duckdb.StatementType.MULTI,  # PIVOT
-}
+_READING = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI}  # MULTI: PIVOT
 _OF_QUESTION = (
     *NOT_OF_FILES, duckdb.PermissionException, duckdb.ConversionException, duckdb.OutOfRangeException, ValueError,
 )  # fmt: skip
@@ -54,8 +51,7 @@ class Session:
         if max_rows is not None and max_rows < 1:
             raise InvalidOption(f"got {max_rows}; use at least 1", option="max_rows")
         self._database = open_database(traces)
-        self._unsafe, self._has_facts = unsafe, False
-        self._timeout, self._memory, self._max_rows = timeout, memory, max_rows
+        self._unsafe, self._timeout, self._memory, self._max_rows = unsafe, timeout, memory, max_rows
         if memory is not None:
             set_memory(self._database.connection.raw, memory)
         if not unsafe:
@@ -84,10 +80,7 @@ class Session:
             query.encode()
         except UnicodeEncodeError as error:
             raise InvalidQuery(f"sql: character {error.start + 1} of the query is not UTF-8; remove it") from None
-        words = words_of(query)
-        self._database.define_named(words)
-        if "facts" in words and not self._has_facts:
-            self._define_facts()
+        self._database.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)
             if not statements:
@@ -110,23 +103,13 @@ class Session:
                 raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
 
-    def _define_facts(self) -> None:
-        from .attribution.attribute import facts_table
-
-        self._has_facts = True
-        self._database.connection.register("attributed_facts", facts_table(self._database))
-        self._database.connection.raw.execute("CREATE OR REPLACE VIEW facts AS SELECT * FROM attributed_facts")
-
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    kind = statement.type
-    if kind == duckdb.StatementType.EXPLAIN:
-        inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
-        if all(part.type in _READING for part in inner):
-            return
-    elif kind in _READING:
-        return
-    raise InvalidQuery(f"sql: {kind.name} does more than read data; allow it with {option('unsafe')}")
+    parts = [statement]
+    if statement.type == duckdb.StatementType.EXPLAIN:
+        parts = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))
+    if not all(part.type in _READING for part in parts):
+        raise InvalidQuery(f"sql: {statement.type.name} does more than read data; allow it with {option('unsafe')}")
 
 
 def _explained(message: str) -> str:

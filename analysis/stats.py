@@ -13,12 +13,12 @@ from .rows import Rows
 from .trace.columns import parse_pair, passes_with, tell_sampled, why_nothing
 from .trace.database import Database
 from .trace.macros import quoted_pair
+from .trace.pair_sums import KEYS
 from .trace.source import Pair, Traces, find_sums
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
 from .trace.tokens import packed
 from .views import open_database
 
-KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "layer": "pair_routing_layers"}
 LIKE = ("run", "step")
 """Values of `by` that work with `like`."""
@@ -81,6 +81,7 @@ def stats(
         database = database.reopened()
     tell_sampled(database, names)
     routed = {*names} <= passes_with(database, "routing", of=names)
+    query = f"SELECT * FROM {BY[by]}({quoted_pair(names)})"
     if by == "layer":
         if not routed:
             raise NothingToCompare(
@@ -88,7 +89,7 @@ def stats(
                 "choices; record an MoE model with --routing, then replay the trace with hf, which stores router "
                 "choices for every pass"
             )
-        return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
+        return database.ask(query)
     of_run = by == "run"
     if (exact and of_run) or not all(database.sums.covers(names, runs=runs) for runs in {False, of_run}):
         with connected(database.ray):
@@ -96,7 +97,6 @@ def stats(
                 keep(database, names)
             if exact and of_run:
                 make_exact(database, names, progress)
-    query = f"SELECT * FROM {BY[by]}({quoted_pair(names)})"
     if routed:
         query = f"""
             SELECT * FROM ({query}) LEFT JOIN (

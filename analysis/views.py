@@ -13,20 +13,15 @@ from .trace.database import Database, core_files
 from .trace.macros import LISTING, Catalogue, MacroFile
 from .trace.source import Source, Traces
 
-_CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
-_LOCATED = """
-    CREATE OR REPLACE VIEW operators AS SELECT * FROM located_operators;
-    CREATE OR REPLACE VIEW patches AS SELECT * FROM located_patches;
-"""
-
 
 @cache
 def catalogue() -> Catalogue[Database]:
     return Catalogue(
         [
             *core_files(), correction.MACROS, function.MACROS, routing.MACROS,
-            MacroFile(name="changes", sql=_CHANGES, register=_register_changes),
-            MacroFile(name="located", sql=_LOCATED, register=_register_located),
+            MacroFile(name="changes", functions=("changes",), define=_define_changes),
+            MacroFile(name="located", functions=("operators", "patches"), define=_define_located),
+            MacroFile(name="facts", functions=("facts",), define=_define_facts, is_listed=False),
             *registry.macro_files(),
         ]
     )  # fmt: skip
@@ -71,14 +66,20 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     return database.connection.raw
 
 
-def _register_changes(database: Database) -> None:
+def _define_changes(database: Database) -> None:
     from .facts.recorded import changes_table
 
-    database.connection.register("recorded_changes", changes_table(database))
+    database.connection.register("changes", changes_table(database))
 
 
-def _register_located(database: Database) -> None:
+def _define_located(database: Database) -> None:
     from .location import view_rows
 
     for name, rows in view_rows(database).items():
-        database.connection.register(f"located_{name}", rows)
+        database.connection.register(name, rows)
+
+
+def _define_facts(database: Database) -> None:
+    from .attribution.attribute import facts_table
+
+    database.connection.register("facts", facts_table(database))

@@ -99,7 +99,7 @@ def _literal(number: float) -> str:
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL hash for sampling sequences. `rows` is empty, or a table name followed by a dot."""
+"""SQL hash for sampling sequences. `rows` is an optional table prefix, such as `s.`."""
 SMALLEST = 1e-6
 """Half-width (nats) for the d axis if every d is 0."""
 
@@ -153,7 +153,7 @@ class Breakdowns:
     """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
     to c / 2 lead to this bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """SQL queries that return the same numbers for the whole run. Keys: `density`, `position`, `length`, `entropy`."""
+    """SQL queries for the same numbers, computed from the whole run. Keys: `density`, `position`, `length`, `entropy`."""
 
 
 def read_breakdowns(
@@ -224,8 +224,8 @@ def _steps(
         return tuple(known), f"{every} scored by both passes"
     named = [step for step in dict.fromkeys(notable) if step in set(known)][:max_steps]
     spread = evenly_spaced([step for step in known if step not in set(named)], max_steps - len(named))
-    parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
-    how = f"{len(named) + len(spread):,} of the {len(known):,} steps scored by both passes, {' and '.join(parts)}"
+    parts = [f"{len(named):,} notable"] * bool(named) + [f"{len(spread):,} evenly spaced"] * bool(spread)
+    how = f"{len(named) + len(spread):,} of the {len(known):,} steps scored by both passes ({' and '.join(parts)})"
     return tuple(sorted([*named, *spread])), how
 
 

@@ -17,14 +17,7 @@ from ..trace.columns import parse_pair, passes_with, tell_sampled
 from ..trace.database import Database
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .comparison import (
-    KINDS,
-    Comparison,
-    RunDifference,
-    contract_differences,
-    sampling_differences,
-    setting_differences,
-)
+from .comparison import KINDS, Comparison, RunDifference, stated_differences
 from .passes import PassComparison, compare_passes
 from .series import logprob_differences, sequence_differences, series_differences
 
@@ -62,8 +55,8 @@ def compare(
     - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
-    - every series that `dynamics` reports, from the first segment between change points whose mean difference exceeds
-      4.5 standard errors
+    - every series that `dynamics` reports. A difference begins in the first segment between change points in which its
+      mean exceeds 4.5 standard errors
 
     Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the two
     passes whose mismatch is compared. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
@@ -90,9 +83,7 @@ def compare(
                 f"{of_a.given[0]} and {of_b.given[0]} have no step in common; compare runs that recorded the same steps"
             )
         advance(1)
-        found = [*setting_differences(of_a, of_b)]
-        found += sampling_differences(of_a, of_b, shared)
-        found += contract_differences(of_a, of_b, shared)
+        found = [*stated_differences(of_a, of_b, shared)]
         advance(1)
         found += _steps(of_a, of_b)
         if shared:

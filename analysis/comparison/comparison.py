@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +28,11 @@ class RunDifference:
     step: int
     """First step where the runs differ (beyond noise for a series)."""
     a: Measured | None
-    """Value in run A at `step` (for a series, the median from there to the next change), or None if missing."""
+    """Value in run A at `step` (for a series, the median from `step` to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """Mean difference in a series divided by the difference's standard deviation per step. None for other kinds, and if
-    the difference has no noise."""
+    """For a series, the mean difference in units of its standard deviation per step. None for other kinds, and if the
+    difference is the same at every step."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 
@@ -82,7 +82,13 @@ _Timeline = dict[str, dict[int, Any]]
 """Values by name and step. Each value applies until the next listed step."""
 
 
-def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
+def stated_differences(a: Database, b: Database, steps: Sequence[int]) -> Iterator[RunDifference]:
+    yield from _setting_differences(a, b)
+    yield from _sampling_differences(a, b, steps)
+    yield from _contract_differences(a, b, steps)
+
+
+def _setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
     of_a, of_b = _settings(a), _settings(b)
     for name in sorted(of_a.keys() | of_b.keys()):
         changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
@@ -105,7 +111,7 @@ def _held(values: Mapping[int, Any], step: int) -> Any:
     return values[max(known)] if known else None
 
 
-def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
+def _sampling_differences(a: Database, b: Database, steps: Sequence[int]) -> Iterator[RunDifference]:
     of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
     for name in SAMPLING:
         for step in steps:
@@ -121,7 +127,7 @@ def _listed(values: list[Any] | None) -> Measured | None:
     return values[0] if len(values) == 1 else ", ".join(f"{value:g}" for value in values)
 
 
-def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
+def _contract_differences(a: Database, b: Database, steps: Sequence[int]) -> Iterator[RunDifference]:
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:

@@ -131,6 +131,6 @@ class PassValues:
         return self.rows[row][1], token - int(self.starts[row])
 
     def extend(self, ends_R: np.ndarray, tokens: np.ndarray) -> None:
-        """Raise the end offsets `ends_R` where needed, so that every one of `tokens` lies before its sequence's end."""
+        """Increase the end offsets `ends_R` where needed, so that all `tokens` lie before their sequences' ends."""
         rows = np.searchsorted(self.starts, tokens, side="right") - 1
         np.maximum.at(ends_R, rows, tokens + 1 - self.starts[rows])

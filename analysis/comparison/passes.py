@@ -101,7 +101,7 @@ class OddToken:
     abs_d: float
     """|value - median over all classes| (nats)."""
     typical: float | None
-    """Median of `abs_d` at the other tokens at which it is not 0, or None if it is 0 at all of them."""
+    """Median `abs_d` of the class's other tokens, without zeros. None if all of them are 0."""
     expected: float | None
     """Expected number of tokens with at least this difference, among all tokens and classes, extrapolated from
     this class's differences at other tokens. None if these are all 0."""
@@ -156,28 +156,25 @@ def compare_passes(database: Database, against: str | None = None) -> PassCompar
     Raises NothingToCompare if no two passes share a sequence, InvalidOption, and QueryFailed if there is too little memory
     or temporary disk space (4 bytes per token and pass).
     """
-    with TemporaryFile(buffering=0) as file:
-        return _compared(database, PassValues(database, file), against)
-
-
-def _compared(database: Database, values: PassValues, against: str | None) -> PassComparison:
-    if against is not None and against not in values.has:
-        raise InvalidOption(
-            f"no pass {against!r} with logprobs; choose one of {', '.join(values.has)}", option="against"
-        )
     settings = {
         name: flat_contract({key: value for key, value in json.loads(text).items() if key not in ("source", "path")})
         for name, text in database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
     }
-    connected = _connected(values.has)
-    groups = [_Group(values, names, settings, against) for names in connected if len(names) > 1]
-    if not groups:
-        raise NothingToCompare(
-            f"{database.given[0]}: no two passes share a sequence (passes with logprobs: {len(values.has)}); import "
-            "several engines' values for the same prompts, or pass a second run"
-        )
-    keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
-    found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]
+    with TemporaryFile(buffering=0) as file:
+        values = PassValues(database, file)
+        if against is not None and against not in values.has:
+            raise InvalidOption(
+                f"no pass {against!r} with logprobs; choose one of {', '.join(values.has)}", option="against"
+            )
+        connected = _connected(values.has)
+        groups = [_Group(values, names, settings, against) for names in connected if len(names) > 1]
+        if not groups:
+            raise NothingToCompare(
+                f"{database.given[0]}: no two passes share a sequence (passes with logprobs: {len(values.has)}); import "
+                "several engines' logprobs for the same prompts, or pass a second run"
+            )
+        keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
+        found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]
     alone = tuple(names[0] for names in connected if len(names) == 1)
     return PassComparison(run=database.given[0], steps=database.steps, groups=tuple(found), alone=alone)
 

@@ -15,14 +15,14 @@ from .passes import (
 
 CONTRADICTIONS: Mapping[str, str] = {
     SAME_SETTINGS: "{passes} and {others} state the same settings, but their bits differ.",
-    OTHER_SETTING: "{passes} {states}, but has the bits of {others} ({setting} {other_value}). Elsewhere this setting "
-    "alone changes the bits ({pairs}, e.g. {example}).",
+    OTHER_SETTING: "{passes} {states}, but has the same bits as {others} ({setting} {other_value}). In other passes, "
+    "this setting alone changes the bits ({pairs}, e.g. {example}).",
     INERT_SETTING: "{passes} and {others} differ only in {setting} ({value}, {other_value}), and their bits differ. "
-    "Elsewhere this setting keeps the bits ({pairs}, e.g. {example}).",
+    "In other passes, this setting does not change the bits ({pairs}, e.g. {example}).",
 }
 
-_SHOWN = 10
-"""Half the maximum number of sentences per group in text output. JSON output has all of them."""
+_SHOWN = 20
+"""Maximum number of sentences per group in text output. JSON output has all of them."""
 
 
 def sentence(found: PassComparison) -> str:
@@ -30,9 +30,9 @@ def sentence(found: PassComparison) -> str:
     num = sum(group.num_passes for group in groups)
     over = "the same tokens" if len(groups) == 1 else f"{len(groups)} groups of shared tokens"
     odd = counted(sum(len(group.odd_tokens) for group in groups), "odd token")
-    contradictions = counted(sum(len(group.contradictions) for group in groups), "contradiction")
+    contradictions = counted(sum(len(group.contradictions) for group in groups), "setting contradiction")
     classes = counted(sum(len(group.classes) for group in groups), "class", "classes")
-    return f"{num} passes over {over} fall into {classes} of equal bits, with {odd} and {contradictions} of settings."
+    return f"{num} passes over {over} fall into {classes} with equal bits: {odd} and {contradictions}."
 
 
 def passes_text(found: PassComparison, width: int | None = None) -> str:
@@ -44,17 +44,14 @@ def passes_text(found: PassComparison, width: int | None = None) -> str:
             f"d = logprob - logprob of {group.reference}"
         )
         lines = [*map(odd_sentence, group.odd_tokens), *map(contradiction_sentence, group.contradictions)]
-        parts += [wrapped(line, "", width) for line in lines[: 2 * _SHOWN]]
-        if len(lines) > 2 * _SHOWN:
-            parts.append(f"({len(lines) - 2 * _SHOWN} more with --json)")
+        parts += [wrapped(line, "", width) for line in lines[:_SHOWN]]
+        if len(lines) > _SHOWN:
+            parts.append(f"({len(lines) - _SHOWN} more with --json)")
         if len(group.classes) == 1:
             parts.append(wrapped(f"All have equal bits: {', '.join(group.classes[0].passes)}.", "", width))
             continue
-        parts.append(
-            to_text(
-                _class_rows(group), width, ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")
-            )
-        )
+        main = ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")
+        parts.append(to_text(_class_rows(group), width, main))
         parts += [
             wrapped(f"class {number}: {', '.join(one.passes)}", "", width)
             for number, one in enumerate(group.classes, start=1)
@@ -103,7 +100,7 @@ def odd_sentence(one: OddToken) -> str:
     odd = "" if one.num_others > 1 else " Either of the two may be wrong."
     size = "the only token at which it differs"
     if one.typical is not None and one.expected is not None:
-        size = f"{one.ratio:,.0f} times its median elsewhere (tokens this far expected by chance: {one.expected:.2g})"
+        size = f"{one.ratio:,.0f} times its median elsewhere (such tokens expected by chance: {one.expected:.2g})"
     others = f"the median of {one.num_others} other classes" if one.num_others > 1 else "the other class"
     return (
         f"Token {one.token} of {one.seq_id}: {one.value:.6g} in {_named(one.passes)}, but {one.others:.6g} in {others}. "

@@ -226,7 +226,7 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Codes in text.SUMMARY."""
     fall: Fall | None
-    """The collapse found by `attribute`, or None if it begins after `steps`."""
+    """The collapse found by `attribute`. None if there is none, or if it begins after `steps`."""
     later: Fall | None = None
     """A collapse that begins after `steps`."""
     series: tuple[SeriesSummary, ...]

@@ -12,10 +12,10 @@ from .dynamics import Dynamics
 _MOST_NAMED = 3
 
 SUMMARY: Mapping[str, str] = {
-    "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
+    "too_short": "The run is too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
     "no_change": "No series changed by {min_sd:g} or more standard deviations. Each is flat or follows a straight line.",
     "moved_first": "{onset} changed first{followers}.",
-    "first_undecided": "Could not determine which changed first: {onsets}.",
+    "first_undecided": "Could not determine which series changed first: {onsets}.",
     "fall": "{outcome} {verb} starting at step {step}{interval}, {before:.3g} to {after:.3g}. Find the cause with tim-trace "
     "attribute.",
     "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
@@ -25,7 +25,7 @@ SUMMARY: Mapping[str, str] = {
 }
 
 UNANSWERED: Mapping[str, str] = {
-    "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown (see tim-trace info)",
+    "no_mismatch": "the passes {pair} share no token, so the mismatch and its growth are unknown (see tim-trace info)",
     "no_reward": "no rewards: pass reward to Recorder.add_sequences to see the reward and its spread within groups",
     "no_reward_std_within_groups": "no groups with two or more rewards: record group_ids to see the spread within groups",
     "no_k3_positive": "no advantages: pass advantage to Recorder.add_sequences to see the mismatch by advantage sign",

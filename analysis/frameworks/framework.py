@@ -32,15 +32,11 @@ class Framework:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value, choices, at_least = (
-                getattr(self, option.name),
-                option.metadata["choices"],
-                option.metadata["at_least"],
-            )
+            value, at_least = getattr(self, option.name), option.metadata["at_least"]
             if value is None:
                 continue
-            if choices:
-                check_choice(self.name, option.name, value, choices)
+            if option.metadata["choices"]:
+                check_choice(self.name, option.name, value, option.metadata["choices"])
             if at_least is not None and not value >= at_least:
                 raise InvalidOption(f"got {value:g}; pass {at_least:g} or more", option=option.name)
         self.check()
@@ -128,9 +124,8 @@ def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[
                 "SELECT parameters FROM duckdb_functions() WHERE function_name = ? AND function_type = 'table_macro'"
             )
             ((parameters,),) = connection.raw.execute(query, [macro]).fetchall()
-            connection.register("given_rows", rows)
-            connection.execute(f"CREATE OR REPLACE TEMP TABLE kept_{macro} AS SELECT * FROM given_rows")
-            connection.unregister("given_rows")
+            with connection.registered("given_rows", rows):
+                connection.execute(f"CREATE OR REPLACE TEMP TABLE kept_{macro} AS SELECT * FROM given_rows")
             connection.execute(
                 f"CREATE OR REPLACE TEMP MACRO {macro}({', '.join(parameters)}) AS TABLE "
                 f"SELECT * FROM temp.kept_{macro} ANTI JOIN left_out USING (run, step, seq_id)"

@@ -146,17 +146,16 @@ CREATE OR REPLACE MACRO nemo_rl_numbers(
                    AS is_oob_ratio,
                torch_max(mean_mult) AS max_seq_mult_prob_error, avg(mean_mult) AS mean_seq_mult_prob_error,
                torch_min(mean_mult) AS min_seq_mult_prob_error,
-               -- A sequence that a threshold keeps has a finite error.
-               CASE WHEN threshold IS NULL THEN torch_max(mean_mult) ELSE coalesce(max(mean_mult) FILTER (is_kept), 0.0) END
-                   AS max_seq_mult_prob_error_after_mask,
-               CASE WHEN threshold IS NULL THEN avg(mean_mult) ELSE coalesce(avg(mean_mult) FILTER (is_kept), 0.0) END
-                   AS mean_seq_mult_prob_error_after_mask,
-               CASE WHEN threshold IS NULL THEN torch_min(mean_mult) ELSE coalesce(min(mean_mult) FILTER (is_kept), 0.0) END
-                   AS min_seq_mult_prob_error_after_mask,
+               coalesce(torch_max(kept_mult), 0.0) AS max_seq_mult_prob_error_after_mask,
+               coalesce(avg(kept_mult), 0.0) AS mean_seq_mult_prob_error_after_mask,
+               coalesce(torch_min(kept_mult), 0.0) AS min_seq_mult_prob_error_after_mask,
                count(*) FILTER (NOT is_kept) AS num_masked,
                count(*) FILTER (NOT is_kept AND reward IS NULL) AS num_unrewarded,
                count(*) FILTER (NOT is_kept AND reward = 1) AS num_correct
-        FROM nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower, threshold)
+        FROM (
+            SELECT *, CASE WHEN is_kept THEN mean_mult END AS kept_mult
+            FROM nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, lower, threshold)
+        )
         GROUP BY ALL
     ) AS found
     LEFT JOIN (

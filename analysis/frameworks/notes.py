@@ -69,8 +69,8 @@ def masked_out(
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
-        f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
-        "the numbers here are float64 sums of the same logprobs"
+        f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 correct "
+        "digits; the numbers here are float64 sums of the same logprobs"
         for run, dtype in found
     ]
 

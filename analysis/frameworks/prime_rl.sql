@@ -81,13 +81,6 @@ CREATE OR REPLACE MACRO prime_rl_rows(a, b, dppo_mask_low, dppo_mask_high, ipo_t
         GROUP BY ALL
     ) USING (run, step, seq_id, iteration_a, iteration_b);
 
--- prime_rl_medians(...): medians over all tokens, which cannot be computed from sums.
-CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step, torch_median(mismatch_kl) AS median_kl,
-           torch_median(entropy) AS median_entropy
-    FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
-    GROUP BY ALL;
-
 -- prime_rl_from_rows(...): all metrics, but NULL for the medians over tokens.
 CREATE OR REPLACE MACRO prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT run, step, kl.mean AS "mismatch_kl/all/mean", NULL::DOUBLE AS "mismatch_kl/all/median",
@@ -127,6 +120,10 @@ CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask
         CASE WHEN "entropy/all/mean" IS NOT NULL THEN median_entropy END AS "entropy/all/median"
     )
     FROM prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS found
-    JOIN prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS medians
-      ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
+    JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step, torch_median(mismatch_kl) AS median_kl,
+               torch_median(entropy) AS median_entropy
+        FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
+        GROUP BY ALL
+    ) AS medians ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;

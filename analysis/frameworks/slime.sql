@@ -105,12 +105,6 @@ CREATE OR REPLACE MACRO slime_updates(a, b, o) AS TABLE
     ) USING (run, step, seq_id, iteration_a, iteration_b)
     LEFT JOIN slime_kept_kl(a, b, o) USING (run, step, seq_id, iteration_a);
 
-CREATE OR REPLACE MACRO slime_current(a, b, by_step, per_token, o) AS TABLE
-    SELECT run, CASE WHEN by_step THEN step END AS step, slime_mean(sum_kl, n, per_token) AS ppo_kl,
-           slime_mean(sum_ois, n, per_token) AS ois
-    FROM slime_updates(a, b, o)
-    GROUP BY ALL;
-
 -- slime_rows(...): per-sequence sums; 0 for a sequence without tokens.
 CREATE OR REPLACE MACRO slime_rows(a, b, tis_clip, tis_clip_low, o) AS TABLE
     SELECT run, step, seq_id, coalesce(num_tokens, 0) AS n,
@@ -181,8 +175,12 @@ CREATE OR REPLACE MACRO slime_groups(a, b, by_step, tis_clip, tis_clip_low, per_
             GROUP BY ALL
         )
     ) AS found
-    LEFT JOIN slime_current(a, b, by_step, per_token, o) AS currently
-           ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
+    LEFT JOIN (
+        SELECT run, CASE WHEN by_step THEN step END AS step, slime_mean(sum_kl, n, per_token) AS ppo_kl,
+               slime_mean(sum_ois, n, per_token) AS ois
+        FROM slime_updates(a, b, o)
+        GROUP BY ALL
+    ) AS currently ON currently.run = found.run AND currently.step IS NOT DISTINCT FROM found.step
     WHERE total_tokens > 0
     ORDER BY found.run, found.step;
 

@@ -103,9 +103,8 @@ class Trl(Framework):
         told = []
         if self.trainer == "grpo":
             told += null_without(database, (f"{_SAMPLING}*",), pair[1])
-        of_loss = f"{_CLIPS}*" if self._clips else _CISPO
         if self._clips or self.loss_type == "cispo":
-            told += null_without(database, (of_loss,), CURRENT)
+            told += null_without(database, (f"{_CLIPS}*" if self._clips else _CISPO,), CURRENT)
         if self.trainer == "rloo" or self.importance_sampling_level == "sequence":
             effect = "the ratio of such a sequence is treated as not clipped"
             told += masked_out(database, (pair[0], CURRENT), "TRL", effect=effect)

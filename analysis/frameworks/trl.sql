@@ -17,12 +17,6 @@
 -- Here, one step is one batch. With logging_steps, a row is what TRL logs over that many steps: the mean of the generation
 -- batches' mismatch, where each batch is a mean over processes, and the mean of the micro-batches' loss numbers.
 
--- trl_tokens(a, b): d of each unmasked token; NaN if a logprob is missing.
-CREATE OR REPLACE MACRO trl_tokens(a, b) AS TABLE
-    SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(d, 'NaN'::DOUBLE) AS d
-    FROM pair(a, b)
-    WHERE mask;
-
 -- Infinities become the largest float32, and NaN 0, as nan_to_num does.
 CREATE OR REPLACE MACRO trl_finite(d) AS
     CASE WHEN isnan(d) THEN 0.0 WHEN isinf(d) THEN sign(d) * 3.4028234663852886e38::DOUBLE ELSE d END;
@@ -52,7 +46,12 @@ CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
                    count(*) FILTER (NOT isnan(d)) AS num_known, sum(abs(d)) FILTER (NOT isnan(d)) AS sum_abs_d,
                    max(abs(d)) FILTER (NOT isnan(d)) AS max_abs_d, sum(trl_finite(d)) AS sum_d,
                    sum(bounded) AS sum_ratio, min(bounded) AS min_ratio, max(bounded) AS max_ratio
-            FROM (SELECT *, trl_bounded(exp(trl_finite(d)), mode, clip_max, clip_min) AS bounded FROM trl_tokens(a, b))
+            FROM (
+                SELECT * REPLACE (coalesce(d, 'NaN'::DOUBLE) AS d),
+                       trl_bounded(exp(trl_finite(coalesce(d, 'NaN'::DOUBLE))), mode, clip_max, clip_min) AS bounded
+                FROM pair(a, b)
+                WHERE mask
+            )
             GROUP BY ALL
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );
@@ -167,9 +166,6 @@ CREATE OR REPLACE MACRO trl_clipping(
     )
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO trl_is_rloo(trainer) AS
-    CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END;
-
 -- True if the loss clips on both sides, false if it clips on one side, NULL if it does not clip.
 CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
     CASE WHEN of_rloo OR loss_type IN ('grpo', 'dr_grpo', 'dapo', 'bnpo', 'luspo') THEN true
@@ -215,6 +211,9 @@ CREATE OR REPLACE MACRO trl_groups(
 -- trl_numbers(...): trl_groups, called with TRL's own options. A whole run is treated as one batch, whatever logging_steps is.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     threshold, logging_steps, logging_first_step) AS TABLE
-    SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,
-                             coalesce(epsilon_high, epsilon), delta, threshold, CASE WHEN by_step THEN logging_steps::BIGINT END,
-                             by_step AND logging_first_step);
+    SELECT * FROM trl_groups(
+        a, b, by_step, mode, clip_max, clip_min,
+        CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END,
+        loss_type, level, epsilon, coalesce(epsilon_high, epsilon), delta, threshold,
+        CASE WHEN by_step THEN logging_steps::BIGINT END, by_step AND logging_first_step
+    );

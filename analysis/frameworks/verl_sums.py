@@ -14,13 +14,11 @@ import pyarrow as pa
 from ...tracer.arrow_arrays import number_array
 from ..statistics.moments import centred, co_moment
 from ..trace.macros import struct_sql
-from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
+from ..trace.pair_sums import KEYS, OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..trace.ragged import blocks, tokens_of
 
 SAFETY_BOUND = 20.0
 """verl clamps log ratios to +- this many nats before exponentiating them."""
-
-_KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
 _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
@@ -33,8 +31,8 @@ STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
-    names = [*_KEYS, *(field.name for field in sums.type)]
-    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
+    names = [*KEYS, *(field.name for field in sums.type)]
+    return pa.RecordBatch.from_arrays([*(rows.column(name) for name in KEYS), *sums.flatten()], names)
 
 
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:

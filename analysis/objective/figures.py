@@ -39,7 +39,7 @@ class FigureFormula:
     def description(self) -> str:
         if self.in_tails is None:
             return self.meaning
-        return f"{self.meaning}; if a few tokens dominate, 95% intervals are correct in {self.in_tails:.0%} of runs"
+        return f"{self.meaning}; if a few tokens dominate, 95% intervals contain the true value in {self.in_tails:.0%} of runs"
 
 
 def _of(name: str) -> Callable[[Totals], Array]:
@@ -62,14 +62,14 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
     return lambda t: t[name] / t[by]
 
 
-def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
+def _covariance(product: str, left: str, right: str) -> Callable[[Totals], Array]:
     """Return a formula for the covariance of two values, given the names of their totals. To avoid cancellation, the
     values must be centred near their means before they are summed."""
-    return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
+    return lambda t: t[product] / t["num_tokens"] - t[left] / t["num_tokens"] * (t[right] / t["num_tokens"])
 
 
 def _variance(name: str) -> Callable[[Totals], Array]:
-    of = _covariance(f"off_{name}2", f"off_{name}", f"off_{name}", "num_tokens")
+    of = _covariance(f"off_{name}2", f"off_{name}", f"off_{name}")
     return lambda t: np.maximum(of(t), 0.0)
 
 
@@ -128,7 +128,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "var_d": FigureFormula(_variance("d"), "variance of the mismatch d (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
     "mean_drift": FigureFormula(_mean("sum_drift"), "mean policy drift = current - train (nats)", frozenset({DRIFT})),
     "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift (nats squared)", frozenset({DRIFT}), bounds=_SIZE),
-    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance between d and drift (nats squared)", _BOTH),
+    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift"), "covariance between d and drift (nats squared)", _BOTH),
     "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift, i.e. both variances plus twice the covariance (nats squared)", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
     "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
     "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "sum d per sequence, averaged over sequences (nats)", frozenset({MISMATCH})),

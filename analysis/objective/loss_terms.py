@@ -79,11 +79,8 @@ class LossTerms:
 
     def _clips(self, loss: Loss) -> dict[str, Array]:
         true, used = (is_clipped(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
-        return (
-            self._count("clipped", true)
-            | self._count("to_clipped", used & ~true)
-            | self._count("to_free", true & ~used)
-        )
+        counts = self._count("clipped", true) | self._count("to_clipped", used & ~true)
+        return counts | self._count("to_free", true & ~used)
 
     def _total(self, values_K: Array) -> Array:
         return np.add.reduceat(values_K, self.starts_N)

@@ -11,7 +11,7 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..rows import Rows
 from ..statement import Statement
-from ..statistics.estimators import Array
+from ..statistics.estimators import Totals
 from ..statistics.intervals import NoInterval, bootstrap
 from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database
@@ -32,11 +32,11 @@ def objective(
     """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
 
     With d = train - rollout and drift = current - train (a token's logprobs in nats), the correct importance ratio is
-    rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used is current / train = exp(drift), current /
-    rollout = rho*, or current / current = 1. A term's bias is b = w f(rho_used) - f(rho*), after arXiv 2605.14220. A
-    term is a token, or a sequence if the loss takes one ratio per sequence. f is the term's contribution, including
-    the advantage (for a sequence, its mean advantage). w is the loss's correction weight, or 1 without a correction. In
-    vespo, w multiplies rho_used. Exponents are clamped to +-20 nats.
+    rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used divides current by the loss's denominator:
+    exp(drift) for train, rho* for rollout, 1 for current. A term's bias is b = w f(rho_used) - f(rho*), after arXiv
+    2605.14220. A term is a token, or a sequence if the loss takes one ratio per sequence. f is the term's contribution,
+    including the advantage (for a sequence, its mean advantage). w is the loss's correction weight, or 1 without a
+    correction. In vespo, w multiplies rho_used. Exponents are clamped to +-20 nats.
 
     The loss is read from the trace. `loss` overrides it with a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
     vespo), fields of Loss, or both, e.g. `gspo,clip_high=0.01`. Sums within an update (one inner iteration in a
@@ -78,11 +78,7 @@ def objective(
 
 
 def estimates(
-    figures: Mapping[str, FigureFormula],
-    columns: Mapping[str, Array],
-    num_updates: int,
-    unit_N: np.ndarray,
-    confidence: float,
+    figures: Mapping[str, FigureFormula], columns: Totals, num_updates: int, unit_N: np.ndarray, confidence: float
 ) -> dict[str, Estimate]:
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}
@@ -104,7 +100,7 @@ def estimates(
     return estimated
 
 
-def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Mapping[str, Array]) -> Rows:
+def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Totals) -> Rows:
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
     names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
     columns = [

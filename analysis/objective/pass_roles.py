@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import pyarrow as pa
 
 from ...schemas.errors import InvalidOption, InvalidRecord
 from ...schemas.loss import (
@@ -89,10 +87,8 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
     return tuple(name for name, is_read in has.items() if is_read)
 
 
-def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Yield batches with one row per sequence and inner loss iteration within `steps`.
-
-    Sequences without tokens are included.
+def batch_query(sides: PassRoles, steps: range) -> str:
+    """Return a query for one row per sequence and inner loss iteration within `steps`, also without tokens.
 
     For speed, `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.
@@ -101,13 +97,12 @@ def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
     lengths = " AND ".join(f"coalesce(len({name}.logprobs) = s.num_response_tokens, false)" for name in names)
-    query = token_query(
-        {
-            name: PassRows(
-                name=scored[name], iteration=None if name == now else 0, scored=False, optional=name != now
-            )
-            for name in names
-        },
+    passes = {
+        name: PassRows(name=scored[name], iteration=None if name == now else 0, scored=False, optional=name != now)
+        for name in names
+    }
+    return token_query(
+        passes,
         [
             "s.step", f"{now}.iteration", "hash(s.seq_id) AS sequence", f"{unit('s')} AS unit", "s.num_response_tokens",
             f"CASE WHEN {now}.forward_id IS NULL THEN 0::UBIGINT ELSE hash({now}.writer, {now}.forward_id) END AS micro_batch",
@@ -116,7 +111,6 @@ def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable
         steps=steps,
         lists=["advantage", "advantages", "mask"],
     )  # fmt: skip
-    return database.connection.batches(query)
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
@@ -130,13 +124,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 }
 """Default values of the Loss fields for each loss. gspo's bounds are from arXiv 2507.18071 (section 5.1). cispo's
 bound is TRL's recommendation, after arXiv 2510.13786."""
+_KEPT = ("denominator", "correction", "correction_low", "correction_high")
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
     """Return the loss, and statements that say where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
-    recorded values. If no loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
+    recorded values, unless the recorded kind or level differs: then only the fields in _KEPT do. If no loss was
+    recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
@@ -146,8 +142,8 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
         if name not in LOSSES:
             raise InvalidOption(f"got {name!r}; use one of {', '.join(LOSSES)}, or FIELD=VALUE", option="loss")
         known = LOSSES[name]
-        same = is_recorded and all(getattr(loss, key) == known[key] for key in ("kind", "level"))
-        loss = loss if same else replace(_neutral(loss), **known)
+        if not is_recorded or any(getattr(loss, key) != known[key] for key in ("kind", "level")):
+            loss = Loss(**{field: getattr(loss, field) for field in _KEPT}, **known)
         basis = Statement(code="asked")
     if not changed:
         return loss, (basis,)
@@ -166,10 +162,3 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
     except (InvalidRecord, ValueError) as error:
         return None, Statement(code="unreadable", values={"error": str(error)})
     return loss, Statement(code="recorded" if loss else "not_recorded")
-
-
-def _neutral(loss: Loss) -> Loss:
-    return Loss(
-        denominator=loss.denominator, correction=loss.correction,
-        correction_low=loss.correction_low, correction_high=loss.correction_high,
-    )  # fmt: skip

@@ -90,11 +90,10 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
     words |= {f"{name}_signed": f"{value * 100:+.3g}%" for name, value in values.items() if isinstance(value, float)}
     words |= _WAYS | {"signs": " and ".join(_signs(values))}
     words["share_of_all"] = f", {values['share'] * 100:.2g}% of the total" if "share" in values else ""
-    words["interval"] = (
-        f" ({confidence * 100:g}% interval over groups {words['low_signed']} to {words['high_signed']})"
-        if "low" in values
-        else ""
-    )
+    words["interval"] = ""
+    if "low" in values:
+        span = f"{words['low_signed']} to {words['high_signed']}"
+        words["interval"] = f" ({confidence * 100:g}% interval over groups {span})"
     how_much = (
         "Relative to the sum of the terms' absolute values, the net bias is {relative_bias_signed}{interval}, and the "
         "absolute biases add up to {relative_abs_bias_percent}."

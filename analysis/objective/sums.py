@@ -6,7 +6,6 @@ Shapes: R rows (sequence and inner iteration), N of them comparable, U updates (
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +17,11 @@ from ...schemas.loss import Loss
 from ...tracer.progress import Progress
 from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
-from ..trace.connection import mapped, num_threads
 from ..trace.database import Database
 from ..trace.ragged import Tokens, array_of, blocks, counted
 from ..trace.tokens import CHUNK_TOKENS, spread, step_ranges, tokens_by_step, tokens_of_rows, unit_tokens
 from .loss_terms import SIDES, Differences, terms_of
-from .pass_roles import PassRoles, names_of, read_batches
+from .pass_roles import PassRoles, batch_query, names_of
 
 TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
@@ -201,8 +199,7 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
 
 def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Batch]:
     sides, steps = unit
-    with ThreadPoolExecutor(num_threads()) as pool:
-        yield from mapped(pool, partial(_of_batch, sides), read_batches(database, sides, steps))
+    yield from database.connection.mapped_batches(batch_query(sides, steps), partial(_of_batch, sides))
 
 
 def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:

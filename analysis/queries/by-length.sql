@@ -5,12 +5,6 @@
 SELECT run, (2 ** floor(log2(num_tokens)))::BIGINT AS shortest, count(*) AS num_sequences,
        sum(sum_abs_d) / sum(num_tokens) AS mean_abs_d, avg(sum_d) AS mean_sum_d,
        sqrt(avg(sum_d * sum_d)) AS rms_sum_d, max(abs(sum_d)) AS max_abs_sum_d
-FROM (
-    SELECT run, step, seq_id, iteration_a, iteration_b,
-           count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d
-    FROM pair('train', 'rollout')
-    WHERE mask AND isfinite(d)
-    GROUP BY ALL
-)
+FROM pair_responses('train', 'rollout')
 GROUP BY run, shortest
 ORDER BY run, shortest;

@@ -1,4 +1,4 @@
--- More published distances, estimated from sampled tokens, one row per step.
+-- Other published distances, estimated from sampled tokens, one row per step.
 -- Unit: k3_reverse and js_sampled in nats; the others are dimensionless.
 -- Source: NeMo-RL (policy_kl_error = k3 of -d; js_divergence_error = mean k3 of the passes against their mixture;
 --   token_mult_prob_error = mean exp |d|; sampling_importance_ratio = mean exp d); arXiv 2512.23075 (SER = mean over

@@ -5,11 +5,6 @@
 SELECT run, count(*) AS num_sequences, regr_slope(sum_d, num_tokens) AS slope,
        regr_intercept(sum_d, num_tokens) AS intercept, regr_r2(sum_d, num_tokens) AS r2,
        avg(num_tokens) AS mean_tokens
-FROM (
-    SELECT run, step, seq_id, iteration_a, iteration_b, count(*)::DOUBLE AS num_tokens, sum(d) AS sum_d
-    FROM pair('train', 'rollout')
-    WHERE mask AND isfinite(d)
-    GROUP BY ALL
-)
+FROM pair_responses('train', 'rollout')
 GROUP BY run
 ORDER BY run;

@@ -8,12 +8,6 @@ SELECT run, step, count(*) AS num_sequences, avg(log_ppl_a) AS log_ppl_a, avg(lo
        avg(log_ppl_a - log_ppl_b) AS log_ppl_diff, avg(abs(log_ppl_a - log_ppl_b)) AS log_ppl_abs_diff,
        max(log_ppl_a - log_ppl_b) AS log_ppl_diff_max, min(log_ppl_a - log_ppl_b) AS log_ppl_diff_min,
        avg(exp(log_ppl_a - log_ppl_b)) AS ppl_ratio, avg(abs(sum_d)) AS log_ppl_abs_diff_sum
-FROM (
-    SELECT run, step, seq_id, iteration_a, iteration_b,
-           -avg(logprob_a::DOUBLE) AS log_ppl_a, -avg(logprob_b::DOUBLE) AS log_ppl_b, sum(d) AS sum_d
-    FROM pair('train', 'rollout')
-    WHERE mask AND isfinite(d)
-    GROUP BY ALL
-)
+FROM pair_responses('train', 'rollout')
 GROUP BY run, step
 ORDER BY run, step;

@@ -9,12 +9,6 @@ SELECT run, (2 ** floor(log2(num_tokens)))::BIGINT AS shortest, count(*) AS num_
        avg((mean_d BETWEEN -ln(1.001) AND -ln(0.999))::INTEGER) AS kept_by_geometric,
        avg((sum_d BETWEEN ln(0.5) AND ln(2))::INTEGER) AS kept_by_sequence_ratio,
        0 - ln(nullif(avg((max_k2 <= 0.05)::INTEGER), 0)) / avg(num_tokens) AS per_token_rejection
-FROM (
-    SELECT run, step, seq_id, iteration_a, iteration_b,
-           count(*) AS num_tokens, sum(d) AS sum_d, avg(d) AS mean_d, max(d * d / 2) AS max_k2, avg(expm1_minus(d)) AS mean_k3
-    FROM pair('train', 'rollout')
-    WHERE mask AND isfinite(d)
-    GROUP BY ALL
-)
+FROM pair_responses('train', 'rollout')
 GROUP BY run, shortest
 ORDER BY run, shortest;

@@ -11,9 +11,7 @@ SELECT run, step, count(*) AS num_groups, avg(num_unique / num_responses) AS mea
        avg(shared) FILTER (num_unique > 1) AS mean_shared_tokens
 FROM (
     -- The common prefix of all lists of a group is that of the smallest and the largest.
-    SELECT *, coalesce(list_min(list_filter(range(1, least(len(lowest), len(highest)) + 1),
-                                            lambda place: lowest[place] <> highest[place])) - 1,
-                       least(len(lowest), len(highest))) AS shared
+    SELECT *, common_prefix(lowest, highest) AS shared
     FROM (
         SELECT run, step, group_id, count(*) AS num_responses, count(DISTINCT response_ids) AS num_unique,
                min(response_ids) AS lowest, max(response_ids) AS highest

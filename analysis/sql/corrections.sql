@@ -7,28 +7,9 @@
 -- NULL stays NULL, although greatest and least ignore it.
 CREATE OR REPLACE MACRO clamped(x) AS CASE WHEN x IS NOT NULL THEN greatest(least(x, 20.0::DOUBLE), -20.0::DOUBLE) END;
 
--- Weight of a ratio: the ratio itself within [low, high], `high` above it if the rule truncates, and 0 otherwise.
-CREATE OR REPLACE MACRO corrected(ratio, low, high, truncates) AS
-    CASE WHEN ratio < low THEN 0.0 WHEN ratio <= high THEN ratio WHEN truncates THEN high ELSE 0.0 END;
-
 -- Treatment of a ratio: 0 cut, 1 truncated to high, 2 unchanged.
 CREATE OR REPLACE MACRO treatment(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0 WHEN ratio <= high THEN 2 WHEN truncates THEN 1 ELSE 0 END;
-
--- correction_lists(a, b, of_run, first_step, last_step): logprob lists of the sequences scored in both passes, with the mask
--- (empty if every token counts) and the advantages (empty if recorded per sequence). A NULL argument selects everything.
-CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS TABLE
-    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-           coalesce(scores_a.logprobs, []::FLOAT[]) AS logprobs_a, coalesce(scores_b.logprobs, []::FLOAT[]) AS logprobs_b,
-           coalesce(s.response_mask, []::BOOLEAN[]) AS mask, s.advantage::DOUBLE AS advantage,
-           coalesce(s.advantages, []::FLOAT[]) AS advantages
-    FROM sequences AS s
-    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-    WHERE scores_a."pass" = a AND scores_b."pass" = b
-      AND (of_run IS NULL OR (s.run = of_run AND scores_a.run = of_run AND scores_b.run = of_run))
-      AND (first_step IS NULL OR (s.step >= first_step AND scores_a.step >= first_step AND scores_b.step >= first_step))
-      AND (last_step IS NULL OR (s.step <= last_step AND scores_a.step <= last_step AND scores_b.step <= last_step));
 
 -- correction_zones(a, b): one row per (sequence, sign of the advantage, zone of the ratio); the zone is NULL for tokens whose
 -- logprob is not finite. `ratio` is some ratio of the zone; max_k2 and min_ratio are over the whole sequence. c is clamped d.
@@ -37,7 +18,7 @@ CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
     FROM (
         SELECT run, step, row_number() OVER () AS sequence,
                unnest(correction_zones_of(logprobs_a, logprobs_b, mask, advantage, advantages)) AS zone
-        FROM correction_lists(a, b, NULL, NULL, NULL)
+        FROM pair_lists(a, b, NULL, NULL, NULL)
     );
 
 -- correction_groups(a, b, by_step, by_length): one row per rule and run, step, or quarter of the run's sequences by length.

@@ -35,6 +35,11 @@ CREATE OR REPLACE MACRO above(x, bound) AS (x > bound AND NOT isnan(x));
 CREATE OR REPLACE MACRO below(x, bound) AS (x < bound AND NOT isnan(x));
 CREATE OR REPLACE MACRO torch_clamp(x, lower, upper) AS CASE WHEN isnan(x) THEN x ELSE greatest(least(x, upper), lower) END;
 
+-- Number of equal elements at the start of two lists.
+CREATE OR REPLACE MACRO common_prefix(x, y) AS
+    coalesce(list_min(list_filter(range(1, least(len(x), len(y)) + 1), lambda place: x[place] <> y[place])) - 1,
+             least(len(x), len(y)));
+
 -- Variance, at least 0 in spite of rounding; NaN stays NaN.
 CREATE OR REPLACE MACRO floored(x) AS CASE WHEN x < 0 THEN 0.0 ELSE x END;
 

@@ -1,7 +1,6 @@
 -- pair_tokens(a, b): the tokens that count; d is NULL if it is not finite. Token ids are not read.
 CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_b,
-           isnan(logprob_a) OR isnan(logprob_b) AS is_nan,
            CASE WHEN isfinite(logprob_a) AND isfinite(logprob_b) THEN logprob_a - logprob_b END AS d
     FROM (
         SELECT run, step, seq_id, iteration_a, iteration_b, unnest(logprobs_a)::DOUBLE AS logprob_a,
@@ -32,13 +31,15 @@ CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
 -- pair_lists(a, b, of_runs, first_step, last_step): logprob lists of the rows in both passes (empty if missing or without a
--- sequence), and the mask (empty if every token counts). A NULL argument selects all runs, or leaves an end of the range open.
+-- sequence), the mask (empty if every token counts) and the advantages (empty if recorded per sequence). A NULL argument selects
+-- all runs, or leaves an end of the range open.
 CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            coalesce(CASE WHEN s.seq_id IS NOT NULL THEN scores_a.logprobs END, []::FLOAT[]) AS logprobs_a,
            coalesce(scores_b.logprobs, []::FLOAT[]) AS logprobs_b,
-           coalesce(s.response_mask, []::BOOLEAN[]) AS mask
+           coalesce(s.response_mask, []::BOOLEAN[]) AS mask, s.advantage::DOUBLE AS advantage,
+           coalesce(s.advantages, []::FLOAT[]) AS advantages
     FROM scores AS scores_a
     JOIN scores AS scores_b ON scores_b.run = scores_a.run AND scores_b.step = scores_a.step
                            AND scores_b.seq_id = scores_a.seq_id
@@ -53,6 +54,6 @@ CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABL
 CREATE OR REPLACE MACRO sums_of_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (
-        SELECT * EXCLUDE (logprobs_a, logprobs_b, mask), pair_sums_of(logprobs_a, logprobs_b, mask) AS sums
+        SELECT run, step, seq_id, iteration_a, iteration_b, pair_sums_of(logprobs_a, logprobs_b, mask) AS sums
         FROM pair_lists(a, b, NULL, NULL, NULL)
     );

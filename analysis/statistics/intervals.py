@@ -52,7 +52,7 @@ _BLOCK = 1 << 15
 class NoInterval(StrEnum):
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
-    UNDEFINED = "undefined without some groups"
+    UNDEFINED = "the value is undefined without some of the groups"
     CARRIED = "the value depends on too few groups"
     SINGLE = "a single sequence determines the value"
     UNSEEN = "rare sequences with large weights can determine the value, and the run may contain none of them"
@@ -83,10 +83,10 @@ def bootstrap(
     `constants` are passed to the statistics together with the totals, and are not resampled. If a bound is infinite,
     the result is CARRIED, unless `open_ended` is set.
     """
-    units_N, num_groups = _units(unit_N)
+    groups_N, num_groups = numbered(unit_N)
     if num_groups < MIN_GROUPS:
         return dict.fromkeys(statistics, NoInterval.FEW)
-    resampling = _Resampling(units_N, columns, confidence, constants or {})
+    resampling = _Resampling(groups_N % MOST_UNITS, columns, confidence, constants or {})
     return {name: resampling.interval(statistic, open_ended) for name, statistic in statistics.items()}
 
 
@@ -98,11 +98,11 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
     """Return a percentile bootstrap interval over groups for the largest value (Efron 1979). The upper bound is the
     run's own maximum, although longer runs may exceed it."""
-    units_N, num_groups = _units(unit_N)
+    groups_N, num_groups = numbered(unit_N)
     if num_groups < MIN_GROUPS:
         return NoInterval.FEW
-    top_G = np.full(units_N.max() + 1, -np.inf)
-    np.maximum.at(top_G, units_N, values_N)
+    top_G = np.full(min(num_groups, MOST_UNITS), -np.inf)
+    np.maximum.at(top_G, groups_N % MOST_UNITS, values_N)
     number = len(top_G)
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (_RESAMPLES[0], number))
     low = np.quantile(top_G[drawn_RG].max(axis=1), (1 - confidence) / 2, method="closest_observation")
@@ -164,14 +164,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[place_N.reshape(-1)], len(first)
-
-
-def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    groups_N, num_groups = numbered(unit_N)
-    return groups_N % MOST_UNITS, num_groups
+    return np.argsort(np.argsort(first))[place_N.reshape(-1)], len(first)
 
 
 class _Resampling:
@@ -202,9 +195,7 @@ class _Resampling:
             (error,) = self._errors(slopes_RC, off_CG, np.ones((1, self._number)))
             parts = np.sqrt(np.sum((slopes_RC.T * off_CG) ** 2))
             errors_R = self._errors(self._slopes(statistic, names, resampled_RC, scale_C), off_CG, self._counts_RG)
-        if not (
-            np.isfinite(value) and np.isfinite(error) and np.isfinite(values_R).all() and np.isfinite(errors_R).all()
-        ):
+        if not all(np.isfinite(found).all() for found in (value, error, values_R, errors_R)):
             return NoInterval.UNDEFINED
         if error <= _NOISE * parts:
             return NoInterval.ALIKE

@@ -36,7 +36,7 @@ class Located:
     before: float
     after: float
     gain: float
-    """Largest reduction of the sum of squared residuals by a change in slope and level, in long-run variances."""
+    """Largest reduction of squared residuals by a change in slope and level, in units of the long-run variance."""
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:

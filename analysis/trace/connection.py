@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
@@ -17,7 +17,6 @@ import pyarrow as pa
 from ...schemas.errors import StorageError, TimTraceError
 from .macros import words_of
 
-Item = TypeVar("Item")
 Made = TypeVar("Made")
 
 _most: list[int] = []
@@ -29,16 +28,6 @@ def limit_threads(most: int) -> None:
 
 def num_threads() -> int:
     return min([os.cpu_count() or 1, *_most])
-
-
-def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    waiting: deque[Future[Made]] = deque()
-    for item in items:
-        waiting.append(pool.submit(function, item))
-        if len(waiting) > 2 * num_threads():
-            yield waiting.popleft().result()
-    for future in waiting:
-        yield future.result()
 
 
 BATCH_ROWS = 1024
@@ -55,17 +44,6 @@ NOT_OF_FILES = (
 
 
 def _nothing() -> None: ...
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C instead of DuckDB's own error, even while DuckDB reads files through Python."""
-    try:
-        yield
-    except Exception as error:
-        if str(error) == "Query interrupted" or "KeyboardInterrupt" in str(error):
-            raise KeyboardInterrupt from error
-        raise
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
@@ -101,9 +79,9 @@ class Connection:
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
-    def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
+    def batches(self, query: str, num_rows: int | None = None) -> Batches:
         self.use_threads()
-        return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
+        return self.sql(query).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
         self.execute(f"SET threads = {num_threads()}" if _most else "RESET threads")
@@ -113,24 +91,40 @@ class Connection:
     ) -> Iterator[Made]:
         """Apply a function to batches of a query's rows, in several threads. If there are no rows, the function is
         called with one empty batch."""
-        rows = self.batches(query, num_rows)
-        is_empty = True
+        rows, is_empty = self.batches(query, num_rows), True
+        waiting: deque[Future[Made]] = deque()
         with ThreadPoolExecutor(num_threads()) as pool:
-            for made in mapped(pool, function, rows):
+            for batch in rows:
                 is_empty = False
-                yield made
+                waiting.append(pool.submit(function, batch))
+                if len(waiting) > 2 * num_threads():
+                    yield waiting.popleft().result()
+            for future in waiting:
+                yield future.result()
         if is_empty:
             yield function(pa.RecordBatch.from_pylist([], rows.schema))
 
     @contextmanager
     def explained(self) -> Iterator[None]:
+        """Raise DuckDB's file errors as tim-trace errors, and KeyboardInterrupt on Ctrl-C, even while DuckDB reads
+        files through Python."""
         try:
-            with interruptible():
-                yield
-        except (duckdb.Error, pa.ArrowException, OSError) as error:
-            if isinstance(error, (*NOT_OF_FILES, StorageError)):
+            yield
+        except Exception as error:
+            if str(error) == "Query interrupted" or "KeyboardInterrupt" in str(error):
+                raise KeyboardInterrupt from error
+            is_of_files = isinstance(error, (duckdb.Error, pa.ArrowException, OSError))
+            if not is_of_files or isinstance(error, (*NOT_OF_FILES, StorageError)):
                 raise
             raise self._explain(error) from error
+
+    @contextmanager
+    def registered(self, name: str, rows: pa.Table) -> Iterator[None]:
+        self.register(name, rows)
+        try:
+            yield
+        finally:
+            self.unregister(name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -22,7 +22,7 @@ from ...tracer.verified_file import FileCursor
 from ..rows import Rows
 from . import pair_sums
 from .connection import Connection
-from .macros import Catalogue, MacroFile, sql_file, statistics_of_groups
+from .macros import Catalogue, MacroFile, sql_file
 from .source import Pair, Source, Traces, open_sources, urls_of
 from .sum_tables import SumTables
 from .table_views import TableViews, step_condition
@@ -219,8 +219,8 @@ def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Conc
 
 
 def core_files() -> list[MacroFile[Database]]:
-    names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
-    grouped = statistics_of_groups(sql_file("grouped_by_windows"))
+    names = ("macros", "pair", "context", "views", "loss", "objective")
+    grouped = sql_file("group_statistics").format(rows=sql_file("grouped_by_windows"))
     return [
         *(MacroFile[Database](name=name, sql=sql_file(name)) for name in names),
         MacroFile(name="statistics", sql=sql_file("statistics").format(statistics_of_groups=grouped)),

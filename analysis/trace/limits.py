@@ -39,8 +39,6 @@ def limited(
     DuckDB's own limit covers its buffers, but not strings and lists under construction. On Linux, the
     memory of the whole process is therefore limited too, until the block ends.
     """
-    if timeout is not None:
-        check_timeout(timeout)
     ended, expired = Event(), Event()
 
     def interrupt() -> None:
@@ -49,6 +47,7 @@ def limited(
             connection.interrupt()
 
     if timeout is not None:
+        check_timeout(timeout)
         Thread(target=interrupt, name="timeout", daemon=True).start()
     try:
         with _process_limit(None if memory is None else parse_size(memory, option="memory")):

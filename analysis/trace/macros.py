@@ -23,7 +23,7 @@ LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
     name: str
-    sql: str
+    sql: str = ""
     register: Callable[[Owner], object] | None = None
     define: Callable[[Owner], object] | None = None
     functions: tuple[str, ...] = ()
@@ -66,10 +66,6 @@ class Catalogue(Generic[Owner]):
 @cache
 def sql_file(name: str) -> str:
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
-
-
-def statistics_of_groups(rows: str) -> str:
-    return sql_file("group_statistics").format(rows=rows)
 
 
 def words_of(query: str) -> frozenset[str]:

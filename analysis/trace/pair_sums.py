@@ -95,10 +95,6 @@ def _batch_rows(mean_tokens: float) -> int:
     return max(BATCH_ROWS, min(int(BATCH_TOKENS / max(mean_tokens, 1)), MAX_BATCH_ROWS))
 
 
-def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    return finite(tokens_of({"a": a, "b": b}, mask=mask))
-
-
 def finite(tokens: Tokens) -> FiniteTokens:
     counted = tokens.where(tokens.counted_T)
     a_T, b_T = counted.logprobs["a"], counted.logprobs["b"]
@@ -221,7 +217,8 @@ def expm1_minus(x: Array, growth: Array) -> Array:
 
 
 def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
-    return pa.StructArray.from_arrays(_arrays(finite_tokens(a, b, mask)), list(_COLUMNS))
+    tokens = finite(tokens_of({"a": a, "b": b}, mask=mask))
+    return pa.StructArray.from_arrays(_arrays(tokens), list(_COLUMNS))
 
 
 def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
@@ -231,7 +228,7 @@ def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
 
 
 def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
-    return finite_tokens(rows.column("logprobs_a"), rows.column("logprobs_b"), rows.column("mask"))
+    return finite(tokens_of({side: rows.column(f"logprobs_{side}") for side in ("a", "b")}, mask=rows.column("mask")))
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:

@@ -72,13 +72,7 @@ def merged(histograms: Iterable[Histogram]) -> Histogram:
     >>> merged([Histogram.of(np.array([0.5, 0.0])), Histogram.of(np.array([0.5]))]).counts_B.tolist()
     [1, 2]
     """
-    parts = list(histograms)
-    if not parts:
-        return Histogram(np.zeros(0, np.int32), np.zeros(0, np.int64))
-    bins_B, bin_P = np.unique(np.concatenate([part.bins_B for part in parts]), return_inverse=True)
-    counts_B = np.zeros(len(bins_B), np.int64)
-    np.add.at(counts_B, bin_P, np.concatenate([part.counts_B for part in parts]))
-    return Histogram(bins_B, counts_B)
+    return Histogram(*_counted([(part.bins_B, part.counts_B) for part in histograms]))
 
 
 def bins_of(abs_d_T: np.ndarray) -> np.ndarray:

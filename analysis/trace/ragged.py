@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 1 << 16
 """Number of tokens to process at once. It is small enough for their arrays to fit in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Range of sequences, range of tokens, and the index of each sequence's first token in the latter range."""
+"""Range of sequences, range of tokens, and each sequence's first token, counted from the start of that token range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,8 @@ def tokens_of(
     counted_T = None if mask is None else counted(mask, lengths_N)
     arrays: dict[str, Array] = {}
     for name, (values, own_N) in needed.items():
-        cut = (
-            values
-            if np.array_equal(own_N, lengths_N)
-            else values.filter(number_array(first(own_N, lengths_N), pa.bool_()))
-        )
+        is_whole = np.array_equal(own_N, lengths_N)
+        cut = values if is_whole else values.filter(number_array(first(own_N, lengths_N), pa.bool_()))
         if cut.null_count:
             valid_T = array_of(cut.is_valid())
             counted_T = valid_T if counted_T is None else counted_T & valid_T

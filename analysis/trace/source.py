@@ -139,11 +139,8 @@ def find_sums(source: Source) -> None:
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    return {
-        MADE_OF: json.dumps(
-            {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
-        ).encode()
-    }
+    made_of = {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
+    return {MADE_OF: json.dumps(made_of).encode()}
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:

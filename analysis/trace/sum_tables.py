@@ -68,12 +68,6 @@ class SumTables:
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
         return (self._runs if runs else self._sequences).get(pair, False)
 
-    def begin(self, pair: Pair) -> None:
-        self._sequences.pop(pair, None)
-        self._runs.pop(pair, None)
-        self._forget(pair)
-        self._define()
-
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
         (self._runs if runs else self._sequences)[pair] = True
         self._define()
@@ -84,12 +78,21 @@ class SumTables:
         self._runs.clear()
         self._define()
 
-    def forget(self) -> bool:
-        if not self._sequences and not self._runs:
+    def forget(self, pair: Pair | None = None) -> bool:
+        """Drop a pair's sums, or the sums of all pairs. Return False if there are no sums."""
+        dropped = [*self._sequences, *self._runs] if pair is None else [pair]
+        if not dropped:
             return False
-        self._sequences.clear()
-        self._runs.clear()
-        self._forget()
+        for one in dropped:
+            self._sequences.pop(one, None)
+            self._runs.pop(one, None)
+        where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
+        for spec in _IN_TABLES:
+            self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
+        gone = [file for file in self.files if pair in (None, file.pair)]
+        self.files = [file for file in self.files if file not in gone]
+        for file in gone:
+            file.path.unlink(missing_ok=True)
         self._define()
         return True
 
@@ -112,24 +115,9 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
-        self._connection.raw.execute(
-            sql_file("lookup").format(
-                covered=_listed(self._sequences),
-                run_covered=_listed(self._runs),
-                sum_columns=columns,
-                statistics=", ".join(STATISTICS),
-            )
-        )
-
-    def _forget(self, pair: Pair | None = None) -> None:
-        where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
-        for spec in _IN_TABLES:
-            self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
-        gone = [file for file in self.files if pair in (None, file.pair)]
-        self.files = [file for file in self.files if file not in gone]
-        for file in gone:
-            file.path.unlink(missing_ok=True)
+        filled = {"covered": _listed(self._sequences), "run_covered": _listed(self._runs)}
+        filled |= {"sum_columns": ", ".join(["run", *without_pair(SEQUENCE_SUMS)]), "statistics": ", ".join(STATISTICS)}
+        self._connection.raw.execute(sql_file("lookup").format(**filled))
 
     def _define(self) -> None:
         for spec in KINDS.values():
@@ -150,6 +138,10 @@ class SumTables:
             elif computed := [(file.run, str(file.path)) for file in self.files if file.kind == spec.name]:
                 parts.append(rows_of(computed, columns))
             define_view(self._connection, spec.name, parts, columns, spec.schema)
+
+
+def without_pair(spec: Table) -> list[str]:
+    return [name for name in spec.schema.names if name not in ("pass_a", "pass_b")]
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:

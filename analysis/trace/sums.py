@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -32,12 +31,12 @@ from ...tracer.parquet_file import write_checked
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import unnamed_file
 from .database import Database
-from .macros import quoted, sql_file, statistics_of_groups
+from .macros import quoted, quoted_pair, sql_file
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .ragged import array_of
 from .source import Pair, Source, Traces, sums_file
-from .sum_tables import SUMS_OPTIONS, sums_schema
+from .sum_tables import SUMS_OPTIONS, sums_schema, without_pair
 from .tokens import packed, spread, unit_tokens
 
 Write = Callable[[pa.Table], None]
@@ -101,25 +100,22 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
 
 def _add_step_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
     for unit in units:
-        groups = f"group_statistics({quoted(pair[0])}, {quoted(pair[1])}, true, {_within(unit)})"
+        groups = f"group_statistics({quoted_pair(pair)}, true, {_within(unit)})"
         _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
 
 
 def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
     for runs in dict.fromkeys(tuple(chunk.run for chunk in unit) for unit in units):
         values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "runs": _listed(runs)}
-        database.connection.execute(sql_file("run_tops").format(**values))
-        groups = statistics_of_groups(sql_file("grouped_run").format(**values))
+        groups = sql_file("group_statistics").format(rows=sql_file("grouped_run").format(**values))
         _insert(database, RUN_STATISTICS, pair, f"SELECT run, {', '.join(STATISTICS)} FROM ({groups})")
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
     connection = database.connection
     connection.execute("SET threads = 1")  # preserves the row order
-    columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
-    connection.execute(
-        f"INSERT INTO computed_{spec.name} BY NAME SELECT {_pair_columns(pair)}, run, {columns} FROM ({rows})"
-    )
+    columns = ", ".join([_pair_columns(pair), "run", *without_pair(spec)])
+    connection.execute(f"INSERT INTO computed_{spec.name} BY NAME SELECT {columns} FROM ({rows})")
 
 
 def _pair_columns(pair: Pair) -> str:
@@ -128,7 +124,7 @@ def _pair_columns(pair: Pair) -> str:
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
     """Write all sums in a fixed order, so that totals do not depend on which sums were already stored."""
-    database.sums.begin(pair)
+    database.sums.forget(pair)
     chunks = _marked_chunks(database, pair, steps)
     # Keep |d| only for runs that this process reads in full.
     whole = _whole_runs(chunks) if database.ray is None else set()
@@ -169,8 +165,10 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
         batches.append(batch)
         for run, step, abs_d_T in of_batch:
             sizes[run].setdefault(step, []).append(abs_d_T)
-    with _registered(database, pa.Table.from_batches(batches)) as name:
-        query = f"SELECT run, {_pair_columns(pair)}, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
+    with database.connection.registered("new_rows", pa.Table.from_batches(batches)):
+        query = (
+            f"SELECT run, {_pair_columns(pair)}, {', '.join(without_pair(SEQUENCE_SUMS))} FROM new_rows ORDER BY ALL"
+        )
         sums = _by_run(database.connection.sql(query).to_arrow_table(), sizes)
     for chunk in unit:
         kept = [step for step in sorted(sizes[chunk.run]) if chunk.first_step <= step <= chunk.last_step]
@@ -214,18 +212,8 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
-@contextmanager
-def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    database.connection.register("new_rows", rows)
-    try:
-        yield "new_rows"
-    finally:
-        database.connection.unregister("new_rows")
-
-
-def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate run quantiles with exact ones. Exact quantiles are never stored in the trace."""
-    ensure(database, pair, progress=progress)
+def make_exact(database: Database, pair: Pair, progress: Progress) -> None:
+    """Replace the approximate run quantiles from `ensure` with exact ones, which are never stored in the trace."""
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
     runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
     if not runs:
@@ -238,7 +226,7 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
 
 
 def _histogram_rows(pair: Pair, steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
-    schema = _without_pair(STEP_HISTOGRAMS)
+    schema = pa.schema([STEP_HISTOGRAMS.schema.field(name) for name in without_pair(STEP_HISTOGRAMS)])
     parts = [
         pa.table([np.full(len(bins.bins_B), step), bins.bins_B, bins.counts_B], schema=schema)
         for step, _, bins in steps
@@ -246,10 +234,6 @@ def _histogram_rows(pair: Pair, steps: list[tuple[int, np.ndarray, Histogram]]) 
     rows = pa.concat_tables(parts) if parts else schema.empty_table()
     names = [pa.array([name]).take(pa.array(np.zeros(rows.num_rows, np.int8))) for name in pair]
     return pa.table([*names, *rows.columns], names=STEP_HISTOGRAMS.schema.names)
-
-
-def _without_pair(spec: Table) -> pa.Schema:
-    return pa.schema([field for field in spec.schema if field.name not in ("pass_a", "pass_b")])
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
@@ -279,14 +263,13 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
     if not source.store.is_local or source.is_live or source.journals:
         return False
     try:
-        if database.sums.is_computed(pair):
-            for file in database.sums.files:
-                if file.pair == pair and file.run == source.run:
-                    folder = Path(source.store.root)
-                    with unnamed_file(folder, SUMS) as temporary:
-                        shutil.copyfile(file.path, temporary)
-                        temporary.rename(folder / file.relative)
-                    _remove_outdated(source, pair, file.kind)
+        for file in database.sums.files:
+            if file.pair == pair and file.run == source.run:
+                folder = Path(source.store.root)
+                with unnamed_file(folder, SUMS) as temporary:
+                    shutil.copyfile(file.path, temporary)
+                    temporary.rename(folder / file.relative)
+                _remove_outdated(source, pair, file.kind)
         for kind, of_runs in rows.items():
             write_sums(source, pair, KINDS[kind], of_runs[source.run])
         write_index(Path(source.store.root))
@@ -450,14 +433,14 @@ def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]
 
 
 def _put(database: Database, spec: Table, pair: Pair, rows: Sequence[Quantiles]) -> None:
-    schema = pa.schema([pa.field("run", pa.string()), *_without_pair(spec)])
+    schema = pa.schema([pa.field("run", pa.string()), *(spec.schema.field(name) for name in without_pair(spec))])
     table = pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema)
-    with _registered(database, table) as name:
-        _insert(database, spec, pair, f"SELECT * FROM {name}")
+    with database.connection.registered("new_rows", table):
+        _insert(database, spec, pair, "SELECT * FROM new_rows")
 
 
 def _lists(pair: Pair, unit: Unit) -> str:
-    return f"SELECT * FROM pair_lists({quoted(pair[0])}, {quoted(pair[1])}, {_within(unit)})"
+    return f"SELECT * EXCLUDE (advantage, advantages) FROM pair_lists({quoted_pair(pair)}, {_within(unit)})"
 
 
 def _within(unit: Unit) -> str:
@@ -471,6 +454,3 @@ def _listed(runs: Iterable[str]) -> str:
 
 def _mean_tokens(unit: Unit) -> float:
     return sum(chunk.num_tokens for chunk in unit) / max(sum(chunk.num_sequences for chunk in unit), 1)
-
-
-SUM_COLUMNS = ", ".join(column.name for column in SEQUENCE_SUMS.columns if column.name not in ("pass_a", "pass_b"))

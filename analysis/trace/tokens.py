@@ -45,13 +45,11 @@ def token_query(
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
-    columns = [
-        *rows,
-        *(
-            f"{name}.logprobs AS {name}" if name in given else f"coalesce({name}.logprobs, []::FLOAT[]) AS {name}"
-            for name, scored in passes.items()
-            if scored.logprobs
-        ),
+    columns = [*rows]
+    columns += [
+        f"{name}.logprobs AS {name}" if name in given else f"coalesce({name}.logprobs, []::FLOAT[]) AS {name}"
+        for name, scored in passes.items()
+        if scored.logprobs
     ]
     columns += [
         "s.advantage" if name == "advantage" else f"coalesce(s.{_LISTS[name]}, {_EMPTY[name]}) AS {name}"
@@ -65,11 +63,9 @@ def token_query(
     if of_sequences or lists:
         tables.insert(0, ("s", f"(SELECT * FROM sequences WHERE {within})", False))
     (base, table, _), *others = sorted(tables, key=lambda entry: entry[2])
-    joins = [f"{table} AS {base}"]
+    joins, joined_by = [f"{table} AS {base}"], ("step", "seq_id") if run else ("run", "step", "seq_id")
     for name, other, optional in others:
-        on = " AND ".join(
-            f"{name}.{key} = {base}.{key}" for key in (("step", "seq_id") if run else ("run", "step", "seq_id"))
-        )
+        on = " AND ".join(f"{name}.{key} = {base}.{key}" for key in joined_by)
         joins.append(f"{'LEFT JOIN' if optional else 'JOIN'} {other} AS {name} ON {on}")
     return f"SELECT {', '.join(columns)} FROM {' '.join(joins)}{f' ORDER BY {order}' if order else ''}"
 

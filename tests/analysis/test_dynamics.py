@@ -448,7 +448,9 @@ def test_a_part_of_the_steps_is_a_run_of_its_own(tmp_path):
 def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
     make_trace(tmp_path / "run", steps=1)
     found = dynamics(tmp_path / "run")
-    assert summary_sentences(found) == ("Too short to find what changed first (steps recorded: 1, needed: 12).",)
+    assert summary_sentences(found) == (
+        "The run is too short to find what changed first (steps recorded: 1, needed: 12).",
+    )
     assert any(
         sentence.startswith("steps with a value: 1; change points need 12") for sentence in unanswered_sentences(found)
     )

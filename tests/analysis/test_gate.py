@@ -402,7 +402,7 @@ def test_a_number_that_resamples_lack_has_no_interval(tmp_path):
         recorder.add_scores("train", batch, logprobs=[[-1.5 - place / 10] for place in range(8)])
     (verdict,) = judged(tmp_path / "run", "tim.prob_pearson<0")
     assert (verdict.verdict, verdict.low) == ("cannot tell", None)
-    assert verdict.how == "no interval: undefined without some groups"
+    assert verdict.how == "no interval: the value is undefined without some of the groups"
 
 
 def test_a_value_that_every_group_gives_is_decided(tmp_path):

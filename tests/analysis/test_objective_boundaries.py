@@ -207,7 +207,7 @@ def test_changes_need_twelve_steps(num_steps, code):
     codes_, sentences = told(num_steps=num_steps)
     assert codes_ == [code]
     expected = (
-        "Too short to find what changed first (steps recorded: 11, needed: 12)"
+        "The run is too short to find what changed first (steps recorded: 11, needed: 12)"
         if code == "too_short"
         else "No series changed by 2 or"
     )
@@ -223,7 +223,7 @@ def test_what_moved_first():
     codes_, (words,) = told(changes=together)
     assert codes_ == ["first_undecided"]
     assert words.startswith(
-        "Could not determine which changed first: reward (rises at step 9, 95% CI 7-11; 1 to 2); length"
+        "Could not determine which series changed first: reward (rises at step 9, 95% CI 7-11; 1 to 2); length"
     )
 
 
