@@ -99,4 +99,5 @@ def _plain(sentence):
         text + ("" if name is None else f"*{re.sub(r'[^a-z_0-9].*', '', name)}*")
         for text, name, _, _ in string.Formatter().parse(sentence)
     ]
-    return " ".join("".join(parts).split()).replace("|", "\\|")
+    # Two placeholders side by side would read as bold text.
+    return " ".join("".join(parts).replace("**", "* *").split()).replace("|", "\\|")

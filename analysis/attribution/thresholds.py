@@ -23,7 +23,7 @@ CHANGED = 0.05
 FEW_CHANGED = 10
 """Minimum number of rewards that must change for the verifier to count as changed."""
 ABRUPT = 10.0
-"""A mismatch is judged to jump if it grows by this factor in one step. Training alone causes slower growth."""
+"""A mismatch counts as a jump if it grows by this factor in one step. Training alone causes slower growth."""
 MISMATCH_DIFFERS = 3.0
 """Minimum ratio at which two runs' mismatches count as different. With the same engine, it reaches 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01

@@ -390,9 +390,10 @@ def _place_of(data: PairData) -> tuple[str, str, float] | None:
     if best := _best_lag(data.sample.a.logprobs, data.sample.b.logprobs, data.keep, data.sample.seq, LAGS):
         moved, own, lag = best
         tokens = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
-        text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train {moved:.2f} there, {own:.2f} as recorded)"
+        text = f"each value is recorded {tokens} too {'late' if lag > 0 else 'early'} (correlation with train: {moved:.2f} after shifting, {own:.2f} as recorded)"
         return f"shifted by {tokens}", text, size
-    # A few rows may resemble others by chance, and so may shifted rows with equal texts, which `_best_lag` counts once.
+    # A few rows resemble others by chance, and shifted rows with equal texts match each other. `_best_lag` covers the
+    # latter, because it counts each text once.
     fits = [each for each in find_placement(data) if each.tokens[data.keep].mean() > 0.5 and each.gain > PLACE_NATS]
     fits = [each for each in fits if (each.left or 0.0) < REALIGNED_SHARE and each.finding.signal != "moved_rows"]
     best_fit = max(fits, key=lambda each: each.gain, default=None)

@@ -372,7 +372,7 @@ REASONS: dict[str, tuple[str, str]] = {
     "exact_rows": ("{v:.0%} of the rows agree within rounding and the rest do not", "rows do not split into a group that agrees and a group that differs"),
     "persistence": ("neighbouring tokens have similar mismatches (correlation {v:.2f})", "neighbouring tokens have unrelated mismatches"),
     "persistence_within": ("within rows, neighbouring tokens have similar mismatches", "within rows, neighbouring tokens have unrelated mismatches"),
-    "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
+    "twins_both": ("{a} is less reproducible than {b}", "{b} is less reproducible than {a}"),
     "unsteady": ("after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic"),
     "unsteady_rows": ("in all rows, after the same prefix, one side reproduces its values and the other does not", "neither side is known to be non-deterministic"),
 }  # fmt: skip

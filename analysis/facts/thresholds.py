@@ -33,7 +33,7 @@ MATERIAL_REWARD = 0.05
 """Minimum difference between rewards for the same response to count as a change, relative to the standard deviation
 of all rewards. KL terms in the reward cause differences below this minimum."""
 UNEQUAL_SHIFTED = 0.35
-"""Rewards are judged to be in the wrong rows if reordering them leaves less than this fraction of the unequal pairs."""
+"""Rewards are judged to be in the wrong rows if, after reordering, less than this fraction of the unequal pairs are still unequal."""
 SAME_REWARDS = 0.15
 """Reward distributions count as equal if their Kolmogorov-Smirnov distance is at most this, and their means differ by
 at most this many standard deviations of the reward."""

@@ -88,7 +88,7 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
 
 
 def batch_query(sides: PassRoles, steps: range) -> str:
-    """Return a query for one row per sequence and inner loss iteration within `steps`, also without tokens.
+    """Return a query for one row per sequence and inner loss iteration within `steps`, including sequences without tokens.
 
     For speed, `sequence`, `unit` (the sequence's group) and `micro_batch` are hashes of names. `is_whole` is true if
     the response has tokens and every pass has one logprob per token.

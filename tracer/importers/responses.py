@@ -308,7 +308,7 @@ NEMO_GYM = response_format(
     },
     name="nemo-gym",
     writes="NeMo-Gym's rollout collection, with a model server that returns token ids",
-    alignment="generation_log_probs are aligned with generation_token_ids. Each turn is a row, whose prompt holds the "
-    "turns before it. All turns of a rollout have its reward",
+    alignment="values in generation_log_probs belong to generation_token_ids. Each turn becomes one row, and its prompt contains the "
+    "earlier turns. All turns of a rollout share its reward",
     rollout="the turns have no generation_log_probs",
 )

@@ -110,7 +110,7 @@ SLIME = Format(
     read=partial(_read, "slime"),
     lacks={
         "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+        "train": "the folder has no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
     },
 )
 

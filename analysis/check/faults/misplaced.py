@@ -106,8 +106,8 @@ SHIFT = Fault(
         "differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}{where} belong to {whose}: on average, they differ from "
-        "the other side's value for that token by {moved:.2g} nats, and for their own token by {size:.2g}{more_text}",
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}{where} belong to {whose}: on average, they are "
+        "within {moved:.2g} nats of the other side's value there, but {size:.2g} from its value at their own token{more_text}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
         "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
