@@ -965,7 +965,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Only print each arm's remaining work and a time estimate based on the first rows.",
+    help="Score a few rows per arm, and only print the remaining work and an estimate of its time.",
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
@@ -1539,7 +1539,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
             f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
-            f"Changed here: {'; '.join(broken[0].differs)}"
+            f"Differs on this machine: {'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
@@ -1579,7 +1579,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass gives probability 1 too"
+            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass also has probability 1 there"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")

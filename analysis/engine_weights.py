@@ -29,7 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and holds the trainer's current tensor, so earlier ones need no comparison."""
+"""SQL condition: the engine received and holds the trainer's current tensor, so earlier versions need no comparison."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -57,8 +57,8 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Selects the steps sampled by a process that recorded no digests. If dtype is NULL, all processes share
-the engine, so its digests count for each of them."""
+"""Selects the steps sampled by a process that recorded no digests. Digests without a dtype
+come from an engine in another process, which all processes share."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (

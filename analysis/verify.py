@@ -39,7 +39,7 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: the numbers of files read, of bytes and of damaged files."""
+    """One row per folder: files read, bytes read, and damaged files."""
     damaged: tuple[str, ...]
     """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]

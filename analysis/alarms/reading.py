@@ -148,7 +148,7 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
     (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm",
                             f"> {NORM:g} times its median over 20 earlier steps, for {TIMES} steps", "updates are abnormally large")),
 )  # fmt: skip
-"""tim-trace's own rules on series. The function before a rule returns, for each step, whether the rule fires."""
+"""tim-trace's own rules on series, as (function, rule). The function returns [n] bool: True where the rule fires."""
 CONTRADICT = _own_alarm(
     "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
     f"> {UNEQUAL:g}", "the reward depends on more than the response",
@@ -161,7 +161,7 @@ LEFT_OUT = replace(
 BROKEN = tuple(
     _own_alarm(f"{metric}_not_finite", metric, definition, "is NaN or infinite", summary)
     for metric, definition, summary in (
-        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
+        ("reward", "over half of a step's rewards are NaN or infinite", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
         ("loss", "the logged loss", "this step's update was not finite"),
     )

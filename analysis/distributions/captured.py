@@ -231,7 +231,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract with hidden states lacks the output head; record the head with the contract"
+                f"{self.store.url}: hidden states lack an output head; add `head` to their pass's contract"
             )
         if version is None:
             raise WeightsMissing(

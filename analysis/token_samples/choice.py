@@ -28,7 +28,7 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Number of response tokens to search in a run. Smaller runs are searched in full."""
 SUMMED_SHARE = 0.2
-"""Share of a run's response tokens to search if the trace stores the pair's sums, but at least LOOKED_TOKENS."""
+"""Share of response tokens to search (but at least LOOKED_TOKENS tokens) if the trace stores the pair's sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +217,7 @@ def choice_text(
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
             f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} "
-            "(counted under the first reason for choosing it)."
+            "(each under the first reason for its choice)."
         )
     return " ".join(sentences)
 

@@ -223,7 +223,7 @@ def _name(source: Source, vocabulary: Vocabulary) -> str:
 
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Characters that make white space visible. The one for a newline is followed by the line break itself."""
+"""Marks that make white space visible. NEWLINE keeps the line break after its mark."""
 
 MOST_MARKS = 4
 """Maximum number of combining marks in a row. More of them would overlap other lines."""

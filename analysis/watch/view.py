@@ -24,7 +24,7 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Minimum terminal height (lines) at which empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Section -> number of rows to which it may be cut before any other section is cut below its own number."""
+"""Section -> minimum number of rows. Sections are cut below it only once every section is down to its minimum."""
 _NOT_FINITE = "NaN/inf"
 
 

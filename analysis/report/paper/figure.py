@@ -249,8 +249,8 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
     figure, names = axes.figure, [plain(name, 46) for name in entries]
-    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width without the axis, in letter widths at 1 pt
-    longest = max(map(len, names), default=0) + 6  # in letters, including the legend handle
+    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width beside the y axis, in letters of 1 pt
+    longest = max(map(len, names), default=0) + 6  # number of letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0
     if style.title:
