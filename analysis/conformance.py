@@ -80,14 +80,8 @@ def _documents(store: Store) -> Iterator[Deviation]:
             if is_required and field.name not in names:
                 yield where, field.name, "missing_field", _shown(hints[field.name]), "", None
             elif field.name in names and not _is(names[field.name], hints[field.name]):
-                yield (
-                    where,
-                    field.name,
-                    "wrong_type",
-                    _shown(hints[field.name]),
-                    json.dumps(names[field.name])[:80],
-                    None,
-                )
+                found = json.dumps(names[field.name])[:80]
+                yield where, field.name, "wrong_type", _shown(hints[field.name]), found, None
         for name in names.keys() - hints.keys() - {CHECKSUM, "format"}:
             yield where, name, "unknown_field", "", json.dumps(names[name])[:80], None
     for name in store.walk(PASSES):

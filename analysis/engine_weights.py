@@ -218,9 +218,8 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
         return found
-    unaccounted = {step for (step,) in database.connection.execute(_UNACCOUNTED).fetchall()}
-    if unaccounted:
-        unaccounted -= {step for (step,) in database.connection.execute(_OF_WORKERS).fetchall()}
+    rows = database.connection.execute(f"{_UNACCOUNTED} EXCEPT {_OF_WORKERS}").fetchall()
+    unaccounted = {step for (step,) in rows}
     return replace(found, agreeing_steps=found.agreeing_steps - unaccounted)
 
 

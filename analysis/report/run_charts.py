@@ -130,8 +130,8 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
     lines = [Line(name=subject.name, x=logged.steps, y=logged.values) for subject, logged in found]
     first, name = found[0][0], found[0][1].name
     return LineChart(
-        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, first, 0),
-        lines=tuple(lines), x_label="step",
+        key="evaluation", title=name, unit="", note="An evaluation logged by the run. A faulty reward does not affect it.",
+        sql=query_of_metric(name, first, 0), lines=tuple(lines), x_label="step",
     )  # fmt: skip
 
 
@@ -165,8 +165,6 @@ SERIES: dict[str, Term] = {
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-
-EVALUATION = Term("", "", "An evaluation logged by the run. A faulty reward does not affect it.")
 
 WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
     "k3_positive": "k3 over tokens with an advantage above 0.",

@@ -203,10 +203,8 @@ def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tup
 
 
 def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
-    look: dict[str, Any] = {
-        "edgecolor": "face",
-        "linewidth": 0.2,
-    }  # without edges, PDF viewers show hairlines between cells
+    # Without edges, PDF viewers show hairlines between cells.
+    look: dict[str, Any] = {"edgecolor": "face", "linewidth": 0.2}
     norm = LogNorm(1, max(float(one.counts.max(initial=0)), 10.0))
     counts = np.where(one.counts > 0, one.counts, np.nan)
     cells = axes.pcolormesh(one.x_edges, one.y_edges, counts, cmap="cividis", norm=norm, **look)
