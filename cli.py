@@ -315,9 +315,10 @@ class _Form:
         is the form of the JSON output (default: the module's NAME_FORM)."""
         module, _, function = found._text.partition(":")
         renderers = vars(import_module(module))
+        rows_of = f"{function.removesuffix('_text')}_rows"
         self.answer(
             json=lambda: result_json(found, json), text=lambda width: renderers[function](found, width, **text or {}),
-            rows=lambda: rows if isinstance(rows, Rows) else renderers[f"{function.removesuffix('_text')}_rows"](found, **rows or {}),
+            rows=lambda: rows if isinstance(rows, Rows) else renderers[rows_of](found, **rows or {}),
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:

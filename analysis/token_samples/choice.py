@@ -215,7 +215,8 @@ def choice_text(
     elif not (gaps.num_compared > 0).any():
         basis = f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
     else:
-        basis = f"d = {pair[0]} - {pair[1]}, nats, over tokens that count toward the loss and have a logprob in both passes."
+        d = f"d = {pair[0]} - {pair[1]}, nats"
+        basis = f"{d}, over tokens that count toward the loss and have a logprob in both passes."
     sorts = {
         WORST: f"largest single-token |d| in {'all steps' if looked.has_all_worst else searched}",
         TYPICAL: f"mean |d| closest to the median of the sequences in {evenly}",

@@ -161,8 +161,8 @@ def read_token_samples(
         sample = _sample(row, scored, choice.why[number], pair, text, wanted.max_sequence_tokens)
         found.setdefault(number, sample)
     return TokenSamples(
-        sequences=tuple(found[number] for number in choice.why), choice=choice_text(choice, gaps, looked, wanted, pair, lacking), text_from=text.told,
-        passes=tuple(scored),
+        sequences=tuple(found[number] for number in choice.why), passes=tuple(scored), text_from=text.told,
+        choice=choice_text(choice, gaps, looked, wanted, pair, lacking),
     )  # fmt: skip
 
 
