@@ -307,17 +307,18 @@ class _Form:
             _say(text(self.width))
 
     def result(
-        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None,
+        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | Rows | None = None,
         json: Form | None = None,
     ) -> None:  # fmt: skip
         """Print a result as text, CSV or JSON. The result's `_text` names a function as MODULE:NAME_text. This function
-        renders the text, and NAME_rows in the same module returns the rows of the CSV. `json` is the form of the JSON
-        output (default: the module's NAME_FORM)."""
+        renders the text, and NAME_rows in the same module returns the rows of the CSV, unless `rows` has them. `json`
+        is the form of the JSON output (default: the module's NAME_FORM)."""
         module, _, function = found._text.partition(":")
         renderers = vars(import_module(module))
+        rows_of = f"{function.removesuffix('_text')}_rows"
         self.answer(
             json=lambda: result_json(found, json), text=lambda width: renderers[function](found, width, **text or {}),
-            rows=lambda: renderers[f"{function.removesuffix('_text')}_rows"](found, **rows or {}),
+            rows=lambda: rows if isinstance(rows, Rows) else renderers[rows_of](found, **rows or {}),
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:
@@ -345,10 +346,9 @@ def _prints(
         @wraps(function)
         def command(**options: Any) -> Any:
             form = _Form(**{field.name: options.pop(field.name) for field in fields(_Form) if field.name in options})
-            if form.as_json and form.as_csv:
-                raise click.UsageError("--json and --csv cannot be combined; choose one")
-            if form.as_json and form.is_brief:
-                raise click.UsageError("--json and --brief cannot be combined; choose one")
+            if form.as_json and (form.as_csv or form.is_brief):
+                other = "--csv" if form.as_csv else "--brief"
+                raise click.UsageError(f"--json and {other} cannot be combined; choose one")
             return function(form=form, **options)
 
         for option, is_taken in ((_BRIEF, brief), (_WIDE, wide), (_CSV, csv)):
@@ -418,10 +418,7 @@ def _executions(command: Any) -> Any:
         click.option(
             "--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, in replay's --arm syntax.",
         ),
-        click.option(
-            "--arm", metavar="CHANGES",
-            help="Execution a, in replay's --arm syntax.  [default: the recorded settings]",
-        ),
+        _arm_a,
         click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
     ):  # fmt: skip
         command = option(command)
@@ -443,6 +440,9 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
     return value
 
 
+_arm_a = click.option(
+    "--arm", metavar="CHANGES", help="Execution a, in replay's --arm syntax.  [default: the recorded settings]"
+)
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
     help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local cluster.",
@@ -631,14 +631,8 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
     The exit code is 2 if something is damaged or missing, and 1 if the trace only deviates from the format. Other
     commands verify only what they read.
     """
-    from .analysis.verify import verification_text
-
     found = analysis.verify(trace, format=format, progress=_progress)
-    form.answer(
-        json=lambda: result_json(found),
-        text=lambda width: verification_text(found, width),
-        rows=lambda: found.folders,
-    )
+    form.result(found, rows=found.folders)
     if not found.is_whole:
         _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
         raise click.exceptions.Exit(2)
@@ -663,14 +657,8 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     storage are faster. You can interrupt the command at any time: the trace stays complete, and the next call continues
     the merge.
     """
-    from .analysis.compact import compaction_text
-
     found = analysis.compact(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: result_json(found),
-        text=lambda width: compaction_text(found, width),
-        rows=lambda: found.tables,
-    )
+    form.result(found, rows=found.tables)
 
 
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
@@ -965,7 +953,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Only print each arm's remaining work and a time estimate based on the first rows.",
+    help="Score a few rows per arm, and only print the remaining work and an estimate of its time.",
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
@@ -1107,9 +1095,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )
 @main.command()
 @click.argument("trace", metavar="RUN|MODEL")
-@click.option(
-    "--arm", metavar="CHANGES", help="Execution a, in replay's --arm syntax.  [default: the recorded settings]"
-)
+@_arm_a
 @click.option(
     "--against", metavar="CHANGES", help="Execution b, in --arm syntax.  [default: --arm, one sequence per batch]"
 )
@@ -1539,7 +1525,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
             f"{not_held_reason(str(broken[0].not_held))}. Differences from `train` are not due to the arm alone. "
-            f"Changed here: {'; '.join(broken[0].differs)}"
+            f"Differs on this machine: {'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
@@ -1579,7 +1565,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass gives probability 1 too"
+            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass also has probability 1 there"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")

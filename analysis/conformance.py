@@ -25,18 +25,18 @@ COLUMNS = ("where", "field", "code", "expected", "found", "num_rows")
 
 CODES = {
     "unreadable": "the file cannot be parsed",
-    "wrong_name": "the file's name does not fit its folder or content",
+    "wrong_name": "the file's name does not match its folder or content",
     "missing_field": "a JSON field is missing",
     "unknown_field": "readers ignore this JSON field",
-    "wrong_value": "a JSON field does not have its only possible value",
-    "wrong_type": "a field or column has another type",
+    "wrong_value": "a JSON field does not have the required value",
+    "wrong_type": "a field or column has the wrong type",
     "missing_column": "a required column is missing",
     "unknown_column": "readers ignore this column",
     "duplicate_column": "two columns have the same name",
     "null": "a required column contains NULL",
     "duplicate_row": "two rows have the same key",
     "no_sequence": "a score has no sequence",
-    "wrong_length": "a list or a count does not fit the response or prompt",
+    "wrong_length": "a list's length or a count does not match the response or prompt",
     "bad_token_id": "a token id is negative or NULL",
     "positive_logprob": "a logprob is above 0",
     "bad_pass_name": "a pass has an invalid name",
@@ -80,14 +80,8 @@ def _documents(store: Store) -> Iterator[Deviation]:
             if is_required and field.name not in names:
                 yield where, field.name, "missing_field", _shown(hints[field.name]), "", None
             elif field.name in names and not _is(names[field.name], hints[field.name]):
-                yield (
-                    where,
-                    field.name,
-                    "wrong_type",
-                    _shown(hints[field.name]),
-                    json.dumps(names[field.name])[:80],
-                    None,
-                )
+                found = json.dumps(names[field.name])[:80]
+                yield where, field.name, "wrong_type", _shown(hints[field.name]), found, None
         for name in names.keys() - hints.keys() - {CHECKSUM, "format"}:
             yield where, name, "unknown_field", "", json.dumps(names[name])[:80], None
     for name in store.walk(PASSES):

@@ -29,7 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and holds the trainer's current tensor, so earlier ones need no comparison."""
+"""SQL condition: the engine received and holds the trainer's current tensor, so earlier versions need no comparison."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -57,8 +57,8 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Selects the steps sampled by a process that recorded no digests. If dtype is NULL, all processes share
-the engine, so its digests count for each of them."""
+"""Selects the steps sampled by a process that recorded no digests. Digests without a dtype
+come from an engine in another process, which all processes share."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -218,9 +218,8 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
     found = engine_verdict(list(engine_versions(database)), steps)
     if not found.agreeing_steps:
         return found
-    unaccounted = {step for (step,) in database.connection.execute(_UNACCOUNTED).fetchall()}
-    if unaccounted:
-        unaccounted -= {step for (step,) in database.connection.execute(_OF_WORKERS).fetchall()}
+    rows = database.connection.execute(f"{_UNACCOUNTED} EXCEPT {_OF_WORKERS}").fetchall()
+    unaccounted = {step for (step,) in rows}
     return replace(found, agreeing_steps=found.agreeing_steps - unaccounted)
 
 

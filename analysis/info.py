@@ -280,16 +280,12 @@ def _judged(source: Source) -> list[str]:
         who = f"writer {state.writer} (process {state.pid} on {state.host or 'an unknown host'})"
         if judged.how == RESTARTED:
             found.append(f"{who} has ended: this machine has been restarted since its last heartbeat")
-        elif judged.how == AGE and judged.silent_s is None:
-            found.append(
-                f"{who} counts as live: its process cannot be seen from here, and the age of its files is unknown"
-            )
         elif judged.how == AGE:
+            age = "the age of its files is unknown"
+            if judged.silent_s is not None:
+                age = f"its last heartbeat was {duration(judged.silent_s)} ago (limit: {duration(SILENT_S)})"
             counts = "live" if judged.is_alive else "ended"
-            found.append(
-                f"{who} counts as {counts}: its process cannot be seen from here, and its last heartbeat was "
-                f"{duration(judged.silent_s or 0.0)} ago (limit: {duration(SILENT_S)})"
-            )
+            found.append(f"{who} counts as {counts}: its process cannot be seen from here, and {age}")
     return found
 
 

@@ -135,7 +135,7 @@ class RunTools:
         detail: Literal["none", "suspects", "alarms", "figures"] = "none",
     ) -> dict[str, Any]:  # fmt: skip
         """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
-        control: a healthy baseline run. A suspect's percentage is the probability of its cause, not of the details
+        control: a healthy baseline run. A percentage is the probability of the cause before it, not of the details
         after it. detail adds the evidence for each suspect, the alerts that fired, or published reference values.
         """
         from .diagnosis.diagnose import diagnose

@@ -30,6 +30,7 @@ _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
 }  # fmt: skip
+"""Column -> SQL type. The columns are the sums of Agreement's fields over tokens, in the same order."""
 _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
 
 
@@ -75,16 +76,8 @@ def compare(a: Routing, b: Routing) -> Agreement:
 
 
 def by_layer(found: Agreement) -> list[dict[str, Any]]:
-    columns = {
-        "num_tokens": found.known_NL,
-        "num_same_experts": found.same_experts_NL,
-        "num_same_order": found.same_order_NL,
-        "sum_overlap": found.overlap_NL,
-        "num_weights": found.num_weights_NL,
-        "sum_abs_dweight": found.abs_dweight_NL,
-    }
-    sums = {name: values.sum(axis=0).tolist() for name, values in columns.items()}
-    return [dict(zip(sums, layer, strict=True)) for layer in zip(*sums.values(), strict=True)]
+    sums = [values_NL.sum(axis=0).tolist() for values_NL in found]
+    return [dict(zip(_SUMS, layer, strict=True)) for layer in zip(*sums, strict=True)]
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:

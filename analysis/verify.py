@@ -39,7 +39,7 @@ class Verification(Result):
 
     trace: str
     folders: Rows
-    """One row per folder: the numbers of files read, of bytes and of damaged files."""
+    """One row per folder: files read, bytes read, and damaged files."""
     damaged: tuple[str, ...]
     """One sentence per damaged or missing file."""
     ignored: tuple[str, ...]
@@ -218,12 +218,8 @@ class _Verifier:
                 yield _Part(folder=DENSE, name=where, num_bytes=self.store.file_size(where), read=read)
 
     def _ask_for_groups(self) -> None:
-        query = """
-            SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
-            UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
-            UNION SELECT DISTINCT dense FROM all_eval_scores WHERE dense IS NOT NULL
-            UNION SELECT DISTINCT routing FROM all_eval_scores WHERE routing IS NOT NULL
-        """
+        columns = [(name, view) for name in ("dense", "routing") for view in ("all_scores", "all_eval_scores")]
+        query = " UNION ".join(f"SELECT {name} FROM {view} WHERE {name} IS NOT NULL" for name, view in columns)
         try:
             for (group,) in open_database(self.source).connection.execute(query).fetchall():
                 open_dense(self.store, group)

@@ -39,7 +39,7 @@ def weights(
     `verified`, which is `ok` or describes the damage. If `by` is module, each row is a module, combined over all
     layers, and `num_unchanged` counts the versions in which the module did not change.
 
-    `engine` compares the engine's tensors, or layer groups, with the trainer's instead. Each row has the trainer's
+    `engine` compares the engine's tensors (or modules) with the trainer's instead. Each row has the trainer's
     version when the engine last started sampling, the version that the engine last received, the latest version whose
     bits the engine has, whether the engine agrees with the trainer, at how many versions it differed, and why (a code
     in WEIGHT_CAUSES).

@@ -46,7 +46,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """From each sequence's step and NEEDED_SUMS, compute the metrics that `read_token_figures` returns."""
+    """Compute the metrics that `read_token_figures` returns, from each sequence's step and NEEDED_SUMS."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -66,7 +66,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Metric: share of repeated responses whose reward differs from that of the last occurrence (see `repeats`)."""
+"""Metric: share of repeated responses whose reward differs from the previous occurrence's (see `repeats`)."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 

@@ -68,68 +68,45 @@ class Alarm:
         return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
 
 
-ALARMS = (
+_PUBLISHED = (
+    ("verl_prob_diff", "verl", "prob_diff_mean", 0.01,
+     "training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|", "a problem (below 0.005 is normal)",
+     "verl FAQ"),
+    ("verl_kl", "verl", "k1", 0.1, "|rollout_corr/kl|: mean(rollout - train)", "far off-policy",
+     "verl docs, rollout correction"),
+    ("verl_chi2", "verl", "chi2_token", 1.0, "rollout_corr/chi2_token: mean exp(2 d) - 1", "far off-policy",
+     "verl docs, rollout correction"),
+    ("verl_ess", "verl", "ess_token", 0.3, "1 / mean((w / mean w)^2) with w = exp(d), not truncated",
+     "a few tokens carry most of the weight", "verl docs, rollout correction"),
+    ("nemo_rl_prob_error", "NeMo-RL", "mean_exp_abs_d", 1.05, "token_mult_prob_error: mean exp(|d|)",
+     "NeMo-RL logs a diagnostic plot (1.00 to 1.05 is fine)", "NeMo-RL docs, GRPO"),
+    ("nemo_rl_kl", "NeMo-RL", "k3", 1e-3, "gen_kl_error: mean(exp(d) - 1 - d)", "above the acceptable range",
+     "NeMo-RL docs, GRPO"),
+    ("miles_kl", "Miles", "k3", 1.0, "mean(exp(d) - 1 - d), called KL in the docs",
+     "a configuration error (below 1e-4 is jitter)", "Miles docs, debug"),
+    ("miles_abs_d", "Miles", "mean_abs_d", 0.8, "mean |d|", "chat templates differ", "Miles docs, debug"),
+    ("prime_rl_kl", "prime-rl", "k3", 0.15, "mismatch_kl: mean(exp(d) - d - 1)", "prime-rl's own CI fails",
+     "prime-rl CI"),
+    ("tinker_kl", "Tinker", "k3", 0.01, "KL between sampler and trainer (compared with k3)", "investigate",
+     "tinker-feedback#22"),
+    ("tinker_k1", "Tinker", "k1", 0.01, "|optim/kl_sample_train_v1|: mean(rollout - train)",
+     "training may be unstable", "tinker-cookbook, skills/research"),
+    ("liu_li_low", "Liu and Li", "k3", 1e-3, "vllm-kl: mean token k3", "above the paper's low-mismatch group",
+     "richardli.xyz/rl-collapse"),
+    ("liu_li_high", "Liu and Li", "k3", 2e-2, "vllm-kl: mean token k3",
+     "in the paper's high-mismatch group, whose runs collapsed", "richardli.xyz/rl-collapse"),
+    ("icepop_abs_d", "Ling team (IcePop)", "mean_abs_d", 0.05, "mean |d|", "an MoE run collapsed above this level",
+     "Ling team, IcePop; arXiv 2510.18855"),
+    ("slime_abs_d", "slime", "mean_abs_d", 0.03, "mean |d|", "the framework's CI fails (4B model)", "slime, Miles CI"),
+)  # fmt: skip
+"""(code, who, metric, level, definition, summary, source)"""
+
+ALARMS = tuple(
     Alarm(
-        code="verl_prob_diff", who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
-        level=0.01, summary="a problem (below 0.005 is normal)", source="verl FAQ",
-    ),
-    Alarm(
-        code="verl_kl", who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
-        summary="far off-policy", source="verl docs, rollout correction",
-    ),
-    Alarm(
-        code="verl_chi2", who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
-        summary="far off-policy", source="verl docs, rollout correction",
-    ),
-    Alarm(
-        code="verl_ess", who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
-        summary="a few tokens carry most of the weight", source="verl docs, rollout correction",
-    ),
-    Alarm(
-        code="nemo_rl_prob_error", who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
-        summary="NeMo-RL logs a diagnostic plot (1.00 to 1.05 is fine)", source="NeMo-RL docs, GRPO",
-    ),
-    Alarm(
-        code="nemo_rl_kl", who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
-        summary="above the acceptable range", source="NeMo-RL docs, GRPO",
-    ),
-    Alarm(
-        code="miles_kl", who="Miles", metric="k3", definition="mean(exp(d) - 1 - d), called KL in the docs", level=1.0,
-        summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
-    ),
-    Alarm(
-        code="miles_abs_d", who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
-        source="Miles docs, debug",
-    ),
-    Alarm(
-        code="prime_rl_kl", who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
-        summary="prime-rl's own CI fails", source="prime-rl CI",
-    ),
-    Alarm(
-        code="tinker_kl", who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
-        summary="investigate", source="tinker-feedback#22",
-    ),
-    Alarm(
-        code="tinker_k1", who="Tinker", metric="k1", definition="|optim/kl_sample_train_v1|: mean(rollout - train)", level=0.01, of_size=True,
-        summary="training may be unstable", source="tinker-cookbook, skills/research",
-    ),
-    Alarm(
-        code="liu_li_low", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=1e-3,
-        summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
-    ),
-    Alarm(
-        code="liu_li_high", who="Liu and Li", metric="k3", definition="vllm-kl: mean token k3", level=2e-2,
-        summary="in the paper's high-mismatch group, whose runs collapsed", source="richardli.xyz/rl-collapse",
-    ),
-    Alarm(
-        code="icepop_abs_d", who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
-        summary="an MoE run collapsed above this level", source="Ling team, IcePop; arXiv 2510.18855",
-    ),
-    Alarm(
-        code="slime_abs_d", who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
-            "model)",
-        source="slime, Miles CI",
-    ),
+        code=code, who=who, metric=metric, definition=definition, level=level, above=metric != "ess_token",
+        of_size=metric == "k1", summary=summary, source=source,
+    )
+    for code, who, metric, level, definition, summary, source in _PUBLISHED
 )  # fmt: skip
 
 
@@ -148,7 +125,7 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
     (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm",
                             f"> {NORM:g} times its median over 20 earlier steps, for {TIMES} steps", "updates are abnormally large")),
 )  # fmt: skip
-"""tim-trace's own rules on series. The function before a rule returns, for each step, whether the rule fires."""
+"""tim-trace's own rules on series, as (function, rule). The function returns [n] bool: True where the rule fires."""
 CONTRADICT = _own_alarm(
     "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
     f"> {UNEQUAL:g}", "the reward depends on more than the response",
@@ -161,7 +138,7 @@ LEFT_OUT = replace(
 BROKEN = tuple(
     _own_alarm(f"{metric}_not_finite", metric, definition, "is NaN or infinite", summary)
     for metric, definition, summary in (
-        ("reward", "more than half of the rewards in a step", "nothing can be learned from this step"),
+        ("reward", "over half of a step's rewards are NaN or infinite", "nothing can be learned from this step"),
         ("grad_norm", "the logged grad_norm", "this step's update was not finite"),
         ("loss", "the logged loss", "this step's update was not finite"),
     )

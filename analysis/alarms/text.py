@@ -18,7 +18,7 @@ def fired(num_raised: int, num_judged: int) -> str:
 
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
     assert reading.own is not None
-    return f"{'' if reading.worst_step is None else 'worst: '}{number(reading.own)} at {taken_over(reading).removeprefix('worst ')}"
+    return f"worst: {number(reading.own)} at step {reading.worst_step}"
 
 
 def since(reading: AlarmReading) -> str:

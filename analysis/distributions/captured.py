@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,8 +82,7 @@ class DistributionPairs:
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
         self._heads: dict[str, Heads] = {}
-        self._contracts: dict[tuple[str, str], dict[str, Any]] | None = None
-        self._open: OrderedDict[Place, _Opened] = OrderedDict()
+        self._opened = lru_cache(OPEN_GROUPS)(self._open)
         self._lock = threading.Lock()
         self._error: tuple[type[TimTraceError], str] | None = None
 
@@ -137,29 +136,21 @@ class DistributionPairs:
             else:
                 found.put(out[chunk], compare_partly(side_a, side_b))
 
-    def _opened(self, place: Place) -> _Opened:
-        if place not in self._open:
-            source = self._sources[place.run]
-            heads = self._heads.setdefault(place.run, Heads(source.store))
-            opened = _Opened(open_dense(source.store, place.group), self._contract(place), heads, place)
-            if not opened.group.arrays:
-                raise DamagedTrace(
-                    f"{source.store.shown(f'dense/{place.group}')} has no arrays. Restore it from a backup"
-                )
-            self._open[place] = opened
-            if len(self._open) > OPEN_GROUPS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(place)
-        return self._open[place]
+    def _open(self, place: Place) -> _Opened:
+        source = self._sources[place.run]
+        heads = self._heads.setdefault(place.run, Heads(source.store))
+        group = open_dense(source.store, place.group)
+        if not group.arrays:
+            raise DamagedTrace(f"{source.store.shown(f'dense/{place.group}')} has no arrays. Restore it from a backup")
+        return _Opened(group, self._contracts.get((place.run, place.contract), {}), heads, place)
 
-    def _contract(self, place: Place) -> dict[str, Any]:
-        if self._contracts is None:
-            self._contracts = {
-                (run, row["contract"]): json.loads(row["contract_json"])
-                for run, source in self._sources.items()
-                for row in source.passes
-            }
-        return {} if place.contract is None else self._contracts.get((place.run, place.contract), {})
+    @cached_property
+    def _contracts(self) -> dict[tuple[str, str | None], dict[str, Any]]:
+        return {
+            (run, row["contract"]): json.loads(row["contract_json"])
+            for run, source in self._sources.items()
+            for row in source.passes
+        }
 
 
 class _Measures:
@@ -224,14 +215,17 @@ class Heads:
 
     def __init__(self, store: Store):
         self.store = store
-        self._weights: Any = None
         self._held: tuple[Any, Head] | None = None
+
+    @cached_property
+    def _weights(self) -> Any:
+        return open_weights(self.store)
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract with hidden states lacks the output head; record the head with the contract"
+                f"{self.store.url}: hidden states lack an output head; add `head` to their pass's contract"
             )
         if version is None:
             raise WeightsMissing(
@@ -244,8 +238,6 @@ class Heads:
         return self._held[1]
 
     def _load(self, described: Mapping[str, Any], version: int, attempt: int | None, dtype: str) -> Head:
-        if self._weights is None:
-            self._weights = open_weights(self.store)
         tensors = self._weights.load(version, attempt)
 
         def values(names: list[str]) -> Array:

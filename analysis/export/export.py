@@ -282,8 +282,7 @@ def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], advance
     num_rows = 0
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
         for part in chain([first], rows):
-            table = part if isinstance(part, pa.Table) else pa.Table.from_batches([part])
-            writer.write_table(table)
-            num_rows += table.num_rows
-            advance(table.num_rows)
+            writer.write(part)
+            num_rows += part.num_rows
+            advance(part.num_rows)
     return num_rows

@@ -204,9 +204,6 @@ class SequenceColumns:
         unit_N, step_N = np.asarray(found["unit"]), np.asarray(found["step"])
         return cls(values=addable(sums), largest=largest, unit_N=unit_N, step_N=step_N)
 
-    def __len__(self) -> int:
-        return len(self.unit_N)
-
     def reach(self) -> float:
         """Estimate the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
 

@@ -89,9 +89,8 @@ class Run:
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
-            database = (
-                self._database.reopened() if found else self._database
-            )  # reopened, because the jackknife for an earlier source may have left out sequences
+            # reopened, because the jackknife for an earlier source may have left out sequences
+            database = self._database.reopened() if found else self._database
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
                 found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}

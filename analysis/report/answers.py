@@ -44,7 +44,7 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """`unknown`, `valid`, `replay`, the code for a finding or cause, or a key in the tables above."""
+    """Identifies the answer: the code of a finding or cause, a key in _EFFECTS or _SIZES, or e.g. `valid`."""
     severity: str
     short: str
     figure: str = ""
@@ -134,8 +134,8 @@ def objective_answer(subject: Subject) -> Answer:
     detail = " ".join(found.verdict)
     if any(part.code == "in_ratio" for part in found.verdict_codes):
         return Answer(
-            code="in_ratio", severity=NOTICE, short="part of the ratio, so clipping and weights apply to it",
-            figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio", basis=subject.part,
+            code="in_ratio", severity=NOTICE, short="no bias, but clipping and correction weights act on the mismatch",
+            figure=f"mean |d| of {found.value('mean_abs_d') or 0.0:.3g} nats in the ratio", basis=subject.part,
             detail=detail,
         )  # fmt: skip
     size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
@@ -150,7 +150,7 @@ def objective_answer(subject: Subject) -> Answer:
         free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code, severity=BAD if size >= LARGE else NOTICE if pushes else GOOD, short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as the sum of absolute biases{free}",
+        figure=f"net bias {_percent(relative.value, '+')} of sum |f|{free}; absolute biases add up to {_percent(size)}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )  # fmt: skip

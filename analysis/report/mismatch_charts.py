@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from ..breakdowns.breakdowns import Breakdowns
 from ..diagnosis.text import effect_text
-from ..rows import Rows
 from . import chart
 from .chart import Array, Bar, BarChart, Chart, Heatmap, Line, LineChart
 from .commands import command
@@ -100,13 +99,15 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     found = subject.objective
     if found is None or not len(found.steps):
         return
-    column = _column_of(found.steps)
-    steps = column("step")
+    rows = found.steps.dicts()
     asked = command(subject, "objective", "--json")
+
+    def column(name: str) -> Array:
+        return np.array([row.get(name) for row in rows], float)
 
     def lines(keys: Mapping[str, str]) -> tuple[Line, ...]:
         return tuple(
-            Line(name=name, x=steps, y=values, is_side=key == "relative_abs_bias")
+            Line(name=name, x=column("step"), y=values, is_side=key == "relative_abs_bias")
             for key, name in keys.items()
             if np.isfinite(values := column(key)).any()
         )
@@ -128,17 +129,6 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
             "objective. If sum b is small compared with sum |b|, the errors cancel (arXiv 2605.14220).",
             sql=asked, lines=bias, x_label="step",
         )  # fmt: skip
-
-
-def _column_of(rows: Rows) -> Callable[[str], Array]:
-    columns = {name: place for place, name in enumerate(rows.columns)}
-
-    def column(name: str) -> Array:
-        if name not in columns:
-            return np.full(len(rows), np.nan)
-        return np.array([np.nan if row[columns[name]] is None else row[columns[name]] for row in rows.rows], float)
-
-    return column
 
 
 def _arms(subject: Subject) -> BarChart | None:

@@ -130,8 +130,8 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
     lines = [Line(name=subject.name, x=logged.steps, y=logged.values) for subject, logged in found]
     first, name = found[0][0], found[0][1].name
     return LineChart(
-        key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, first, 0),
-        lines=tuple(lines), x_label="step",
+        key="evaluation", title=name, unit="", sql=query_of_metric(name, first, 0), lines=tuple(lines), x_label="step",
+        note="An evaluation logged by the run. A faulty reward does not affect it.",
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ SERIES: dict[str, Term] = {
     "grad_norm": Term("Gradient norm", "", "Gradient L2 norm logged by the trainer."),
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
     "clip_share": Term("Clipped share", "share of tokens", "Tokens with a ratio beyond the recorded loss's bound. ppo_clip gives them no gradient, and cispo clamps their weight to the bound."),
-    "policy_lag": Term("Policy lag", "updates", "Updates between the sampling weights and those in the loss. 0 is on-policy."),
+    "policy_lag": Term("Policy lag", "updates", "Optimizer updates between sampling and training. 0 is on-policy."),
     "changed_weights": Term("Changed weights", "share of elements", "Weight elements with bits that differ from the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "One update's norm divided by the weights' norm."),
@@ -165,8 +165,6 @@ SERIES: dict[str, Term] = {
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-
-EVALUATION = Term("", "", "An evaluation logged by the run. A faulty reward does not affect it.")
 
 WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
     "k3_positive": "k3 over tokens with an advantage above 0.",
@@ -182,9 +180,9 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "sum |f|": "Sum of |f| over all tokens, where f is ratio times advantage after the loss's clipping.",
     "k3": "Mean exp(d) - 1 - d. It estimates the KL divergence between trainer and engine (nats).",
     "alerts": "Warning levels from frameworks and papers. Each has its own definition.",
-    "interval": "Confidence interval from resampling sequence groups. It shows how much the value depends on them.",
+    "interval": "Confidence interval from resampling sequence groups: how much the value depends on those drawn.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
-    "ln ratio": "Natural logarithm of a token's probability ratio under two policies.",
+    "ln ratio": "Natural logarithm of the ratio of a token's probabilities under two policies.",
     "arm": "Recorded steps replayed under different numerics, stored as a separate pass.",
     "observation": "Evidence from a single run. The first series to change is not necessarily the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",

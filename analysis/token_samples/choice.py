@@ -28,7 +28,7 @@ PROMPT_TOKENS = 400
 LOOKED_TOKENS = 4_000_000
 """Number of response tokens to search in a run. Smaller runs are searched in full."""
 SUMMED_SHARE = 0.2
-"""Share of a run's response tokens to search if the trace stores the pair's sums, but at least LOOKED_TOKENS."""
+"""Share of response tokens to search (but at least LOOKED_TOKENS tokens) if the trace stores the pair's sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,6 @@ class Wanted:
     worst: int = 24
     random: int = 16
     typical: int = 8
-    per_step: int = 1
     max_steps: int = 200
     max_tokens: int = 200_000
     max_sequence_tokens: int = 2_000
@@ -189,22 +188,17 @@ def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
 
 
 def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
-    if not num:
-        return []
     names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)
     digests = [blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest() for name in names]
     return [int(rows[place]) for place in sorted(range(len(rows)), key=digests.__getitem__)[:num]]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    places: dict[int, list[int]] = {step: [] for step in looked.notable}
-    places |= {step: [] for step in looked.steps if step not in places}
-    shown = looked.with_worst(wanted.max_steps)
+    first: dict[int, int] = {}
     for row in worst:
-        found = places[int(gaps.steps[row])]
-        if len(found) < wanted.per_step:
-            found.append(int(row))
-    return [row for step, rows in places.items() if step in shown for row in rows]
+        first.setdefault(int(gaps.steps[row]), int(row))
+    shown = looked.with_worst(wanted.max_steps)
+    return [first[step] for step in dict.fromkeys((*looked.notable, *looked.steps)) if step in shown and step in first]
 
 
 def choice_text(
@@ -212,12 +206,32 @@ def choice_text(
 ) -> str:
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
-    sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
+    counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
+    searched = "all steps" if looked.is_all else "the searched steps"
+    evenly = "all steps" if looked.is_all else "the evenly spaced steps"
+    if lacking:
+        which = " and ".join(repr(name) for name in lacking)
+        basis = f"Pass {which} has no logprobs, so d is unknown and sequences are chosen at random."
+    elif not (gaps.num_compared > 0).any():
+        basis = f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
+    else:
+        d = f"d = {pair[0]} - {pair[1]}, nats"
+        basis = f"{d}, over tokens that count toward the loss and have a logprob in both passes."
+    sorts = {
+        WORST: f"largest single-token |d| in {'all steps' if looked.has_all_worst else searched}",
+        TYPICAL: f"mean |d| closest to the median of the sequences in {evenly}",
+        RANDOM: f"picked by hash from {evenly}",
+        WORST_OF_STEP: f"1 per step with the largest single-token |d|, in up to {wanted.max_steps:,} steps",
+    }
+    sentences = [_looked(looked, gaps), basis]
+    sentences += [f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name]]
+    if not choice.why:
+        sentences.append("No sequences are shown.")
     if choice.num_left_out:
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
             f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} "
-            "(counted under the first reason for choosing it)."
+            "(each under the first reason for its choice)."
         )
     return " ".join(sentences)
 
@@ -226,37 +240,12 @@ def _looked(looked: LookedAt, gaps: SequenceMismatch) -> str:
     whole = f"{looked.num_steps:,} steps, {looked.num_sequences:,} sequences, {looked.num_run_tokens:,} response tokens"
     if looked.is_all:
         return f"Run {looked.run}: {whole}, all searched."
-    notable, worst = {*looked.notable}, looked.worst - {*looked.notable}
     parts = {
-        "notable": len(notable),
-        "with the largest |d|": len(worst),
-        "evenly spaced": len(looked.steps) - len(notable) - len(worst),
+        "notable": len(looked.notable),
+        "with the largest |d|": len(looked.worst),
+        "evenly spaced": len(looked.steps) - len(looked.notable) - len(looked.worst),
     }
     return (
         f"Run {looked.run}: {whole}; searched {len(looked.steps):,} steps with {len(gaps.seq_ids):,} sequences and "
         f"{looked.num_tokens:,} response tokens ({', '.join(f'{num:,} {what}' for what, num in parts.items() if num)})."
     )
-
-
-def _sorts(
-    choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
-) -> Iterable[str]:
-    counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
-    searched = "all steps" if looked.is_all else "the searched steps"
-    evenly = "all steps" if looked.is_all else "the evenly spaced steps"
-    if lacking:
-        which = " and ".join(repr(name) for name in lacking)
-        yield f"Pass {which} has no logprobs, so d is unknown and sequences are chosen at random."
-    elif not (gaps.num_compared > 0).any():
-        yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
-    else:
-        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count toward the loss and have a logprob in both passes."
-    sorts = {
-        WORST: f"largest single-token |d| in {'all steps' if looked.has_all_worst else searched}",
-        TYPICAL: f"mean |d| closest to the median of the sequences in {evenly}",
-        RANDOM: f"picked by hash from {evenly}",
-        WORST_OF_STEP: f"{wanted.per_step:,} per step with the largest single-token |d|, in up to {wanted.max_steps:,} steps",
-    }
-    yield from (f"{counts[name]:,} {name}: {what}." for name, what in sorts.items() if counts[name])
-    if not choice.why:
-        yield "No sequences are shown."

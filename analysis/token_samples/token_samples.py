@@ -21,8 +21,6 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
 from .choice import (
     PROMPT_TOKENS,
-    Choice,
-    SequenceMismatch,
     Wanted,
     choice_text,
     choose,
@@ -33,21 +31,6 @@ from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
 """Maximum number of complete sequences in memory at once."""
-
-
-def read_chosen(
-    database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str],
-    text: TokenText, max_sequence_tokens: int,
-) -> Iterator[TokenSample]:  # fmt: skip
-    place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
-    if not place:
-        return
-    found: dict[int, TokenSample] = {}
-    for row in _rows(database, run, [*place], passes):
-        number = place[row["step"], row["seq_id"]]
-        tokens = _Response(row, passes)
-        found.setdefault(number, tokens.excerpt(choice.why[number], pair, text, max_sequence_tokens))
-    yield from (found[number] for number in choice.why)
 
 
 def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -81,43 +64,37 @@ def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
     )  # fmt: skip
 
 
-class _Response:
-    def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
-        self.row = row
-        self.ids_R = array_of(row["response_ids"])
-        self.mask_R = _mask(row["response_mask"], len(self.ids_R))
-        self.logprobs: dict[str, np.ndarray] = {}
-        self.state: dict[str, np.ndarray] = {}
-        self.entropy: dict[str, np.ndarray] = {}
-        for number, name in enumerate(passes):
-            self.logprobs[name], self.state[name] = _side(row[f"p{number}"], len(self.ids_R))
-            if (entropy := row[f"entropy_p{number}"]) is not None:
-                self.entropy[name] = _side(entropy, len(self.ids_R))[0]
-        advantages = row["advantages"]
-        self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
+def _sample(
+    row: Mapping[str, Any], passes: Sequence[str], why: tuple[str, ...], pair: Pair, text: TokenText, most: int
+) -> TokenSample:
+    ids_R = array_of(row["response_ids"])
+    mask_R = _mask(row["response_mask"], len(ids_R))
+    sides = {name: _side(row[f"p{number}"], len(ids_R)) for number, name in enumerate(passes)}
+    entropies = {name: row[f"entropy_p{number}"] for number, name in enumerate(passes)}
+    entropy = next((entropies[name] for name in pair[::-1] if entropies.get(name) is not None), None)
+    d_R = _d(mask_R, *(sides[name][0] if name in sides else np.full(len(ids_R), np.nan) for name in pair))
+    size_R = np.abs(d_R[np.isfinite(d_R)])
+    first = _first(d_R, most)
+    shown = slice(first, first + most)
 
-    def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
-        row, d_R = self.row, self._d(pair)
-        size_R = np.abs(d_R[np.isfinite(d_R)])
-        first = _first(d_R, most)
-        shown = slice(first, first + most)
-        entropy_R = self.entropy.get(pair[1], self.entropy.get(pair[0]))
-        ids = self.ids_R[shown].astype(np.int32)
-        return TokenSample(
-            why=why, num_tokens=len(self.ids_R), first_token=first, sum_d=float(np.nansum(d_R)) if len(size_R) else None,
-            mean_abs_d=float(size_R.mean()) if len(size_R) else None, max_abs_d=float(size_R.max()) if len(size_R) else None,
-            prompt=_prompt(row["prompt_ids"], text), ids=ids, texts=text.of(ids.tolist()),
-            logprobs={name: values[shown].copy() for name, values in self.logprobs.items()},
-            state={name: values[shown].copy() for name, values in self.state.items()}, mask=self.mask_R[shown].copy(),
-            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown), **{name: row[name] for name in _SCALARS},
-        )  # fmt: skip
+    def cut(values: Any) -> np.ndarray | None:
+        return None if values is None else _side(values, len(ids_R))[0][shown].copy()
 
-    def _d(self, pair: Pair) -> np.ndarray:
-        if not {*pair} <= self.logprobs.keys():
-            return np.full(len(self.ids_R), np.nan)
-        a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
-        there_R = self.mask_R & np.isfinite(a_R) & np.isfinite(b_R)
-        return np.where(there_R, np.where(there_R, a_R, 0.0) - np.where(there_R, b_R, 0.0), np.nan)
+    ids = ids_R[shown].astype(np.int32)
+    return TokenSample(
+        why=why, num_tokens=len(ids_R), first_token=first, sum_d=float(np.nansum(d_R)) if len(size_R) else None,
+        mean_abs_d=float(size_R.mean()) if len(size_R) else None, max_abs_d=float(size_R.max()) if len(size_R) else None,
+        prompt=_prompt(row["prompt_ids"], text), ids=ids, texts=text.of(ids.tolist()),
+        logprobs={name: logprobs[shown].copy() for name, (logprobs, _) in sides.items()},
+        state={name: state[shown].copy() for name, (_, state) in sides.items()}, mask=mask_R[shown].copy(),
+        advantages=cut(row["advantages"]), entropy=cut(entropy), **{name: row[name] for name in _SCALARS},
+    )  # fmt: skip
+
+
+def _d(mask_R: np.ndarray, a_R: np.ndarray, b_R: np.ndarray) -> np.ndarray:
+    there_R = mask_R & np.isfinite(a_R) & np.isfinite(b_R)
+    a_R, b_R = (np.where(there_R, side_R.astype(np.float64), 0.0) for side_R in (a_R, b_R))
+    return np.where(there_R, a_R - b_R, np.nan)
 
 
 def _first(d_R: np.ndarray, most: int) -> int:
@@ -127,23 +104,21 @@ def _first(d_R: np.ndarray, most: int) -> int:
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
+    state = np.full(length, NOT_RECORDED, np.int8)
     if values is None:
-        return out, state
-    known = min(length, len(values))
-    out[:known] = array_of(values)[:known]
-    valid = np.zeros(length, bool)
-    valid[:known] = array_of(values.is_valid())[:known]
+        return np.full(length, np.nan, np.float32), state
+    out, valid = _of_length(values, length, np.float32(np.nan)), _of_length(values.is_valid(), length, False)
     state[valid] = np.select([np.isfinite(out), np.isnan(out)], [FINITE, NAN], INFINITE)[valid]
     return out, state
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    if values is None or not len(values):
-        return np.ones(length, bool)
-    out = np.zeros(length, bool)
-    known = min(length, len(values))
-    out[:known] = array_of(values.fill_null(False))[:known]
+    return _of_length(values.fill_null(False), length, False) if values else np.ones(length, bool)
+
+
+def _of_length(values: Any, length: int, missing: Any) -> np.ndarray:
+    out = np.full(length, missing)
+    out[: len(values)] = array_of(values)[:length]
     return out
 
 
@@ -152,10 +127,6 @@ def _prompt(values: Any, text: TokenText) -> tuple[tuple[int, str], ...]:
         return ()
     ids = values[max(len(values) - PROMPT_TOKENS, 0) :].to_pylist()
     return tuple(zip(ids, text.of(ids), strict=True))
-
-
-def _cut(values: np.ndarray | None, shown: slice) -> np.ndarray | None:
-    return None if values is None else values[shown].copy()
 
 
 _WANTED = Wanted()
@@ -183,13 +154,15 @@ def read_token_samples(
     gaps = read_sequence_mismatch(database, pair, source.run, looked.steps)
     choice = choose(gaps, looked, wanted)
     text = read_token_text(source)
-    found = read_chosen(
-        database, source.run, gaps, choice, pair=pair, passes=scored, text=text,
-        max_sequence_tokens=wanted.max_sequence_tokens,
-    )  # fmt: skip
+    place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
+    found: dict[int, TokenSample] = {}
+    for row in _rows(database, source.run, [*place], scored) if place else ():
+        number = place[row["step"], row["seq_id"]]
+        sample = _sample(row, scored, choice.why[number], pair, text, wanted.max_sequence_tokens)
+        found.setdefault(number, sample)
     return TokenSamples(
-        sequences=tuple(found), choice=choice_text(choice, gaps, looked, wanted, pair, lacking), text_from=text.told,
-        passes=tuple(scored),
+        sequences=tuple(found[number] for number in choice.why), passes=tuple(scored), text_from=text.told,
+        choice=choice_text(choice, gaps, looked, wanted, pair, lacking),
     )  # fmt: skip
 
 

@@ -179,12 +179,12 @@ class TokenText:
 
     def _text(self, token_id: int) -> str:
         found = self._vocabulary
-        if found is not None and token_id in found.added:
-            return _shortened(visible(found.added[token_id][:MAX_PIECE]), found.added[token_id])
-        if found is not None and token_id in found.pieces:
-            piece = found.pieces[token_id]
-            return _shortened(visible(found.decoding.text(piece[:MAX_PIECE])), piece)
-        return f"\u27e8{token_id}\u27e9"
+        whole = None if found is None else found.added.get(token_id, found.pieces.get(token_id))
+        if found is None or whole is None:
+            return f"\u27e8{token_id}\u27e9"
+        piece = whole[:MAX_PIECE]
+        text = visible(piece if token_id in found.added else found.decoding.text(piece))
+        return text if piece == whole else f"{text}\u2026"
 
 
 def read_token_text(source: Source) -> TokenText:
@@ -212,10 +212,6 @@ def _content(source: Source) -> bytes:
     return content
 
 
-def _shortened(text: str, whole: str) -> str:
-    return text if len(whole) <= MAX_PIECE else f"{text}\u2026"
-
-
 def _name(source: Source, vocabulary: Vocabulary) -> str:
     said = next((state.tokenizer for state in source.writers if state.tokenizer), {})
     words = [str(said[key]) for key in ("name", "class") if said.get(key)]
@@ -223,12 +219,12 @@ def _name(source: Source, vocabulary: Vocabulary) -> str:
 
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Characters that make white space visible. The one for a newline is followed by the line break itself."""
+"""Marks that make white space visible. NEWLINE keeps the line break after its mark."""
 
 MOST_MARKS = 4
 """Maximum number of combining marks in a row. More of them would overlap other lines."""
 
-_MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
+_MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN, "\n": NEWLINE}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
 """Unicode categories to escape: control, format (bidi marks, zero-width), surrogate, private, unassigned,
 separators."""
@@ -260,7 +256,8 @@ def visible(text: str) -> str:
             parts.append(char)
         elif category[0] == "M" or category in _HIDDEN or _is_blank(char):
             marks = MOST_MARKS
-            parts.append("\n" if char == "\n" and before == NEWLINE[0] else _shown(char))
+            mark = _MARKS.get(char) or named(ord(char))
+            parts.append("\n" if char == "\n" and before == NEWLINE[0] else mark)
         else:
             marks = 0
             parts.append(char)
@@ -275,12 +272,6 @@ def named(code: int) -> str:
     "'\\\\u27e8U+200B\\\\u27e9'"
     """
     return f"\u27e8U+{code:04X}\u27e9"
-
-
-def _shown(char: str) -> str:
-    if char == "\n":
-        return NEWLINE
-    return _MARKS.get(char) or named(ord(char))
 
 
 def _is_blank(char: str) -> bool:

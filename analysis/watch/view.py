@@ -24,7 +24,7 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Minimum terminal height (lines) at which empty lines separate the sections."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Section -> number of rows to which it may be cut before any other section is cut below its own number."""
+"""Section -> minimum number of rows. Sections are cut below it only once every section is down to its minimum."""
 _NOT_FINITE = "NaN/inf"
 
 
@@ -46,7 +46,7 @@ class WatchedView:
     def rows(self) -> dict[str, int]:
         seen = self.seen
         return {
-            "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
+            "alarms": len(seen.alarms.raised), "changes": len(seen.changes), "latest": len(seen.shown_steps),
             "courses": len(self._series),
         }  # fmt: skip
 
@@ -122,16 +122,16 @@ class WatchedView:
         return Group(title, alarm_table(raised[:num_rows], self._row), *self._more(len(raised) - num_rows))
 
     def _changes(self, num_rows: int) -> RenderableType | None:
-        moved = self.seen.moved
-        if not moved:
+        changes = self.seen.changes
+        if not changes:
             return None
         table = _table(2)
-        for each in moved[:num_rows]:
+        for each in changes[:num_rows]:
             change = each.change
             line = f"{each.name}  {_number(change.before)} to {_number(change.after)}, {change.kind}"
             table.add_row(Text(f"{change.step} ({change.low}-{change.high})", _TITLE), self._row(line))
         title = self._title("CHANGES", "step (95% CI), shift or ramp")
-        return Group(title, table, *self._more(len(moved) - num_rows))
+        return Group(title, table, *self._more(len(changes) - num_rows))
 
     def _latest(self, num_rows: int) -> RenderableType | None:
         seen = self.seen

@@ -110,7 +110,7 @@ class Watcher:
             num_tokens=sum(extent.num_response_tokens for extent in extents.steps.values()),
             age_s=age_s, steps_per_minute=rate, rate_from=rate_from, steps=self.steps, series=series,
             alarms=judge_alarms(series, self._memory.repeats, self._memory.token_figures()),
-            moved=() if unread else self._changes(series),
+            changes=() if unread else self._changes(series),
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:

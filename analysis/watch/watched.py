@@ -68,7 +68,7 @@ class Watched(Result):
     """All series from `read_series`, over the same steps."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
     """Every alert rule at every step (see `diagnose`)."""
-    moved: tuple[Moved, ...] = ()
+    changes: tuple[Moved, ...] = ()
     """Changes in the mismatch, the reward and the gradient norm. Empty while the run has too few steps."""
 
     @property
@@ -123,17 +123,11 @@ def _num_latest(seen: Watched) -> int:
     return len(seen.shown_steps)
 
 
-def _changes(seen: Watched) -> tuple[Moved, ...]:
-    return seen.moved
-
-
 WATCHED_FORM: Form = {
     **ALARM_FORM,
     Alarm: {**ALARM_FORM[Alarm], **dict.fromkeys(("definition", "level", "rule", "above", "of_size", "source", "of_mismatch"))},
     AlarmReadings: {"judged": None, "raised": AlarmReadings.raised, "num_judged": AlarmReadings.num_judged},
-    Watched: {
-        "num_latest": _num_latest, "latest": latest_rows, "series": _all_series, "moved": None, "changes": _changes,
-    },
+    Watched: {"num_latest": _num_latest, "latest": latest_rows, "series": _all_series},
 }  # fmt: skip
 
 

@@ -180,7 +180,7 @@ def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
     )  # fmt: skip
     answer = objective_answer(asked_run(objective=found))
     assert (answer.code, answer.severity) == ("in_ratio", NOTICE)
-    assert answer.short == "part of the ratio, so clipping and weights apply to it"
+    assert answer.short == "no bias, but clipping and correction weights act on the mismatch"
 
 
 @pytest.mark.parametrize(

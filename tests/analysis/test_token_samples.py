@@ -127,7 +127,7 @@ def test_each_sort_is_what_its_name_says(tmp_path):
     database = open_database(tmp_path / "run")
     query = "SELECT seq_id, sum_abs_d / num_tokens FROM pair_sums('train', 'rollout')"
     mean = dict(database.connection.execute(query).fetchall())
-    found = read_token_samples(database, wanted=Wanted(worst=2, typical=3, random=4, per_step=1))
+    found = read_token_samples(database, wanted=Wanted(worst=2, typical=3, random=4))
     middle = np.median(list(mean.values()))
     assert names(found, "worst") == ["5-5", "4-5"]
     assert names(found, "typical") == sorted(mean, key=lambda name: abs(mean[name] - middle))[:3]

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ...dynamics.text import summary_sentences
-from ...token_samples.token_samples import TokenSample
+from ...token_samples.token_samples import FINITE, TokenSample
 from ..answers import QUESTIONS, SIGNS
 from ..chart import COLOURS, LineChart
 from ..contents import Report
@@ -175,11 +175,7 @@ def full_colour(subject: Subject) -> float:
 
 def _sequence(one: TokenSample) -> dict[str, Any]:
     states = {name: values.tolist() for name, values in one.state.items()}
-    holes = (
-        np.any([np.asarray(values) != 0 for values in one.state.values()], axis=0)
-        if one.state
-        else np.zeros(len(one.ids))
-    )
+    holes = np.any([np.full(len(one.ids), FINITE), *one.state.values()], axis=0)
     return {
         "step": one.step, "seq_id": one.seq_id, "facts": facts_of(one), "num_tokens": one.num_tokens,
         "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,

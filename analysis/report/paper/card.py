@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -45,7 +47,7 @@ def card(made: Report) -> Figure:
     marked."""
     with PLAIN.settings():
         figure = Figure(figsize=(SIZE[0] / DPI, SIZE[1] / DPI), facecolor="white")
-        write = _Writer(figure)
+        write = partial(_write, figure, FigureCanvasAgg(figure).get_renderer())
         write(", ".join(subject.name for subject in made.subjects), _LEFT, 34, 24, _RIGHT - _LEFT - 130, 1, color=_SOFT)
         write("tim-trace", _RIGHT, 34, 24, 120, 1, color=_SOFT, ha="right")
         write(made.verdicts[0].headline, _LEFT, 74, 27, _RIGHT - _LEFT, 3, color=_INK, weight="bold")
@@ -66,43 +68,31 @@ def card(made: Report) -> Figure:
         return figure
 
 
-class _Writer:
-    """Writes text that is wrapped to a given width. Sizes and positions are in pixels from the upper left corner."""
+def _write(
+    figure: Figure, renderer: Any, text: str, x: float, y: float, size: float, width: float, most_lines: int, **how: Any
+) -> None:
+    """Write text, wrapped to a width. Sizes and positions are in pixels from the upper left corner."""
+    font = FontProperties(family=[PLAIN.font], size=size * _PIXEL, weight=how.get("weight", "normal"))
 
-    def __init__(self, figure: Figure):
-        self._figure, self._renderer = figure, FigureCanvasAgg(figure).get_renderer()
+    def fits(part: str) -> bool:
+        return bool(renderer.get_text_width_height_descent(part, font, False)[0] <= width)
 
-    def __call__(self, text: str, x: float, y: float, size: float, width: float, most_lines: int, **how: Any) -> None:
-        font = FontProperties(family=[PLAIN.font], size=size * _PIXEL, weight=how.get("weight", "normal"))
-
-        def fits(part: str) -> bool:
-            return bool(self._renderer.get_text_width_height_descent(part, font, False)[0] <= width)
-
-        for line in _lines(one_line(text[:_MOST_CHARACTERS], _MOST_CHARACTERS), most_lines, fits):
-            at = (x / SIZE[0], 1 - y / SIZE[1])
-            self._figure.text(*at, line, fontproperties=font, va="top", parse_math=False, **how)
-            y += size * 1.14
+    for line in _lines(one_line(text[:_MOST_CHARACTERS], _MOST_CHARACTERS), most_lines, fits):
+        at = (x / SIZE[0], 1 - y / SIZE[1])
+        figure.text(*at, line, fontproperties=font, va="top", parse_math=False, **how)
+        y += size * 1.14
 
 
 def _lines(text: str, most: int, fits: Callable[[str], bool]) -> list[str]:
     """Break text into at most `most` lines that fit. Overlong words are split, and excess text is replaced by `...`."""
-    lines, words = [""], text.split()
-    while words:
-        word = words.pop(0)
-        if fits(joined := f"{lines[-1]} {word}".strip()):
-            lines[-1] = joined
-            continue
-        if lines[-1]:
-            lines.append("")
-        size = max(1, bisect_left(range(1, len(word) + 1), True, key=lambda size: not fits(word[:size])))
-        lines[-1], rest = word[:size], word[size:]
-        if len(lines) > most:
-            last = lines[most - 1]
-            while last and not fits(f"{last}..."):
-                last = last[:-1]
-            return [*lines[: most - 1], f"{last}..."]
-        words = [rest, *words] if rest else words
-    return lines
+
+    def broken(width: int) -> list[str]:
+        lines = textwrap.wrap(text, width, break_on_hyphens=False)
+        return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: width - 3]}..."]
+
+    widths = range(4, len(text) + 1)
+    num_fitting = bisect_left(widths, True, key=lambda width: not all(map(fits, broken(width))))
+    return broken(3 + num_fitting)
 
 
 def _box(x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:

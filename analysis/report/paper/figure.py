@@ -203,10 +203,8 @@ def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tup
 
 
 def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
-    look: dict[str, Any] = {
-        "edgecolor": "face",
-        "linewidth": 0.2,
-    }  # without edges, PDF viewers show hairlines between cells
+    # Without edges, PDF viewers show hairlines between cells.
+    look: dict[str, Any] = {"edgecolor": "face", "linewidth": 0.2}
     norm = LogNorm(1, max(float(one.counts.max(initial=0)), 10.0))
     counts = np.where(one.counts > 0, one.counts, np.nan)
     cells = axes.pcolormesh(one.x_edges, one.y_edges, counts, cmap="cividis", norm=norm, **look)
@@ -249,8 +247,8 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
     figure, names = axes.figure, [plain(name, 46) for name in entries]
-    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width without the axis, in letter widths at 1 pt
-    longest = max(map(len, names), default=0) + 6  # in letters, including the legend handle
+    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width beside the y axis, in letters of 1 pt
+    longest = max(map(len, names), default=0) + 6  # number of letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0
     if style.title:
