@@ -17,7 +17,8 @@ def verdict_sentence(found: Certificate) -> str:
     other = ", batch against each sequence alone"
     if found.against is not None:
         other = f" against {found.against or 'the recorded settings'}"
-    bounds = f"batches of up to {counted(found.max_batch, 'sequence')}, {found.max_length} + {found.max_length} tokens"
+    sequences = counted(found.max_batch, "sequence")
+    bounds = f"batches of up to {sequences}, prompts and responses of up to {found.max_length} tokens"
     return f"{_SENTENCES[found.verdict]} ({found.arm or 'recorded settings'}{other}; {bounds})."
 
 
@@ -64,7 +65,7 @@ def _covered(one: Coverage, seconds: float) -> list[str]:
         f"  rows: {ranges(one.row_counts)}",
         f"  prompt lengths: {ranges(one.prompt_lengths)}",
         f"  response lengths: {ranges(one.response_lengths)}",
-        f"  layouts: {'; '.join(text or 'as the arm says' for text in one.layouts)}",
+        f"  layouts: {'; '.join(text or 'the arm unchanged' for text in one.layouts)}",
     ]
 
 

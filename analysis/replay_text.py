@@ -101,15 +101,15 @@ def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
 
 
 PREDICTION_NOTES = {
-    "unfelt": "smaller than a mismatch whose removal raised no reward in published runs ({detail})",
+    "unfelt": "in published runs, removing a larger mismatch did not raise the reward ({detail})",
     "wide": "cannot tell: the interval is wider than 0.4 times the value; replay more steps",
     "few_groups": "cannot tell: only {detail} groups at the replayed steps; replay more steps",
     "none_seen": "cannot tell: all values are 0 at the replayed steps; replay more steps",
     "no_interval": "cannot tell: too few groups have a value above 0; replay more steps",
     "no_advantages": "cannot tell: the trace has no advantages",
-    "engine_unknown": "cannot tell: the engine is not vLLM; give the arm that repeats it with --engine",
-    "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; give the arm that repeats it "
-    "with --engine",
+    "engine_unknown": "cannot tell: the engine is not vLLM; pass an arm that reproduces it with --engine",
+    "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; pass an arm that "
+    "reproduces it with --engine",
     "mixed_versions": "cannot tell: the engine's weights lag by several versions; choose one step with --steps",
     "same_execution": "cannot tell: both sides would be the same replay; change one side only",
     "not_replayed": "cannot tell: {detail}",

@@ -277,11 +277,8 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the number of tokens whose progress must still be
-        reported.
-
-        The number is 0 in this process (not in an actor), where tokens are reported as they are scored.
-        """
+        """Score a unit and write its scores. Return the results and the number of tokens still to report as progress: 0
+        in this process, which reports tokens as it scores them, but not in an actor."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)

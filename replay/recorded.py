@@ -52,7 +52,7 @@ class RecordedRow:
     iteration: int = 0
     """Number of times this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Which version `policy_version` is assumed to be, in words. Empty if the scores included the version."""
+    """Which version was assumed, in words. Empty if the scores included the version."""
     composition_known: bool = True
     """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
