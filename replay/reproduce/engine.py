@@ -25,7 +25,7 @@ from ..arm_option import VLLM
 from ..locate.engine import REFERENCE, locate
 from ..locate.execution import Execution
 from ..locate.judged import OF_CODE
-from ..locate.vllm_execution import AnyExecution, VllmExecution
+from ..locate.vllm_execution import VllmExecution
 from ..recorded import RecordedRun
 from .script import Writer
 from .search import differences
@@ -79,7 +79,7 @@ def reproduce(
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    executions: dict[str, AnyExecution] = {}
+    executions: dict[str, Execution] = {}
     found = locate(
         trace, steps=steps, arm=arm, against=against, sequences=sequences, patch="none", model_factory=model_factory,
         against_factory=against_factory, weights_from=weights_from, executions=executions, progress=progress,
@@ -87,7 +87,7 @@ def reproduce(
     return reproduced(RecordedRun(trace, weights_from=weights_from), found, executions, Path(output))
 
 
-def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExecution], output: Path) -> Reproduction:
+def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, Execution], output: Path) -> Reproduction:
     """Write a script for a result of `locate` and its executions. Raises CannotReplay."""
     first = found.first
     if first is None:
@@ -125,7 +125,7 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
 
 
 def _scripts(
-    executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any
+    executions: Mapping[str, Execution], first: Divergence, row_T: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     side, reference = first.side, B if first.side == A else A
     suspect, model = executions[side], executions[reference].model
