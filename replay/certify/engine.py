@@ -244,7 +244,7 @@ class _Search:
                     self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
-        """Return the smallest batch whose bits differ, preceded by any batch that must run first. None if no bits differ."""
+        """Return the smallest batch whose bits differ, after any batch that must run first. None if no bits differ."""
         last, until = monotonic(), math.inf
         planned, kept = iter(self._planned()), list[Batch]()
         while (now := monotonic()) < until:

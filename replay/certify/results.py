@@ -8,9 +8,9 @@ from ...schemas.results import Result
 
 CERTIFIED, COUNTEREXAMPLE, UNDECIDED = "certified", "counterexample", "undecided"
 VERDICTS = {
-    CERTIFIED: "no batch differed, and every planned batch was tried",
-    COUNTEREXAMPLE: "a batch was found in which bits differ",
-    UNDECIDED: "time ran out before every planned batch was tried",
+    CERTIFIED: "CERTIFIED: bitwise equal in every planned batch",
+    COUNTEREXAMPLE: "NOT BITWISE EQUAL: found a batch that differs",
+    UNDECIDED: "UNDECIDED: time ran out before every planned batch was tried; no difference found so far",
 }
 
 
