@@ -1,24 +1,18 @@
 from __future__ import annotations
 
-from ..replay.certify.results import CERTIFIED, COUNTEREXAMPLE, UNDECIDED, Certificate, Counterexample, Coverage, ranges
+from ..replay.certify.results import VERDICTS, Certificate, Counterexample, Coverage, ranges
 from .rows import Form, counted, shown, wrapped
 
 _MOST_LISTED = 8
-
-
-_SENTENCES = {
-    CERTIFIED: "CERTIFIED: bitwise equal in every batch tried",
-    COUNTEREXAMPLE: "NOT BITWISE EQUAL: found a batch that differs",
-    UNDECIDED: "UNDECIDED: time ran out; no difference found so far",
-}
 
 
 def verdict_sentence(found: Certificate) -> str:
     other = ", batch against each sequence alone"
     if found.against is not None:
         other = f" against {found.against or 'the recorded settings'}"
-    bounds = f"batches of up to {counted(found.max_batch, 'sequence')}, {found.max_length} + {found.max_length} tokens"
-    return f"{_SENTENCES[found.verdict]} ({found.arm or 'recorded settings'}{other}; {bounds})."
+    sequences = counted(found.max_batch, "sequence")
+    bounds = f"batches of up to {sequences}, prompts and responses of up to {found.max_length} tokens"
+    return f"{VERDICTS[found.verdict]} ({found.arm or 'recorded settings'}{other}; {bounds})."
 
 
 def certificate_text(found: Certificate, width: int | None = None) -> str:
@@ -58,13 +52,13 @@ def _example(one: Counterexample) -> list[str]:
 def _covered(one: Coverage, seconds: float) -> list[str]:
     calls = f", {one.num_calls:,} kinds of operator calls" if one.num_calls else ""
     return [
-        f"covered: {counted(one.num_batches, 'batch', 'batches')} ({one.num_planned:,} planned) of "
-        f"{counted(one.num_sequences, 'sequence')} in {seconds:.0f} s, "
+        f"covered: {counted(one.num_batches, 'batch', 'batches')} ({one.num_planned:,} planned) made of "
+        f"{counted(one.num_sequences, 'different sequence')} in {seconds:.0f} s, "
         f"{one.num_tokens:,} response tokens compared{calls}, {one.vocabulary:.0%} of the token ids",
         f"  rows: {ranges(one.row_counts)}",
         f"  prompt lengths: {ranges(one.prompt_lengths)}",
         f"  response lengths: {ranges(one.response_lengths)}",
-        f"  layouts: {'; '.join(text or 'as the arm says' for text in one.layouts)}",
+        f"  layouts: {'; '.join(text or 'the arm unchanged' for text in one.layouts)}",
     ]
 
 

@@ -14,50 +14,43 @@ _TRIES = {
     ROUTES: "--routing recorded",
 }  # fmt: skip
 """For each kind of operator, the replay option that computes it more precisely."""
+_UNCHECKED = (
+    "           other operators are checked as usual; to check these too, run code that computes each operator "
+    "separately, such as transformers"
+)
 
 
 def location_text(found: Location, width: int | None = None) -> str:
     named = found
     found = shown(found)
     groups = f", {found.num_groups:,} groups" if found.num_groups != found.num_sequences else ""
-    facts = [
-        ("a", found.a),
-        ("b", found.b),
-        (
-            "step",
-            f"{found.step}, {found.num_sequences} sequences ({found.chosen}){groups}, {found.num_tokens:,} tokens",
-        ),
-        (
-            "mismatch",
-            f"{found.gap_rms:.3g} nats rms, mean |d| {found.mean_abs_d:.3g}, largest {found.max_abs_d:.3g} (d = b - a)",
-        ),
-    ]
+    sizes = f"mean |d| {found.mean_abs_d:.3g}, largest {found.max_abs_d:.3g} (d = b - a)"
+    facts = {
+        "a": found.a,
+        "b": found.b,
+        "step": f"{found.step}, {found.num_sequences} sequences ({found.chosen}){groups}, {found.num_tokens:,} tokens",
+        "mismatch": f"{found.gap_rms:.3g} nats rms, {sizes}",
+    }
     if found.explained is not None:
-        facts.append(
-            ("explained", f"{found.explained:.1%} of the mismatch comes from the operators' own errors, to first order")
-        )
+        share = f"{found.explained:.1%} of the mismatch"
+        facts["explained"] = f"{share} comes from the operators' own errors, to first order"
     flipped = [each for each in found.routers if each.num_flipped]
     if flipped:
         number, of = (sum(getattr(each, name) for each in found.routers) for name in ("num_flipped", "num_tokens"))
         margins = [each.margin for each in flipped if each.margin is not None]
-        tie = f"; router scores differ by at most {max(margins):.2g}" if margins else ""
-        facts.append(("routes", f"{number:,} of {of:,} expert choices differ, first in {flipped[0].operator}{tie}"))
+        tie = f"; chosen and rejected experts' scores differ by at most {max(margins):.2g}" if margins else ""
+        facts["routes"] = f"{number:,} of {of:,} expert choices differ, first in {flipped[0].operator}{tie}"
     if found.no_interval:
-        facts.append(("intervals", f"none: {found.no_interval}"))
+        facts["intervals"] = f"none: {found.no_interval}"
     if found.engines:
-        facts.append(("vllm", "eager: not compiled, no CUDA graphs, no prefix cache"))
+        facts["vllm"] = "eager: not compiled, no CUDA graphs, no prefix cache"
     if found.unseen:
-        facts.append(("unmatched", f"{', '.join(found.unseen)}: run in only one execution"))
-    facts += [("unchecked", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
+        facts["unmatched"] = f"{', '.join(found.unseen)}: run in only one execution"
+    lines = [f"{name:<9}  {value}" for name, value in facts.items()]
+    lines += [f"unchecked  {name} ({why})" for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
     if found.unjudged:
-        facts.append(
-            (
-                "",
-                "other operators are checked as usual; to check these too, run code that computes each operator "
-                "separately, such as transformers",
-            )
-        )
-    parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
+        lines.append(_UNCHECKED)
+    parts = [location_sentence(named), "\n".join(lines)]
     parts += [_weights(each) for each in found.weights[:_MOST_ROWS]]
     for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):
         if rows := _largest(location_rows(found, by), value):
@@ -83,8 +76,7 @@ def _answer(found: Location) -> str:
         return "No mismatch: both executions give every token the same logprob."
     said = "Only rounding: no operator of a or b exceeds its rounding bound."
     top = max(found.kinds, key=lambda each: each.carried, default=None)
-    best = max(_single(found), key=lambda each: each.removed, default=None)
-    if best is not None and best.removed > _REMOVES:
+    if (best := _best(found)) is not None:
         return f"{said} {_removes(best)}"
     if top is None:
         return said
@@ -101,27 +93,25 @@ def next_command(found: Location) -> str:
     hides = any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
     if found.first is None and hides:
         return f"tim-trace locate RUN --steps {found.step} --arm dtype=fp32 --against engine=vllm,dtype=fp32"
-    best = max(_single(found), key=lambda each: each.removed, default=None)
     kind = max(found.kinds, key=lambda each: each.carried).kind if found.kinds else ""
     if found.first is not None:
         kind = found.first.kind
-    elif best is not None and best.removed > _REMOVES:
+    elif (best := _best(found)) is not None:
         kind = best.patch
     return f"tim-trace replay RUN --steps {found.step} {_TRIES.get(kind, '--dtype fp32')}"
 
 
-def _single(found: Location) -> list[PatchShare]:
+def _best(found: Location) -> PatchShare | None:
     singles = {ROUTES, *(each.kind for each in found.kinds)}
-    return [each for each in found.patches if each.patch in singles]
+    removing = [each for each in found.patches if each.patch in singles and each.removed > _REMOVES]
+    return max(removing, key=lambda each: each.removed, default=None)
 
 
 def _removes(best: PatchShare) -> str:
     other = "a" if best.taker == "b" else "b"
-    done = (
-        f"Giving {best.taker} the experts that {other} chose"
-        if best.patch == ROUTES
-        else f"Computing {best.patch} in {best.taker} as {other} does"
-    )
+    done = f"Computing {best.patch} in {best.taker} as {other} does"
+    if best.patch == ROUTES:
+        done = f"Giving {best.taker} the experts that {other} chose"
     share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
     return f"{done} removes {share} of the mismatch (mean squared d)."
 

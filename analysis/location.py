@@ -5,7 +5,7 @@ Shapes: S sequences in the selected step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -176,39 +176,25 @@ def _result(run: str, kept: KeptResult) -> LocatedResult:
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
-    results = read_located(database)
+    operators, patches = list[dict[str, Any]](), list[dict[str, Any]]()
+    for result in read_located(database):
+        found = result.location
+        named = {"run": result.run, "result": result.id, "step": found.step, "a": found.a, "b": found.b}
+        for each in found.operators:
+            share = result.shares.get((each.side, each.operator))
+            operators.append(named | asdict(each) | {"forward_order": each.order, "carried": share})
+        patches += [named | asdict(each) for each in found.patches]
     return {
-        name: pa.Table.from_pylist(list(rows(results)), _schema(kind, carried))
-        for name, rows, kind, carried in (
-            ("operators", _operator_rows, OperatorError, ("carried",)), ("patches", _patch_rows, PatchShare, ()),
-        )
-    }  # fmt: skip
+        "operators": pa.Table.from_pylist(operators, _schema(OperatorError, carried="float")),
+        "patches": pa.Table.from_pylist(patches, _schema(PatchShare)),
+    }
 
 
 _ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
 
 
-def _schema(kind: type, shares: Iterable[str]) -> pa.Schema:
+def _schema(kind: type, **more: str) -> pa.Schema:
     named = {"run": "str", "result": "str", "step": "int", "a": "str", "b": "str"}
     own = {"forward_order" if each.name == "order" else each.name: str(each.type) for each in fields(kind)}
-    columns = named | own | dict.fromkeys(shares, "float")
+    columns = named | own | more
     return pa.schema([pa.field(name, _ARROW[type.partition(" ")[0]]) for name, type in columns.items()])
-
-
-def _operator_rows(results: Iterable[LocatedResult]) -> Iterator[dict[str, Any]]:
-    for result in results:
-        for each in result.location.operators:
-            row = asdict(each)
-            share = result.shares.get((each.side, each.operator))
-            yield _named(result) | {"forward_order": row.pop("order"), "carried": share} | row
-
-
-def _patch_rows(results: Iterable[LocatedResult]) -> Iterator[dict[str, Any]]:
-    for result in results:
-        for each in result.location.patches:
-            yield _named(result) | asdict(each)
-
-
-def _named(result: LocatedResult) -> dict[str, Any]:
-    found = result.location
-    return {"run": result.run, "result": result.id, "step": found.step, "a": found.a, "b": found.b}

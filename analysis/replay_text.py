@@ -54,22 +54,19 @@ def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
 def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     found = shown(found)
     why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
-    steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
-    facts = [
-        ("reference", found.reference),
-        (
-            "identity",
-            "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
-        ),
-        ("steps", steps),
-        ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
-        ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
-        ("correlation", f"{found.correlation:.3g} between the two errors"),
-        ("resolution", f"{found.resolution:.1g} nats, because the reference is stored as float32"),
-    ]
+    held = "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay"
+    facts = {
+        "reference": found.reference,
+        "identity": held,
+        "steps": f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})",
+        "tokens": f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups",
+        "mismatch": f"{found.gap_rms:.4g} nats rms (train - rollout)",
+        "correlation": f"{found.correlation:.3g} between the two errors",
+        "resolution": f"{found.resolution:.1g} nats, because the reference is stored as float32",
+    }
     parts = [
         triangulation_sentence(found),
-        "\n".join(f"{name:<11}  {value}" for name, value in facts),
+        "\n".join(f"{name:<11}  {value}" for name, value in facts.items()),
         to_text(triangulation_rows(found), width),
     ]
     if len(found.arms):
@@ -101,16 +98,16 @@ def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
 
 
 PREDICTION_NOTES = {
-    "unfelt": "smaller than a mismatch whose removal raised no reward in published runs ({detail})",
+    "unfelt": "in published runs, removing a larger mismatch did not raise the reward ({detail})",
     "wide": "cannot tell: the interval is wider than 0.4 times the value; replay more steps",
     "few_groups": "cannot tell: only {detail} groups at the replayed steps; replay more steps",
     "none_seen": "cannot tell: all values are 0 at the replayed steps; replay more steps",
     "no_interval": "cannot tell: too few groups have a value above 0; replay more steps",
     "no_advantages": "cannot tell: the trace has no advantages",
-    "engine_unknown": "cannot tell: the engine is not vLLM; give the arm that repeats it with --engine",
-    "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; give the arm that repeats it "
-    "with --engine",
-    "mixed_versions": "cannot tell: the engine's weights lag by several versions; choose one step with --steps",
+    "engine_unknown": "cannot tell: the engine is not vLLM; pass an arm that reproduces it with --engine",
+    "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; pass an arm that "
+    "reproduces it with --engine",
+    "mixed_versions": "cannot tell: the engine used several old weight versions; choose one step with --steps",
     "same_execution": "cannot tell: both sides would be the same replay; change one side only",
     "not_replayed": "cannot tell: {detail}",
 }  # fmt: skip
@@ -140,8 +137,8 @@ def gradient_text(found: GradientReport, width: int | None = None, by: str = "st
     found = shown(found)
     rows = gradient_rows(found, by)
     loss = found.loss
-    corrected = "" if loss.correction == "none" else f", correction {loss.correction}"
-    facts = f"loss {loss.kind} with {loss.level}-level ratios over {loss.denominator}, {loss.aggregation}{corrected}"
+    settings = [f"{name} {getattr(loss, name)}" for name in ("level", "denominator", "aggregation", "correction")]
+    facts = f"loss {loss.kind}: {', '.join(settings)}"
     return "\n\n".join([gradient_sentence(found), facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
 
 
@@ -167,9 +164,7 @@ def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
 
 
 def _by_step(steps: Sequence[GradientStep]) -> Rows:
-    columns = (
-        "step", "arm", "version", "grad_norm", "logged_norm", "cosine", "norm_ratio", "bias", "variance",
-    )  # fmt: skip
+    columns = ("step", "arm", "version", "grad_norm", "logged_norm", *_FIGURES[1:])
     rows = [
         (step.step, step.arm, step.policy_version, step.grad_norm, step.logged_norm, *_figures(step.whole)[1:])
         for step in steps
@@ -178,14 +173,12 @@ def _by_step(steps: Sequence[GradientStep]) -> Rows:
 
 
 def _by_module(steps: Sequence[GradientStep]) -> Rows:
-    return Rows(
-        ("step", "arm", "version", "module", "num_parameters", *_FIGURES),
-        [
-            (step.step, step.arm, step.policy_version, part.module, part.num_parameters, *_figures(part))
-            for step in steps
-            for part in step.modules
-        ],
-    )
+    rows = [
+        (step.step, step.arm, step.policy_version, part.module, part.num_parameters, *_figures(part))
+        for step in steps
+        for part in step.modules
+    ]
+    return Rows(("step", "arm", "version", "module", "num_parameters", *_FIGURES), rows)
 
 
 def _by_arm(steps: Sequence[GradientStep]) -> Rows:

@@ -34,7 +34,7 @@ class Clash:
 class ArmOption:
     help: str
     users: tuple[str, ...] = (HF, EXACT)
-    """Engines that support the option, and any of GRADIENT, LOCATE and FACTORY that do."""
+    """Engines that support the option, and GRADIENT, LOCATE or FACTORY if they support it too."""
     values: tuple[str, ...] = ()
     """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is an integer of at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

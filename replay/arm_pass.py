@@ -36,10 +36,6 @@ class ArmPass:
         return self.run.steps(self.name)
 
     @property
-    def is_sample(self) -> bool:
-        return any("sample" in found for found in self.run.arms(self.name))
-
-    @property
     def has_other_changes(self) -> bool:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
@@ -102,12 +98,10 @@ class ArmPass:
             path = f"{WRITERS}/{name}.json"
             state = store.writer(name, self.run.manifest)
             write_part(folder, path, replace(state, is_removed=True).to_json().encode())
-            for file in store.files(SCORES):
+            for file in (*store.files(SCORES), *store.folders(DENSE)):
                 if (segment := Segment.parse(file.removesuffix(".parquet"))) is not None and segment.writer == name:
                     (folder / SCORES / file).unlink(missing_ok=True)
-            for group in store.folders(DENSE):
-                if (segment := Segment.parse(group)) is not None and segment.writer == name:
-                    shutil.rmtree(folder / DENSE / group, ignore_errors=True)
+                    shutil.rmtree(folder / DENSE / file, ignore_errors=True)
             (folder / path).unlink(missing_ok=True)
         for name in store.files(f"{PASSES}/{self.name}"):
             (folder / PASSES / self.name / name).unlink(missing_ok=True)

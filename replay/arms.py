@@ -163,15 +163,13 @@ class Arm:
             described, value = options_of(type(self))[name], getattr(self, name)
             whose = "vLLM" if self.engine == VLLM else f"engine {self.engine}"
             if self.engine in described.users:
-                left = ", ".join(described.values_of(self.engine))
-                raise InvalidOption(f"{whose} does not support {value}; use {left}", option=name)
-            if self.engine == HF:
-                raise InvalidOption(f"works only with vLLM; add {option('engine', VLLM)}", option=name)
-            raise InvalidOption(
-                f"{whose} does not support this option; with {option('engine', self.engine)} use "
-                f"{', '.join(names_for(self.engine))}",
-                option=name,
-            )
+                why = f"{whose} does not support {value}; use {', '.join(described.values_of(self.engine))}"
+            elif self.engine == HF:
+                why = f"works only with vLLM; add {option('engine', VLLM)}"
+            else:
+                supported = ", ".join(names_for(self.engine))
+                why = f"{whose} does not support this option; with {option('engine', self.engine)} use {supported}"
+            raise InvalidOption(why, option=name)
 
     def lacking(self, user: str) -> list[str]:
         """Return the changed options that `user` (an engine, LOCATE, ...) does not support."""

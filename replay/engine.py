@@ -37,14 +37,13 @@ class _PendingArm:
     scorer: Scorer
     target: ArmPass
     steps: list[int]
-    scored_before: dict[int, set[str] | None]
-    """Sequences that this arm has already scored, by step. None for a step that it has scored completely."""
+    scored_before: dict[int, set[str]]
+    """Sequences that this arm has already scored, by step."""
     is_replaced: bool = False
     """True if an existing pass for this arm must be removed first."""
 
     def unscored(self, step: int, rows: Sequence[Row]) -> list[Row]:
-        scored_before = self.scored_before.get(step, set())
-        return [] if scored_before is None else [row for row in rows if row.seq_id not in scored_before]
+        return [row for row in rows if row.seq_id not in self.scored_before[step]]
 
 
 def replay(
@@ -135,13 +134,7 @@ def _pending_arms(
     """Check the request and return the arms to replay. Must run before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
-    digests = {row.contract for row in first}
-    if len(digests) != 1:
-        raise CannotReplay(
-            f"{run.store.url}: step {steps[0]} was scored under {len(digests)} contracts, but a replay needs exactly "
-            "one"
-        )
-    contract = run.train_contract(digests.pop())
+    contract = run.train_contract(run.digest(first, f"step {steps[0]}"))
     if dry_run:  # measure tim-trace's own code: it is as fast as TRL's, which is slow to import
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
@@ -150,28 +143,20 @@ def _pending_arms(
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
         run.weights.load(missing[0])  # raises an error that lists the existing versions
+    whole = run.sequences(run.replayed_pass, steps) if sample is None else sample.steps
     wanted: list[_PendingArm] = []
     asked: list[tuple[ArmPass, list[int]]] = []
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
         is_replaced = force and not serves_others
-        scored_before: dict[int, set[str] | None] = {}
-        if not is_replaced and target.is_sample:
-            whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
-            scored_before = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
-        elif not is_replaced:
-            scored_before = dict.fromkeys(target.steps)
+        scored_before = {step: set[str]() for step in steps} if is_replaced else run.sequences(target.name, steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
                 f"{target.name} already exists with different changes; choose another name ({option('name', 'NAME')}), "
                 f"or replace it with {option('force')}"
             )
-        left = [
-            step for step in steps
-            if (names := scored_before.get(step, set())) is not None
-            and (sample is None or not names >= sample.steps[step].keys())
-        ]  # fmt: skip
+        left = [step for step in steps if set(whole[step]) - scored_before[step]]
         if not serves_others:
             asked.append((target, left))
         # The identity arm, which is the others' baseline, covers all steps, as does every arm with a sample. Other arms
@@ -252,7 +237,8 @@ def replay_missing(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
     step: int
-    arms: dict[str, dict[int, set[str] | None]]
+    arms: dict[str, set[str]]
+    """Sequences that each arm has already scored."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
@@ -277,11 +263,8 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the number of tokens whose progress must still be
-        reported.
-
-        The number is 0 in this process (not in an actor), where tokens are reported as they are scored.
-        """
+        """Score a unit and write its scores. Return the results and the number of tokens still to report as progress: 0
+        in this process, which reports tokens as it scores them, but not in an actor."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)
@@ -301,7 +284,7 @@ class _UnitScorer:
         tokens: list[int] = []
         results = []
         for name, scored_before in unit.arms.items():
-            entry = _PendingArm(*arms[name], [step], scored_before)
+            entry = _PendingArm(*arms[name], [step], {step: scored_before})
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
             except RuntimeError as error:  # raised by torch, or CannotReplay (a RuntimeError)
@@ -333,11 +316,7 @@ def _results(
     units = [
         _Unit(
             step=step,
-            arms={
-                entry.scorer.arm.name: {step: entry.scored_before[step]} if step in entry.scored_before else {}
-                for entry in group
-                if step in entry.steps
-            },
+            arms={entry.scorer.arm.name: entry.scored_before[step] for entry in group if step in entry.steps},
         )
         for group in _by_key(wanted)
         for step in sorted({step for entry in group for step in entry.steps})
@@ -379,11 +358,8 @@ def _scored(
     scored = scored if sample is None and not scored_before else scored.only({row.seq_id for row in unscored})
     if new:
         own = {} if sample is None else {"sample": sample.contract}
-        entry.target.add(
-            step,
-            scored.only(new) if new < {row.seq_id for row in scored.rows} else scored,
-            entry.scorer.made_by() | own,
-        )
+        added = scored.only(new) if new < {row.seq_id for row in scored.rows} else scored
+        entry.target.add(step, added, entry.scorer.made_by() | own)
     if scored_before:
         scored = Scored(rows=[*scored.rows, *known.rows], logprobs=[*scored.logprobs, *known.logprobs])
     return scored

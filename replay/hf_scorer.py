@@ -21,7 +21,7 @@ from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
 from .arm_option import EXACT
-from .arms import Arm
+from .arms import DTYPES, Arm
 from .backends import kernels, packing, routing, trl, trusted
 from .backends import model as models
 from .backends.head import Head
@@ -49,15 +49,14 @@ class HfScorer:
         self.substitution: str | None = None
         """Why the recorded attention or experts were replaced (a `trusted.WHY` code), or None."""
         self.numerics = Numerics(arm, contract)
-        if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
-            here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
-            raise CannotReplay(
-                f"attention {arm.attention} needs an NVIDIA GPU, but this replay runs on the CPU; use one of {here}"
-            )
-        if arm.dtype == "tf32" and device == "cpu":
-            raise CannotReplay(
-                "dtype tf32 needs an NVIDIA GPU, but this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
-            )
+        here = {
+            "attention": [name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda],
+            "dtype": [name for name in DTYPES if name != "tf32"],
+        }
+        for name, values in here.items() if device == "cpu" else ():
+            if (value := getattr(arm, name)) not in (None, *values):
+                why = f"{name} {value} needs an NVIDIA GPU, but this replay runs on the CPU"
+                raise CannotReplay(f"{why}; use {', '.join(values[:-1])} or {values[-1]}")
         if arm.routing:
             run.check_routing()
         run.check_adapter(arm.adapter)
@@ -79,12 +78,9 @@ class HfScorer:
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
             is_half = made.autocast is not None or made.dtype in ("bfloat16", "float16")
+            path, allowed = str(self.run.model.get("class", "")), self.run.allow_kernel
             used["attention"], self.substitution = trusted.attention_here(
-                made.attention,
-                str(self.run.model.get("class", "")),
-                self.run.allow_kernel,
-                is_half=is_half,
-                device=self.device,
+                made.attention, path, allowed, is_half=is_half, device=self.device
             )
         if made.experts not in (None, *trusted.EXPERTS):
             used["experts"], self.substitution = "eager", trusted.EXPERTS_UNKNOWN
@@ -174,10 +170,8 @@ class HfScorer:
             projection_dtype=self.numerics.projection_dtype,
             logits_dtype=self.numerics.logits_dtype,
         )
-        if self.calls_whole_model and gives_hidden(model):
-            return ModuleScorer(model, head, replace(arm, attention=None))
-        if not gives_hidden(model):
-            return ModuleScorer(model, head, arm)
+        if self.calls_whole_model or not gives_hidden(model):
+            return ModuleScorer(model, head, replace(arm, attention=None) if gives_hidden(model) else arm)
         return TransformersScorer(
             model, head, cached_tokens=arm.cached_tokens, kv_dtype=arm.kv_dtype,
             autocast_dtype=self.numerics.autocast, compile=arm.compile,

@@ -55,11 +55,8 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        return (
-            self.recorded.get("packing") == PREFIX_TREE
-            and not self._is_shaped
-            and self.arm.attention in (None, *PACKABLE)
-        )
+        is_possible = not self._is_shaped and self.arm.attention in (None, *PACKABLE)
+        return self.recorded.get("packing") == PREFIX_TREE and is_possible
 
     @property
     def is_packed(self) -> bool:

@@ -52,7 +52,7 @@ class RecordedRow:
     iteration: int = 0
     """Number of times this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Which version `policy_version` is assumed to be, in words. Empty if the scores included the version."""
+    """Which version was assumed, in words. Empty if the scores included the version."""
     composition_known: bool = True
     """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
@@ -170,6 +170,14 @@ class RecordedRun:
         except DamagedTrace as error:
             raise CannotReplay(f"{error}; without its contract, the pass cannot be replayed") from error
 
+    def digest(self, rows: Sequence[RecordedRow], where: str) -> str:
+        """Return the hash of the rows' contract. Raises CannotReplay if they have several."""
+        digest, *others = {row.contract for row in rows}
+        if others:
+            why = f"{where} was scored under {len(others) + 1} contracts, but a replay needs exactly one"
+            raise CannotReplay(f"{self.store.url}: {why}")
+        return digest
+
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
         """Return a trainer pass's contract, with gaps filled from the model's config or defaults. Raises CannotReplay.
 
@@ -230,14 +238,8 @@ class RecordedRun:
         ]  # fmt: skip
         scores = self.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == pass_name), columns)
         tokens = {
-            seq_id: (np.asarray(prompt.values), np.asarray(response.values), version)
-            for seq_id, prompt, response, version in zip(
-                sequences["seq_id"].to_pylist(),
-                sequences["prompt_ids"],
-                sequences["response_ids"],
-                sequences["policy_version"].to_pylist(),
-                strict=True,
-            )
+            seq_id.as_py(): (np.asarray(prompt.values), np.asarray(response.values), version.as_py())
+            for seq_id, prompt, response, version in zip(*sequences.columns, strict=True)
             if prompt.is_valid
         }
         rows = [self._row(step, pass_name, scores, index, tokens) for index in range(scores.num_rows)]

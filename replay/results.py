@@ -107,15 +107,14 @@ def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
         steps = [result for result in results if result.arm == name]
         tokens = sum(step.num_tokens for step in steps)
         scored = [step for step in steps if step.not_held != REFUSED or step.num_tokens]
+        sum_abs_d = sum(step.mean_abs_d * step.num_tokens for step in scored)
         summaries.append(
             ReplayedArm(
                 arm=name,
                 num_steps=len(steps),
                 num_tokens=tokens,
                 share_equal=sum(step.num_equal for step in steps) / max(tokens, 1),
-                mean_abs_d=sum(step.mean_abs_d * step.num_tokens for step in scored) / max(tokens, 1)
-                if scored
-                else nan,
+                mean_abs_d=sum_abs_d / max(tokens, 1) if scored else nan,
                 max_abs_d=max((step.max_abs_d for step in scored), default=nan),
                 identity_held=sum(step.identity_held for step in steps),
             )

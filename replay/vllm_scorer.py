@@ -74,17 +74,12 @@ class VllmScorer:
             "tensor_parallel_size": self.arm.tensor_parallel_size,
         }
         arguments |= {name: value for name, value in changed.items() if value is not None}
-        if self.arm.batch_tokens is not None:
+        is_chunked = self.arm.mode.startswith("chunked")
+        size = self.arm.cached_tokens if is_chunked else self.arm.batch_tokens
+        if size is not None:
             # vLLM rejects max_num_seqs above max_num_batched_tokens.
-            most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
-            arguments |= {
-                "max_num_batched_tokens": self.arm.batch_tokens,
-                "enable_chunked_prefill": True,
-                "max_num_seqs": most,
-            }
-        if self.arm.mode.startswith("chunked"):
-            size = self.arm.cached_tokens or 1
-            arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": 1}
+            most = min(size, arguments.get("max_num_seqs") or size, 1 if is_chunked else 256)
+            arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": most}
         return arguments
 
     def build(self) -> VllmEngine:

@@ -114,12 +114,11 @@ def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {}
-    for name, tensor in without_prefix(tensors).items():
-        if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
-            continue
-        found[name.replace(".base_layer.", ".").replace(".original_module.", ".")] = tensor
-    return found
+    return {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
+        for name, tensor in without_prefix(tensors).items()
+        if ".modules_to_save." not in name and not re.search(r"(^|\.)lora_", name)
+    }
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:

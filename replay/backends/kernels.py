@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,12 @@ def forced(attention: str | None) -> Iterator[None]:
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations import sdpa_attention
 
-    grouped = nullcontext() if kernel.shares_heads else _heads_repeated()
+    # Without shared heads, transformers repeats keys and values for each query head.
+    shares = nullcontext() if kernel.shares_heads else replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
     try:
-        with sdpa_kernel([getattr(SDPBackend, kernel.backend)]), grouped:
+        with sdpa_kernel([getattr(SDPBackend, kernel.backend)]), shares:
             yield
     except RuntimeError as error:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
@@ -51,15 +53,6 @@ def forced(attention: str | None) -> Iterator[None]:
             f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; use math (always "
             f"available) or eager"
         ) from error
-
-
-def _heads_repeated() -> AbstractContextManager[None]:
-    """Make transformers repeat keys and values for each query head."""
-    from transformers.integrations import sdpa_attention
-
-    name = "use_gqa_in_sdpa"
-    # Without this function, a transformers release always repeats keys and values, so there is nothing to replace.
-    return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 
 @contextmanager

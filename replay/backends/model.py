@@ -181,11 +181,9 @@ def _function(path: str) -> Any:
 def _set_dtypes(model: Any, dtype: str) -> None:
     """Restore float32 for tensors that transformers keeps in float32 in 16-bit models, such as a router's bias. In a
     float64 model, convert the remaining float32 parameters to float64."""
-    kept = (
-        set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
-    )
-    if dtype == "float16":
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    strict = "_keep_in_fp32_modules_strict"
+    lists = {"bfloat16": (strict,), "float16": (strict, "_keep_in_fp32_modules")}
+    kept = {part for name in lists.get(dtype, ()) for part in getattr(model, name, None) or ()}
     is_kept = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, sorted(kept)))})(?:\.|$)")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if kept and is_kept.search(name) and tensor.is_floating_point():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...schemas.errors import CannotReplay, option
@@ -59,6 +60,7 @@ def _attention(
         raise _cannot(f"its attention uses {special[0]}")
     parts = []
     grouped = query_1NWD.shape[1] != key_1GWD.shape[1]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
     for span in packed.spans:
         own = slice(span.start, span.end)
         query, key, value = (states[:, :, own] for states in (query_1NWD, key_1GWD, value_1GWD))
@@ -71,17 +73,8 @@ def _attention(
             )
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             mask = mask.tril(key.shape[2] - query.shape[2])
-        parts.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None and query.shape[2] > 1,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-        )
+        is_causal = mask is None and query.shape[2] > 1
+        parts.append(attend(query, key, value, attn_mask=mask, is_causal=is_causal))
     packed.num_attentions += 1
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

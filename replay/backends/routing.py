@@ -24,7 +24,7 @@ def followed(
     """Append each row's router choices to `into`. With `recorded`, force the model to use the recorded choices. Raises
     CannotReplay if they do not fit the model.
 
-    Padding tokens always keep the router's own choice. With `keeps_same_sets`, a token also keeps it if the router
+    Padding tokens always keep the router's own choice. With `keeps_same_sets`, so do tokens for which the router
     selects the recorded experts in any order.
     """
     if not known:

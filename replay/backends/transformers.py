@@ -57,14 +57,9 @@ class TransformersScorer(BatchScorer):
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
             # As in sampling, first run the whole prompt, then the response through the KV cache, in parts.
-            cache, parts = kv_cache(self._model.config, self._kv_dtype), []
+            cached, parts = {"past_key_values": kv_cache(self._model.config, self._kv_dtype), "use_cache": True}, []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
-                output = self._backbone(
-                    input_ids=ids_BW[:, start:end],
-                    attention_mask=mask_BW[:, :end],
-                    past_key_values=cache,
-                    use_cache=True,
-                )
+                output = self._backbone(input_ids=ids_BW[:, start:end], attention_mask=mask_BW[:, :end], **cached)
                 parts.append(output.last_hidden_state)
             hidden_BWH = torch.cat(parts, dim=1)
         return hidden_BWH.flatten(0, 1), ids_BW.flatten()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,14 +62,8 @@ class TrlScorer(BatchScorer):
             return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
         assert isinstance(batch, PaddedBatch)
         assert self._score is not None
-        logprobs_BK = self._score(
-            self._trainer,
-            self._model,
-            torch.from_numpy(batch.ids_BW).to(device),
-            torch.from_numpy(batch.mask_BW).to(device),
-            batch.num_kept,
-        )[0]
-        return batch.last(logprobs_BK)
+        ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
+        return batch.last(self._score(self._trainer, self._model, ids_BW, mask_BW, batch.num_kept)[0])
 
 
 def scores(contract: Contract) -> bool:
@@ -86,16 +80,9 @@ def scores(contract: Contract) -> bool:
 def _function(path: str) -> Any:
     if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
         raise CannotReplay(f"{path} is not part of TRL, so it is not called; replay a trace from TRL's own trainers")
-    parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                found: Any = importlib.import_module(".".join(parts[:cut]))
-        except ImportError:
-            continue
-        for name in parts[cut:]:
-            found = getattr(found, name, None)
-        if found is not None:
-            return inspect.unwrap(found)  # remove the trainers' profiling wrapper
-        break
-    raise CannotReplay(f"{path} is not installed; install the versions recorded in the trace (see tim-trace info)")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return inspect.unwrap(resolve_name(path))  # remove the trainers' profiling wrapper
+    except (ImportError, AttributeError) as error:
+        why = f"{path} is not installed; install the versions recorded in the trace (see tim-trace info)"
+        raise CannotReplay(why) from error

@@ -22,6 +22,7 @@ from ...schemas.modules import has_experts
 from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import engine_call
 from ...tracer.hooks.models import held_tensors
+from ...tracer.hooks.patches import replaced
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
 from ...tracer.store import first_line
 from ...tracer.weights.checkpoints import write_folder
@@ -242,11 +243,8 @@ def preempting(core: Any, every: int) -> Iterator[None]:
             core.reset_prefix_cache(reset_running_requests=True)
         return outputs
 
-    core.get_output = get_and_preempt
-    try:
+    with replaced(core, "get_output", get_and_preempt):
         yield
-    finally:
-        del core.get_output
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

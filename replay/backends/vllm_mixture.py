@@ -38,17 +38,15 @@ def mixtures(model: Any) -> dict[str, Any]:
 
 
 def names_of(name: str, module: Any) -> list[str]:
-    if module.routed_experts.quant_method.is_monolithic:
-        raise CannotReplay(
-            f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) selects experts "
-            f"itself, so its router cannot be observed; compare arms with {option('engine', 'hf')}"
-        )
-    if module.shared_experts is not None:
-        raise CannotReplay(
-            f"engine vllm: {name} adds the outputs of shared and selected experts, which cannot be separated; compare "
-            f"arms with {option('engine', 'hf')}"
-        )
-    return [f"{name.rpartition('.')[0]}.gate", name]
+    method = module.routed_experts.quant_method
+    if method.is_monolithic:
+        kernel = f"the kernel of {name} ({type(method).__name__})"
+        why = f"{kernel} selects experts itself, so its router cannot be observed"
+    elif module.shared_experts is not None:
+        why = f"{name} adds the outputs of shared and selected experts, which cannot be separated"
+    else:
+        return [f"{name.rpartition('.')[0]}.gate", name]
+    raise CannotReplay(f"engine vllm: {why}; compare arms with {option('engine', 'hf')}")
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:

@@ -1,1 +1,1 @@
-"""Search for a batch in which two executions give different bits. The core does not import this package."""
+"""Search for a batch in which two executions give different bits. The rest of replay does not import this package."""

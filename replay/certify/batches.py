@@ -16,9 +16,9 @@ Sequence_ = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and response token ids."""
 
 SHORT = 12
-"""Maximum length of prompts and responses whose length is not tested."""
+"""Maximum prompt and response length (tokens) of short rows, used where lengths are not tested."""
 _NUM_SHORT = 48
-"""Distinct rows whose length is not tested. Few, because every row must also be scored alone."""
+"""Number of distinct short rows. Few, because every row must also be scored alone."""
 MOST_TOKENS = 8192
 """Maximum tokens in a batch, including padding."""
 PADS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128)
@@ -30,7 +30,7 @@ class Batch:
 
     rows: tuple[Sequence_, ...]
     layout: str = ""
-    """Searched options in the words of an arm, such as `mode=decode`. If empty, the arm's own values apply."""
+    """Arm options that the search sets, such as `mode=decode`. If empty, the arm's own values apply."""
     pad_left: int = 0
     """Padding columns before the longest prompt."""
     pad_right: int = 0

@@ -43,8 +43,8 @@ _LAYOUTS = {
     VLLM: ("mode=decode", "mode=decode,preempt=2", "batch-tokens=32", "mode=decode,preempt=5,batch-tokens=32",
            "prefix-caching=on", "prefix-caching=off"),
 }  # fmt: skip
-"""Options to search by engine, unless an arm sets them. With few tokens per step, vLLM recomputes a preempted request
-in chunks, beside requests that decode."""
+"""Options to search, by engine. Options that an arm sets are not searched. With `batch-tokens=32`, vLLM recomputes a
+preempted request in chunks while other requests decode."""
 _LAYOUTS[EXACT] = (*_LAYOUTS[HF], "padding=left,mode=chunked:7")
 _MOST_KEPT, _MOST_TRIALS, _NUM_VLLM = 400, 400, 600
 CERTIFICATE = "certificate.json"
@@ -131,7 +131,7 @@ def _as_trace(path: Path, folder: Path) -> Path:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[misc]  # torch declares no types for it
-    """Collects operator calls: operator, output dtype, and bit length and divisibility by 16 of each output size."""
+    """Collects operator calls: operator, output dtype, and for each output size its bit length and if 16 divides it."""
 
     def __init__(self, found: set[Any]):
         super().__init__()
@@ -219,7 +219,7 @@ class _Search:
         self.is_complete = False
         self._before: Batch | None = None
         self._found: _Bits | None = None
-        """Logprobs of the smallest batch so far that differed."""
+        """Both executions' logprobs of the smallest batch so far whose bits differ."""
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[str]:
@@ -244,7 +244,7 @@ class _Search:
                     self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
-        """Return the smallest differing batch found (after the batch that must run before it, if any), or None."""
+        """Return the smallest batch whose bits differ, after any batch that must run first. None if no bits differ."""
         last, until = monotonic(), math.inf
         planned, kept = iter(self._planned()), list[Batch]()
         while (now := monotonic()) < until:
@@ -291,7 +291,7 @@ class _Search:
             self._unsupported[batch.layout] = first_line(error)
             self.layouts.remove(batch.layout)
             return False, False
-        if not self.num_batches:  # while vLLM's engine runs with the arm's own layout
+        if not self.num_batches:  # the first batch has no layout, so vLLM still runs with the arm's own values
             self.settings = self.a.scorer().made_by(), self._sides[-1].scorer().made_by()
         self._shapes.add(shape)
         self._note(batch)

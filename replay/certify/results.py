@@ -8,9 +8,9 @@ from ...schemas.results import Result
 
 CERTIFIED, COUNTEREXAMPLE, UNDECIDED = "certified", "counterexample", "undecided"
 VERDICTS = {
-    CERTIFIED: "no batch differed, and every planned batch was tried",
-    COUNTEREXAMPLE: "a batch was found in which bits differ",
-    UNDECIDED: "time ran out before every planned batch was tried",
+    CERTIFIED: "CERTIFIED: bitwise equal in every planned batch",
+    COUNTEREXAMPLE: "NOT BITWISE EQUAL: found a batch that differs",
+    UNDECIDED: "UNDECIDED: time ran out before every planned batch was tried; no difference found so far",
 }
 
 
@@ -31,7 +31,7 @@ class Coverage:
     widths: tuple[int, ...] = ()
     """Tokens per row, including padding."""
     layouts: tuple[str, ...] = ()
-    """Searched arm options with their values. An empty string is the arm's own layout."""
+    """Arm options that the search set, such as `mode=decode`. An empty string means the arm's own values."""
     vocabulary: float = 0.0
     """Share of the token ids that occurred."""
     num_calls: int = 0
@@ -54,7 +54,7 @@ class Counterexample:
     row: int
     """First row with different bits, from 0."""
     token: int
-    """Its first response token with different bits, from 0."""
+    """The row's first response token with different bits, from 0."""
     value: float
     """The first execution's logprob there (nats)."""
     other: float
@@ -63,9 +63,9 @@ class Counterexample:
     """Response tokens with different bits in this batch."""
     max_abs_d: float
     needs_history: bool
-    """True if the bits differ only after another batch, which the trace holds too, as forward pass 0."""
+    """True if the bits differ only when another batch runs first. That batch is forward pass 0 in the trace."""
     repeats: bool
-    """False if the bits were equal when the batches ran again. The values are then those of the first time."""
+    """False if the bits were equal when the batches ran again. `value` and `other` are then from the first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

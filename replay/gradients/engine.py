@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -78,23 +78,19 @@ def gradient(
         for number, outcome in run_units(ray, taker, chosen, num_cpus=1 if gpus else threads, num_gpus=gpus):
             outcomes[number] = outcome
             advance(1)
-    for _, outcome in sorted(outcomes.items()):
-        found += outcome.results
-        if outcome.refusal is not None:
+    for number, (results, refusal) in sorted(outcomes.items()):
+        found += results
+        if refusal is not None:
             if len(chosen) == 1:
-                raise outcome.refusal
-            notes.append(f"step {outcome.step}: {outcome.refusal}")
+                raise refusal
+            notes.append(f"step {chosen[number]}: {refusal}")
     if not found:
         raise CannotReplay(notes[0])
     return GradientReport(run=run.store.name, loss=used, steps=tuple(found), notes=tuple(notes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    step: int
-    results: list[GradientStep]
-    """One result per update and arm. If the step cannot be replayed, only those computed before the error."""
-    refusal: WeightsMissing | CannotReplay | None
+_Outcome = tuple[list[GradientStep], WeightsMissing | CannotReplay | None]
+"""One result per update and arm, and the error if the step cannot be replayed (then only the results before it)."""
 
 
 class _StepTaker:
@@ -126,18 +122,15 @@ class _StepTaker:
                 check_tokens([entry.row for entry in update.rows], self.trace.model["config"])
                 results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
-            return _Outcome(step=step, results=results, refusal=error)
-        return _Outcome(step=step, results=results, refusal=None)
+            return results, error
+        return results, None
 
     def close(self) -> None:
         self._loaded.close()
 
     def _update(self, update: Update) -> Iterator[GradientStep]:
-        passes = StepPasses(
-            update,
-            logged_norm=None if update.metric_step is None else self._norms.get(update.metric_step),
-            accumulated=self._accumulated,
-        )
+        norm = None if update.metric_step is None else self._norms.get(update.metric_step)
+        passes = StepPasses(update, logged_norm=norm, accumulated=self._accumulated)
         for arm, scorer in zip(self._arms, self._scorers_of(update), strict=True):
             stale = arm.weights_version
             version = update.policy_version if stale is None else stale

@@ -145,13 +145,9 @@ class _Cells:
         else:
             wide = [np.broadcast_to(entry.advantage, n) for entry, n in zip(rows, lengths, strict=True)]
             advantage = place(wide, 0.0)
-        return cls(
-            rows=rows,
-            current_BT=empty.index_copy(0, cells_N, current_N).view(len(rows), width),
-            mask_BT=place([entry.mask for entry in rows], 0.0),
-            advantage=advantage,
-            place=place,
-        )
+        current_BT = empty.index_copy(0, cells_N, current_N).view(len(rows), width)
+        mask_BT = place([entry.mask for entry in rows], 0.0)
+        return cls(rows=rows, current_BT=current_BT, mask_BT=mask_BT, advantage=advantage, place=place)
 
     def logprobs(self, name: str) -> Any:
         if name == CURRENT:

@@ -30,47 +30,21 @@ Gradient = Sequence[Any]
 """One tensor per parameter, or None for a parameter without a gradient."""
 
 
-class Sums:
-    def __init__(self, names: Sequence[str], sizes: Sequence[int]):
-        self._kinds = [KINDS.index(kind_of(name)) for name in names]
-        self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
-
-    def squares(self, gradient: Gradient) -> np.ndarray:
-        squares = np.zeros(len(KINDS))
-        for kind, values in zip(self._kinds, gradient, strict=True):
-            if values is not None:
-                squares[kind] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-        return squares
-
-    def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
-        """Return the sums of a^2, a r, r^2 and (a - r)^2 for each module kind, as float64 [4, M].
-
-        a is the arm's gradient, and r is the reference.
-        """
-        sums = np.zeros((4, len(KINDS)))
-        for kind, a, r in zip(self._kinds, arm, reference, strict=True):
-            if a is not None or r is not None:
-                sums[:, kind] += _products(a, r)
-        return sums
-
-
 class StepPasses:
     """Computes an optimizer step's gradient in several arms. The first arm is the reference."""
 
     def __init__(self, update: Update, *, logged_norm: float | None, accumulated: float | None):
         self.update = update
         self._logged, self._accumulated = logged_norm, accumulated
-        self._sums: Sums | None = None
         self._reference: list[Any] | None = None
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
-        if self._sums is None:
-            parameters = scorer.parameters
-            self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
+        kinds = [KINDS.index(kind_of(name)) for name in scorer.parameters]
+        sizes = np.bincount(kinds, [each.numel() for each in scorer.parameters.values()], len(KINDS)).astype(np.int64)
         seen = _Seen()
-        total, squares = self._gradient(self._sums, scorer, loss, seen)
+        total, squares = self._gradient(kinds, scorer, loss, seen)
         self._reference = self._reference or total
-        whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
+        whole, *parts = modules(sizes, products(kinds, total, self._reference), squares)
         # Call the function that clip_grad_norm_ uses, so that the norm has the same bits as the one logged in training.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
@@ -79,12 +53,12 @@ class StepPasses:
             step=self.update.step, policy_version=self.update.policy_version, arm=arm.name,
             num_sequences=len(self.update.rows), num_tokens=self.update.num_tokens, grad_norm=norm,
             logged_norm=self._logged, reproduced=reproduced, forward_held=seen.held, num_micro_batches=len(squares),
-            whole=whole, modules=tuple(kinds),
+            whole=whole, modules=tuple(parts),
             notes=tuple(self._notes(scorer, loss, seen, norm, reproduced)) if is_recording else (),
         )  # fmt: skip
 
     def _gradient(
-        self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
+        self, kinds: Sequence[int], scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
         total: list[Any] | None = None
         squares = []
@@ -92,7 +66,7 @@ class StepPasses:
         for rows in places:
             found = scorer.gradient(rows, loss, seen)
             if len(places) >= LEAST_MICRO_BATCHES:
-                squares.append(sums.squares(found))
+                squares.append(squares_of(kinds, found))
             total = _add(total, found)
         return total or [], squares
 
@@ -156,19 +130,39 @@ class _Seen:
                 self.largest = max(self.largest, float(np.max(off, initial=0.0)))
 
 
-def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
+def squares_of(kinds: Sequence[int], gradient: Gradient) -> np.ndarray:
+    squares = np.zeros(len(KINDS))
+    for kind, values in zip(kinds, gradient, strict=True):
+        if values is not None:
+            squares[kind] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+    return squares
+
+
+def products(kinds: Sequence[int], arm: Gradient, reference: Gradient) -> np.ndarray:
+    """Return the sums of a^2, a r, r^2 and (a - r)^2 for each module kind, as float64 [4, M].
+
+    a is the arm's gradient, and r is the reference.
+    """
+    sums = np.zeros((4, len(KINDS)))
+    for kind, a, r in zip(kinds, arm, reference, strict=True):
+        if a is not None or r is not None:
+            sums[:, kind] += _products(a, r)
+    return sums
+
+
+def modules(sizes: np.ndarray, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
     n, variances_M = len(squares), None
     if n > 1:  # the sum over micro-batches of |n a_i - a|^2 / (n (n - 1))
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
-    chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sums.num_parameters[i]]
+    chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sizes[i]]
     found = []
     for name, mask in chosen:
         aa, ar, rr, dd = (float(values[mask].sum()) for values in products)
         found.append(
             ModuleGradient(
                 module=name,
-                num_parameters=int(sums.num_parameters[mask].sum()),
+                num_parameters=int(sizes[mask].sum()),
                 norm=math.sqrt(aa),
                 cosine=ar / math.sqrt(aa * rr) if aa and rr else None,
                 norm_ratio=math.sqrt(aa / rr) if rr else None,

@@ -29,7 +29,6 @@ class LossRow:
     """[T] bool: true for tokens included in the loss."""
     advantage: np.ndarray
     """float32 [1] (one advantage for the sequence) or [T] (one per token)."""
-    group: str
     passes: dict[str, np.ndarray]
     """[T] float32 logprobs by pass (nats). NaN where missing."""
 
@@ -120,18 +119,12 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
     found = []
     for version in versions:
         own = tuple(entry for entry in rows if entry.row.policy_version == version)
-        digests = {entry.row.contract for entry in own}
-        if len(digests) != 1:
-            raise CannotReplay(
-                f"{run.store.url}: step {step} with policy version {version} was scored under {len(digests)} "
-                "contracts, but a gradient needs exactly one"
-            )
         found.append(
             Update(
                 step=step,
                 policy_version=version,
                 loss_pass=loss_pass,
-                contract=digests.pop(),
+                contract=run.digest([entry.row for entry in own], f"step {step} with policy version {version}"),
                 rows=own,
                 step_tokens=sum(counted.values()),
                 step_places=len({(row.writer, row.forward_id) for row in first.values()}),
@@ -162,7 +155,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
 
 
 def _sequences(run: RecordedRun, step: int) -> dict[str, dict[str, Any]]:
-    columns = ["seq_id", "group_id", "response_mask", "advantage", "advantages"]
+    columns = ["seq_id", "response_mask", "advantage", "advantages"]
     table = run.table(SEQUENCES, ds.field("step") == step, columns)
     found = {row["seq_id"]: row for row in table.to_pylist()}
     if not any(row["advantage"] is not None or row["advantages"] is not None for row in found.values()):
@@ -183,7 +176,6 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
         row=row,
         mask=np.ones(length, bool) if mask is None else np.array([bool(value) for value in mask], bool),
         advantage=np.nan_to_num(advantage, nan=0.0),
-        group=sequence["group_id"] or "",
         passes={name: values.get(row.seq_id, np.full(length, np.nan, np.float32)) for name, values in known.items()},
     )
 

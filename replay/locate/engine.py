@@ -31,7 +31,7 @@ from .pooled import Pooled, first_divergence
 from .reference import Reference
 from .sequence import Chosen, SequenceJudge, choose, judge_head
 from .taps import RowTaps
-from .vllm_execution import AnyExecution, VllmExecution
+from .vllm_execution import VllmExecution
 from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
@@ -40,8 +40,9 @@ _SAME_FUNCTION = 1e-9
 _SHARE_OF_MEMORY = 0.25
 """Fraction of the free memory that recorded operator values may use."""
 _TASKS = 4
-_NEAR_VERSIONS = 8
-"""If a tensor differs, its values are looked up in up to twice this many policy versions, the nearest first."""
+_NEAR_VERSIONS = 16
+"""If a tensor differs, its values are looked up in up to this many policy versions, the nearest first."""
+_Side = tuple[Arm, RecordedRun, Prepare | None]
 
 
 def locate(
@@ -60,7 +61,7 @@ def locate(
     prepare: Prepare | None = None,
     prepare_against: Prepare | None = None,
     tapped_bytes: int | None = None,
-    executions: dict[str, AnyExecution] | None = None,
+    executions: dict[str, Execution] | None = None,
     progress: Progress = no_progress,
 ) -> Located:
     """Find where two executions of recorded sequences diverge.
@@ -74,15 +75,13 @@ def locate(
     """
     if patch not in ("kinds", "none"):
         raise InvalidOption(f"got {patch!r}; use kinds or none", option="patch")
-    arms = {
-        side: given if isinstance(given, Arm) else parse_arm(given or "") for side, given in ((A, arm), (B, against))
-    }
     run = RecordedRun(trace, weights_from=weights_from)
-    sides = {A: (model_factory, prepare), B: (against_factory, prepare_against)}
-    runs = {
-        side: run if factory is None else RecordedRun(trace, model_factory=factory, weights_from=weights_from)
-        for side, (factory, _) in sides.items()
-    }
+
+    def side_of(given: str | Arm | None, factory: str | None, change: Prepare | None) -> _Side:
+        own = run if factory is None else RecordedRun(trace, model_factory=factory, weights_from=weights_from)
+        return given if isinstance(given, Arm) else parse_arm(given or ""), own, change
+
+    sides = {A: side_of(arm, model_factory, prepare), B: side_of(against, against_factory, prepare_against)}
     asked = parse_steps(steps, run.steps(run.replayed_pass))
     if len(asked) != 1:
         raise InvalidOption(f"{steps!r} selects {len(asked)} steps; select one", option="steps")
@@ -91,7 +90,7 @@ def locate(
     chosen = choose(run, asked[0], rows, sequences)
     wanted, named = _layers(layers), _named(operators)
     location = _Location(run, asked[0], rows, chosen, wanted, lambda name: wanted(name) and named(name), progress)
-    location.build(arms, runs, {side: change for side, (_, change) in sides.items()})
+    location.build(sides)
     if executions is not None:
         executions |= location.executions
     return location.located(patch, limits(layers, operators), tapped_bytes)
@@ -132,13 +131,11 @@ class _Location:
         self._device = device_here()
         self._version = chosen.rows[0].policy_version
         self._tensors = run.weights.load(self._version, rows[0].attempt)
-        self.executions: dict[str, AnyExecution] = {}
+        self.executions: dict[str, Execution] = {}
         self._doubles: dict[str, Execution] = {}
         """For each side with user code, an execution of that code in float64."""
 
-    def build(
-        self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
-    ) -> None:
+    def build(self, sides: Mapping[str, _Side]) -> None:
         contract = self._run.train_contract(self._rows[0].contract)
         plain = HfScorer(self._run, Arm(dtype="fp64", attention="eager"), contract, self._device)
         model = plain.build()
@@ -150,25 +147,20 @@ class _Location:
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before the executions allocate memory
         # If either side runs user code, both sides compute logits in the model's own forward method.
-        whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
+        whole = any(run.model_factory is not None or change is not None for _, run, change in sides.values())
 
-        def transformers(side: str, arm: Arm) -> Execution:
-            kind = ExactExecution if arm.engine == EXACT else Execution
-            made = kind(runs[side], arm, contract, self._device, changes[side], calls_whole_model=whole)
+        def loaded(arm: Arm, run: RecordedRun, change: Prepare | None) -> Execution:
+            kind = {EXACT: ExactExecution, VLLM: VllmExecution}.get(arm.engine, Execution)
+            made = kind(run, arm, contract, self._device, change, calls_whole_model=whole)
             made.load(self._weights_of(arm))
             made.reference = self._reference
             return made
 
-        for side, arm in arms.items():
-            if arm.engine == VLLM:
-                engine = VllmExecution(runs[side], arm, contract, self._device, changes[side])
-                engine.load(self._weights_of(arm))
-                self.executions[side] = engine
-                continue
-            self.executions[side] = transformers(side, arm)
+        for side, (arm, run, change) in sides.items():
+            self.executions[side] = loaded(arm, run, change)
             if self.executions[side].is_other_code and arm.dtype != "fp64":
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
-                self._doubles[side] = transformers(side, double)
+                self._doubles[side] = loaded(double, run, change)
 
     def _weights_of(self, arm: Arm) -> Any:
         if arm.weights_version is None:
@@ -298,7 +290,7 @@ class _Location:
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
-        for version in versions[: 2 * _NEAR_VERSIONS]:
+        for version in versions[:_NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)
             if tensor is not None and bool((to_torch(tensor).to(parameter.dtype) == parameter.cpu()).all()):
                 return version

@@ -37,6 +37,7 @@ Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManag
 class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
+    """Largest error from slicing weighted values in attention (`exact.slices`), relative to the largest value."""
     _keeps_double = True
     reference: Reference | None = None
     """The recorded model. It defines the operators to observe, even if the execution's modules differ."""
@@ -76,6 +77,7 @@ class Execution:
 
     @property
     def rounds_scores(self) -> bool:
+        """True if attention rounds scores and softmax to its output dtype."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -92,6 +94,7 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
+        """Coarsest dtype that operators may round to, or None if any dtype is allowed."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -118,11 +121,8 @@ class Execution:
             with KeepDouble() if is_double else nullcontext(), around(batch):
                 yield
 
-        self.scorer.around = both
-        try:
+        with replaced(self.scorer, "around", both):
             scored = self.scorer.score(self.scorer.together(list(rows), of))
-        finally:
-            self.scorer.around = nullcontext
         wanted = {row.seq_id for row in rows}
         return {
             row.seq_id: np.asarray(values, np.float64)

@@ -93,7 +93,9 @@ class Forward:
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
         takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-        if call is None or all(each is None for each in call.gives):  # e.g. it runs a few tokens at a time
+        if call is None or all(
+            each is None for each in call.gives
+        ):  # e.g. an operator that runs a few tokens at a time
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None

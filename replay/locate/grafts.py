@@ -30,7 +30,7 @@ from .taps import (
     with_outputs,
     with_tensors,
 )
-from .vllm_execution import AnyExecution, VllmExecution, names
+from .vllm_execution import VllmExecution, names
 
 
 class Graft:
@@ -122,12 +122,9 @@ class Graft:
 
             assert isinstance(batch, PaddedBatch)
             device = self._first.device
+            ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
             with torch.no_grad(), self._as_giver(), attention_around(around):
-                self._giver.model.base_model(
-                    input_ids=torch.from_numpy(batch.ids_BW).to(device),
-                    attention_mask=torch.from_numpy(batch.mask_BW).to(device),
-                    use_cache=False,
-                )
+                self._giver.model.base_model(input_ids=ids_BW, attention_mask=mask_BW, use_cache=False)
             self._masks = {key: found}
         return self._masks[key]
 
@@ -206,7 +203,7 @@ def _experts(module: Any) -> Callable[..., Any]:
     return computed
 
 
-def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
+def graft_of(taker: Execution, giver: Execution) -> Graft | None:
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

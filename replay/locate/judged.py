@@ -76,7 +76,7 @@ class Judgement:
 
     def _owns(self, layer: int | None) -> bool:
         if layer is None:
-            return self.window.is_last if self.attended else self.window.is_first
+            return self.window.is_last if self.attended else not self.window.first
         return self.window.has(layer)
 
     def _append(self, operator: str, kind: str, layer: int | None, **measured: Any) -> None:

@@ -25,13 +25,13 @@ from .grafts import cast, graft_of
 from .judged import OF_CODE
 from .names import kind_of
 from .pooled import Pooled
-from .vllm_execution import AnyExecution, VllmExecution
+from .vllm_execution import VllmExecution
 
 Names = Callable[[str], bool]
 
 
 def patched(
-    executions: Mapping[str, AnyExecution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
+    executions: Mapping[str, Execution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
     """Patch the executions one after the other, and yield the mismatch that remains after each patch.
@@ -61,15 +61,10 @@ def patched(
                         raise
                     pooled.unjudged[f"patch {name} in {side}"] = f"{type(error).__name__}: {first_line(error)}"
                     continue
-                yield Patch(
-                    patch=name,
-                    taker=side,
-                    num_operators=flipped if operators is None else len(operators),
-                    squares_left=tuple(
-                        float(np.square((scored[row.seq_id] - pooled.logprobs[other][row.seq_id])[row.scored]).sum())
-                        for row in rows
-                    ),
-                )
+                number, target = flipped if operators is None else len(operators), pooled.logprobs[other]
+                left = ((scored[row.seq_id] - target[row.seq_id])[row.scored] for row in rows)
+                squares = tuple(float(np.square(d_T).sum()) for d_T in left)
+                yield Patch(patch=name, taker=side, num_operators=number, squares_left=squares)
 
 
 def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
@@ -79,7 +74,7 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
 
 
 def _choices(
-    giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
+    giver: Execution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
 ) -> dict[str, Routing]:
     """Return router choices [T, L, S] by sequence. Routers that `wanted` does not select get NOT_ROUTED."""
     found: dict[str, Routing] = {}

@@ -23,12 +23,12 @@ from ...tracer.store import first_line
 from ..recorded import RecordedRow, RecordedRun
 from . import bounds
 from .bounds import Rounding
+from .execution import Execution
 from .judged import OF_CODE, Judged, Judgement, Point, judged
 from .names import kind_of, layer_of
 from .pooled import Apart, Pooled
 from .reference import Reference
 from .taps import RowTaps
-from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
@@ -45,7 +45,7 @@ CARRIED = "operators' shares of the mismatch"
 class Chosen:
     rows: tuple[RecordedRow, ...]
     how: str
-    """How they were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
+    """How the rows were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
     """Prompt group by sequence id. A sequence without a group has its own id as its group."""
 
@@ -97,7 +97,7 @@ def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict
 
 class SequenceJudge:
     def __init__(
-        self, row: RecordedRow, executions: Mapping[str, AnyExecution], reference: Reference,
+        self, row: RecordedRow, executions: Mapping[str, Execution], reference: Reference,
         windows: Sequence[Window], listen: Callable[[Window], dict[str, RowTaps]], heard: dict[str, RowTaps],
         pooled: Pooled,
     ):  # fmt: skip
@@ -186,13 +186,8 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
     for a, b in zip(ours, theirs, strict=False):
         if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
             flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
-            yield Router(
-                operator=name,
-                layer=layer_of(name),
-                num_tokens=len(a),
-                num_flipped=int(flipped_T.sum()),
-                margin=_margin(ours, a, flipped_T),
-            )
+            number, margin = int(flipped_T.sum()), _margin(ours, a, flipped_T)
+            yield Router(operator=name, layer=layer_of(name), num_tokens=len(a), num_flipped=number, margin=margin)
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
@@ -207,7 +202,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 
 
 def judge_head(
-    execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
+    execution: Execution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
     """Judge the operators after the last hidden states. If the projection is fused with the log-softmax,
     they count as one operator."""

@@ -271,7 +271,7 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs by row to operators that are still running, copied because the operator may change them in place."""
+        """Inputs of operators that are still running, by operator and row. Copied, since they may change in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),

@@ -17,18 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...schemas.documents import Contract
 from ...schemas.errors import CannotReplay, option
 from ...schemas.modules import has_experts
 from ...tracer.hooks.patches import replaced
 from ...tracer.weights.reader import Tensor
-from ..arms import Arm
 from ..backends.vllm import FORCED
 from ..backends.vllm_mixture import check_mixture, held_by, in_order, is_mixture, mixtures, names_of
-from ..numerics import Numerics
-from ..recorded import RecordedRow, RecordedRun
+from ..recorded import RecordedRow
 from ..vllm_scorer import VllmScorer
-from .execution import Execution, check_heard
+from .execution import Execution
 from .names import core_name
 from .taps import Call, RowTaps, hidden_of, hooked
 
@@ -43,46 +40,48 @@ Span = tuple[str, slice, int]
 """(sequence id, slice of the forward pass's tokens, position in the sequence of the slice's first token)."""
 
 
-class VllmExecution:
+class _EngineNumerics(NamedTuple):
+    """Precision in vLLM's head: the projection runs in the engine's dtype, the log-softmax in float32."""
+
+    temperature: float
+    projection_dtype: None = None
+
+
+class _EagerScorer(VllmScorer):
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
+
+
+class VllmExecution(Execution):
     """A vLLM engine with one step's weights. It runs without compilation, CUDA graphs or a prefix cache."""
 
+    scorer_of = _EagerScorer  # type: ignore[assignment]
+    scorer: _EagerScorer  # type: ignore[assignment]
     is_other_code = False
     rounds_scores = True
-    attention_cut = 0.0
     coarsest = None
     is_adapted = False
     head = "lm_head"
 
-    def __init__(
-        self, run: RecordedRun, arm: Arm, contract: Contract, device: str, prepare: Callable[[Any], None] | None = None
-    ):
-        check_heard(arm)
-        if run.model_factory is not None:
-            raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; omit this side's model factory")
-        if has_experts(run.model["config"]):
-            check_mixture(run.model, arm.name)
-        self.arm, self.run = arm, run
-        self._prepare = prepare
-        self.numerics = _EngineNumerics(Numerics(arm, contract).temperature)
-        self._scorer = _EagerScorer(run, arm, contract, device)
-        self._engine: Any = None
-
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._engine is None:
-            self._engine = self._scorer.build()
-        self._scorer.put(self._engine, tensors)
-        self._scorer.attach(self._engine)
-        if self._prepare is not None:
-            self._prepare(self.model)
+        if self.run.model_factory is not None:
+            raise CannotReplay(f"arm {self.arm.name}: vLLM builds its own model; omit this side's model factory")
+        if has_experts(self.run.model["config"]):
+            check_mixture(self.run.model, self.arm.name)
+        super().load(tensors)
         names(self.model)
 
     @property
     def model(self) -> Any:
-        return self._engine.llm.apply_model(lambda model: model)[0]
+        return self.built.llm.apply_model(lambda model: model)[0]
+
+    @property
+    def numerics(self) -> _EngineNumerics:  # type: ignore[override]
+        return _EngineNumerics(self.scorer.numerics.temperature)
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        return self._scorer._arguments()
+        return self.scorer._arguments()
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
@@ -113,42 +112,23 @@ class VllmExecution:
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
         taps = _EngineTaps(self.model, wanted)
-        runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
-        batch = _Batch(runner, rows, self._scorer.decodes)
+        runner = self.built.llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        batch = _Batch(runner, rows, self.scorer.decodes)
 
-        def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def before(_name: str, _module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
         # When decoding, vLLM does not run the last token through the model, so append another token to each row.
         asked = list(rows)
-        if self._scorer.decodes:
+        if self.scorer.decodes:
             asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
-        handle = self.model.register_forward_pre_hook(before, with_kwargs=True)
-        try:
-            with taps.heard():
-                scored = self._scorer.score(self._scorer.together(asked, of))
-        finally:
-            handle.remove()
+        with hooked({"": self.model}, before), taps.heard():
+            scored = self.scorer.score(self.scorer.together(asked, of))
         logprobs = {
             row.seq_id: np.asarray(values, np.float64)[: len(row.response_ids)]
             for row, values in zip(rows, scored.logprobs, strict=True)
         }
         return logprobs, taps.found(rows)
-
-
-AnyExecution = Execution | VllmExecution
-
-
-class _EngineNumerics(NamedTuple):
-    """Precision in vLLM's head: the projection runs in the engine's dtype, the log-softmax in float32."""
-
-    temperature: float
-    projection_dtype: None = None
-
-
-class _EagerScorer(VllmScorer):
-    def _arguments(self) -> dict[str, Any]:
-        return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
 
 
 class _Batch:

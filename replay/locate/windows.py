@@ -17,7 +17,6 @@ from .names import layer_of
 
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|rotary")
 _NORM_OF_LAYER = re.compile(r"\.\d+\.(?:\w*norm\w*|ln\w*)$")
-_UNKNOWN_FREE = 8 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +26,6 @@ class Window:
     first: int | None = None
     """First layer, or None for all layers."""
     last: int | None = None
-    is_first: bool = True
     is_last: bool = True
 
     def has(self, layer: int) -> bool:
@@ -66,10 +64,7 @@ def parts(
         windows = [EVERY_LAYER]
         if number > 1 and layers == list(range(len(layers))):
             ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
-            windows = [
-                Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
-                for first, end in pairwise(ends)
-            ]
+            windows = [Window(first=first, last=end - 1, is_last=end == len(layers)) for first, end in pairwise(ends)]
         yield part, windows
 
 
@@ -84,7 +79,4 @@ def bytes_per_token(model: Any) -> int:
 def free_bytes(device: str) -> int:
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return _UNKNOWN_FREE
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -37,7 +37,7 @@ class NotWritable(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """A tensor's source code. It stands for the tensor in a call's arguments, whose repr is then source code too."""
+    """A tensor's source code. Replaces the tensor in a call's arguments, so that their repr is source code."""
 
     text: str = ""
 
@@ -109,7 +109,7 @@ class Calls(TorchFunctionMode):  # type: ignore[misc]  # torch has no types for 
         uses = Counter([*(name for call in calls for name in call.takes), result])
         lines, numbers = list[str](), count(1)
         pending: list[Name] = []
-        """Results whose text is an expression, to be written within their only use."""
+        """Results used only once. Their expressions are inserted where they are used."""
 
         def assign(names: list[Name], text: str, comma: str = "") -> None:
             for name in names:

@@ -25,7 +25,7 @@ from ..arm_option import VLLM
 from ..locate.engine import REFERENCE, locate
 from ..locate.execution import Execution
 from ..locate.judged import OF_CODE
-from ..locate.vllm_execution import AnyExecution, VllmExecution
+from ..locate.vllm_execution import VllmExecution
 from ..recorded import RecordedRun
 from .script import Writer
 from .search import differences
@@ -33,7 +33,7 @@ from .vllm_parts import vllm_differences
 
 MOST_LINES = 80
 MOST_BYTES = 1_000_000
-"""Maximum size of the numbers that a script reads from its file."""
+"""Maximum size of the file with a script's numbers (bytes)."""
 _MOST_SECONDS = 120.0
 _DURATION = "[seconds]"
 """Placeholder in a script for its run time."""
@@ -55,7 +55,7 @@ class Reproduction(Result):
     """File with the numbers that the script reads, or None if the script contains them all."""
     num_lines: int = 0
     num_bytes: int = 0
-    """Size of the numbers' file."""
+    """Size of `file` (bytes)."""
     duration_s: float = 0.0
     """Time that the script took in a fresh process (seconds)."""
     output: str = ""
@@ -79,7 +79,7 @@ def reproduce(
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    executions: dict[str, AnyExecution] = {}
+    executions: dict[str, Execution] = {}
     found = locate(
         trace, steps=steps, arm=arm, against=against, sequences=sequences, patch="none", model_factory=model_factory,
         against_factory=against_factory, weights_from=weights_from, executions=executions, progress=progress,
@@ -87,7 +87,7 @@ def reproduce(
     return reproduced(RecordedRun(trace, weights_from=weights_from), found, executions, Path(output))
 
 
-def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExecution], output: Path) -> Reproduction:
+def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, Execution], output: Path) -> Reproduction:
     """Write a script for a result of `locate` and its executions. Raises CannotReplay."""
     first = found.first
     if first is None:
@@ -125,7 +125,7 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, AnyExe
 
 
 def _scripts(
-    executions: Mapping[str, AnyExecution], first: Divergence, row_T: Any
+    executions: Mapping[str, Execution], first: Divergence, row_T: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     side, reference = first.side, B if first.side == A else A
     suspect, model = executions[side], executions[reference].model
@@ -142,10 +142,10 @@ def _scripts(
     for found in every:
         path, kind = found.scope.path, type(found.scope.module(found.scope.a)).__name__
         header = (
-            f"{side}'s {f'{kind} ({path})' if path else kind} has an error beyond rounding. Exits with 1 while it has, "
-            f"else with 0. Takes {_DURATION}.\n{arms}Written by tim-trace {__version__}, {versions}."
+            f"{side}'s {f'{kind} ({path})' if path else kind} has an error beyond rounding. Exits with 1 until it is "
+            f"fixed, then with 0. Takes {_DURATION}.\n{arms}Written by tim-trace {__version__}, {versions}."
         )
-        with suppress(*OF_CODE):  # code of another form, or that cannot be written
+        with suppress(*OF_CODE):  # code that has another structure or cannot be written as source
             yield Writer(found, executions, side).script(header)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...tracer.located import A, B
+from ..locate.execution import Execution
 from ..locate.taps import outputs_of, with_tensors
-from ..locate.vllm_execution import AnyExecution
 from .calls import Calls, Name, NotWritable
 from .search import SEED, Code, Difference, dtype_of, holding, num_ids, state
 
@@ -27,7 +27,7 @@ _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type"
 
 
 class Writer:
-    def __init__(self, found: Difference, sides: Mapping[str, AnyExecution], suspect: str):
+    def __init__(self, found: Difference, sides: Mapping[str, Execution], suspect: str):
         self._found, self._scope, self._sides = found, found.scope, sides
         self._suspect, self._reference = suspect, A if suspect == B else B
         self._file: dict[str, Any] = {}

@@ -24,10 +24,10 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 
 _LARGE = 1e4
 """Magnitude from which a number counts as part of a mask."""
 _ROUNDINGS = 4.0
-"""Difference beyond rounding, in multiples of a's own rounding error. The script uses the same rule."""
+"""Largest error that rounding explains, in multiples of a's rounding error. The script uses the same rule."""
 _TINY = 1e-300
 _CALLS = 2
-"""Number of a module's calls to try, e.g. a rotary embedding's for full and for sliding attention."""
+"""Number of calls to try per module. A rotary embedding is called for full and for sliding attention."""
 _ROWS = 4
 """Rows to keep of a projection's recorded weights."""
 
@@ -80,7 +80,7 @@ class Code:
     body: Sequence[str]
     """Lines of a function of `w` (weights by name) and `x0`, `x1`, ... (inputs)."""
     dtype: Any
-    """Dtype in which it computes."""
+    """Dtype in which the code computes."""
     built: str = ""
     """Variable that holds the transformers module built by `setup`, or empty if there is none."""
 

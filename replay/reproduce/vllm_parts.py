@@ -30,7 +30,7 @@ def vllm_differences(
 ) -> Iterator[Difference]:
     """Yield computations that may reproduce an operator's error in vLLM, smallest first. `model` is the transformers
     model, and `built` is its variable in the script."""
-    with suppress(*OF_CODE):  # a layer of another form
+    with suppress(*OF_CODE):  # another kind of layer
         yield _layer(model, execution.model, operator.partition("#")[0], len(row_T))
     lengths = [length for length in _LENGTHS if length < len(row_T)] + [len(row_T)]
     numbers = sorted({1, (layer_of(operator) or 0) + 1, len(layer_modules(model))})
@@ -40,7 +40,7 @@ def vllm_differences(
 
 
 def _layer(model: Any, vllm_model: Any, operator: str, length: int) -> Difference:
-    """Return a comparison of a single norm, activation or rotary embedding. Other layers raise one of `OF_CODE`."""
+    """Compare a single norm, activation or rotary embedding. Raises one of the `OF_CODE` errors for other layers."""
     own, theirs, kind = dict(model.named_modules()), dict(vllm_model.named_modules()), operator.split(".")[-1]
     layer = next((name for name in layer_modules(model) if layer_of(name) == layer_of(operator)), "")
     weights: dict[str, Any] = {}

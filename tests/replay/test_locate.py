@@ -132,7 +132,7 @@ def test_only_choices_that_differ_are_given(traces):
     assert [each.num_operators for each in routes] == [1, 1]
     assert all(0 < abs(each.removed) < 1 for each in routes)
     assert 0 < flipped[0].margin < 0.1
-    assert "router scores differ by at most" in location_text(found)
+    assert "chosen and rejected experts' scores differ by at most" in location_text(found)
 
 
 def test_without_flips_no_choices_are_given(traces):

@@ -1,1 +1,1 @@
-"""A forward pass in which a token's result, to the bit, depends only on the token and its context (zero mismatch)."""
+"""Forward pass in which each token's bits depend only on the token and its context, so there is no mismatch."""

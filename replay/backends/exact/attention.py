@@ -29,31 +29,29 @@ class Seen:
     keys_BTS: Any
     first_T: list[int]
     last_T: list[int]
-    """Indices of the first and last key that each query sees in any row. Copied to the host once per forward pass."""
+    """First and last key index that each query sees, over all rows. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:
     def __init__(self, num_rows: int, num_heads: int, width: int, head_width: int, precision: Precision, device: Any):
         self._count = precision.slices
-        self._key_bits, self._value_bits = bits_for(head_width, self._count), bits_for(MOST_KEYS, self._count)
         shape = (num_rows, num_heads, width)
-        vectors = {"dtype": torch.float64, "device": device}
-        self._keys = [torch.zeros(*shape, head_width, **vectors) for _ in range(self._count)]
-        self._values = [torch.zeros(*shape, head_width, **vectors) for _ in range(self._count)]
-        self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
-        self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
+
+        def empty(bits: int) -> Slices:
+            zeros = (torch.zeros(*shape, head_width, dtype=torch.float64, device=device) for _ in range(self._count))
+            return Slices(tuple(zeros), torch.zeros(*shape, 1, dtype=torch.int64, device=device), bits)
+
+        self._keys, self._values = empty(bits_for(head_width, self._count)), empty(bits_for(MOST_KEYS, self._count))
         self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
         """True for tokens with a non-finite value vector. Only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
-        keys = sliced(keys_BNTD, self._key_bits, self._count)
-        values = sliced(values_BNTD.masked_fill(~finite, 0.0), self._value_bits, self._count)
-        for kept, given in ((self._keys, keys), (self._values, values)):
-            for part, new_part in zip(kept, given.parts, strict=True):
-                part[:, :, new] = new_part
-        self._key_exponents[:, :, new], self._value_exponents[:, :, new] = keys.exponent, values.exponent
+        for cached, vectors in ((self._keys, keys_BNTD), (self._values, values_BNTD.masked_fill(~finite, 0.0))):
+            given = sliced(vectors, cached.bits, self._count)
+            for kept, part in zip((*cached.parts, cached.exponent), (*given.parts, given.exponent), strict=True):
+                kept[:, :, new] = part
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
@@ -75,16 +73,14 @@ class KeyValueCache:
     def _block(self, queries_BNGCD: Any, seen: slice, seen_BCS: Any, scaling: float) -> Any:
         B, N, G, C, D = queries_BNGCD.shape
         S = seen_BCS.shape[2]
-        queries = sliced(queries_BNGCD.reshape(B, N, G * C, D), self._key_bits, self._count)
-        keys = Slices(tuple(part[:, :, seen] for part in self._keys), self._key_exponents[:, :, seen], self._key_bits)
+        keys, values = self._keys.part(seen), self._values.part(seen)
+        queries = sliced(queries_BNGCD.reshape(B, N, G * C, D), keys.bits, self._count)
         scores_BNGCS = matmul(queries, keys).mul_(scaling).view(B, N, G, C, S)
         scores_BNGCS.masked_fill_(~seen_BCS[:, None, None], float("-inf"))
         weights_BNGCS = exp(scores_BNGCS - scores_BNGCS.amax(dim=-1, keepdim=True))
         total_BNGC1 = sum_of_units(weights_BNGCS)
-        exponents_BNS1 = self._value_exponents[:, :, seen]
-        weights_BNGCS.mul_(power_of_two(exponents_BNS1).mT[:, :, None])
-        weights = sliced(weights_BNGCS.view(B, N, G * C, S), self._value_bits, self._count)
-        values = Slices(tuple(part[:, :, seen] for part in self._values), exponents_BNS1, self._value_bits)
+        weights_BNGCS.mul_(power_of_two(values.exponent).mT[:, :, None])
+        weights = sliced(weights_BNGCS.view(B, N, G * C, S), values.bits, self._count)
         result_BNGCD = scaled_matmul(weights, values).view(B, N, G, C, D) / total_BNGC1
         # Find the queries that see a token with non-finite values. A matrix product is used, because a Python branch
         # would have to wait for the device.

@@ -80,27 +80,17 @@ class ExactArmScorer(HfScorer):
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:
-        return ExactModel(
-            models.build(
-                models.without_adapters(self.run.model),
-                dtype=self.numerics.dtype,
-                attention="eager",
-                device=self.device,
-            )
-        )
+        identity = models.without_adapters(self.run.model)
+        return ExactModel(models.build(identity, dtype=self.numerics.dtype, attention="eager", device=self.device))
 
     def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
         super().put(model.held, tensors)
         model.forget()
 
     def _make(self, model: ExactModel) -> ExactScorer:
-        in_single = self.numerics.head_in_fp32
-        return ExactScorer(
-            model,
-            temperature=self.numerics.temperature,
-            head_dtype=torch.float32 if in_single and self.numerics.dtype != "float64" else None,
-            cached_tokens=self.arm.cached_tokens,
-        )
+        numerics, cached_tokens = self.numerics, self.arm.cached_tokens
+        dtype = torch.float32 if numerics.head_in_fp32 and numerics.dtype != "float64" else None
+        return ExactScorer(model, temperature=numerics.temperature, head_dtype=dtype, cached_tokens=cached_tokens)
 
     def made_by(self) -> Contract:
         made = super().made_by()

@@ -35,6 +35,9 @@ class Slices:
     """int64 exponent of each vector. Every element is below 2**exponent in magnitude."""
     bits: int
 
+    def part(self, seen: slice) -> Slices:
+        return Slices(tuple(part[:, :, seen] for part in self.parts), self.exponent[:, :, seen], self.bits)
+
 
 def bits_for(length: int, count: int) -> int:
     """Return the largest number of bits per slice for which a sum of `length` slice products is exact."""
