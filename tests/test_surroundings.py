@@ -201,9 +201,9 @@ def test_verify_reads_no_more_than_the_account_says(tmp_path, pattern):
     ("name", "format", "begins", "said"),
     rest_slow(
         [
-            ("1.pt", "slime", b"\x80\x04", "would take more memory than this machine has"),
+            ("1.pt", "slime", b"\x80\x04", "bytes of memory, but this machine has"),
             ("rows.jsonl", "parquet", b"{", "line 1 is longer than"),
-            ("rows.json", "parquet", b"[", "would take more memory than this machine has"),
+            ("rows.json", "parquet", b"[", "bytes of memory, but this machine has"),
             ("completions.jsonl", "ms-swift", b"{", "line 1 is longer than"),
             ("1.jsonl", "areal", b"{", "line 1 is longer than"),
         ],

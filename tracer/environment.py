@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -36,8 +38,11 @@ _INSTALLED = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-py[0-9.]+)?\.(?:
 
 @lru_cache(maxsize=1)
 def numeric_versions() -> dict[str, str]:
-    installed = all_versions()
-    return {name: installed[name] for name in ("python", *NUMERIC_LIBRARIES) if name in installed}
+    found = {"python": platform.python_version()}
+    for name in NUMERIC_LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def all_versions() -> dict[str, str]:

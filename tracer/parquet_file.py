@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from ..schemas.checksums import BLOCK_BYTES, BLOCK_SIZES, BlockDigests, SealedFile, short_hash
-from ..schemas.errors import DamagedTrace, QueryFailed
-from .store import Store, damaged, first_line
+from ..schemas.errors import DamagedTrace, QueryFailed, StorageError
+from .store import Store, damaged, first_line, unreadable
 from .verified_file import FileChecksums, FileCursor, VerifiedFile, unreadable_checksums
 
 BLOCKS = b"tim-trace blocks"
@@ -161,20 +161,28 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
             num_bytes=num_bytes, num_rows=found.num_rows, schema=found.schema.to_arrow_schema(),
             metadata=found.metadata or {}, content=content, hash=short_hash(content),
         )  # fmt: skip
-    except (DamagedTrace, FileNotFoundError):
+    except (DamagedTrace, StorageError, FileNotFoundError):
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise damaged(f"{where} cannot be read as Parquet ({first_line(error)})") from error
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
-    tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
+    def read(start: int) -> bytes:
+        try:
+            return store.read_range(relative, start, num_bytes)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise unreadable(store.shown(relative), error) from error
+
+    tail = read(max(num_bytes - tail_bytes, 0))
     if len(tail) < 12 or tail[-4:] != MAGIC:
         raise ValueError("no Parquet magic number at the end")
     length = struct.unpack("<i", tail[-8:-4])[0] + 8
     if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
         raise ValueError(f"invalid footer size, {length - 8:,} bytes")
-    return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
+    return tail[-length:] if length <= len(tail) else read(num_bytes - length)
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:

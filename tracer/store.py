@@ -467,7 +467,7 @@ def too_large(size: int, times: int = 2) -> str | None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size * times <= memory:
         return None
-    return f"reading {size:,} bytes would take more memory than this machine has ({memory:,} bytes)"
+    return f"reading it would take about {size * times:,} bytes of memory, but this machine has {memory:,}"
 
 
 def first_line(error: BaseException) -> str:

@@ -36,7 +36,7 @@ def asking(params: Any, capture: Capture | None) -> Any:
     asked = params.clone()
     asked.logprobs = wanted
     is_delta = getattr(getattr(params, "output_kind", None), "name", None) == DELTA
-    if params.prompt_logprobs is None:
+    if params.prompt_logprobs is None and hasattr(asked, "flat_logprobs"):
         asked.flat_logprobs = not is_delta
     return asked
 
@@ -108,7 +108,7 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
             if entry.rank <= limit:
                 entries.setdefault(other, entry)
         kept.append(entries)
-    if not requested.params.flat_logprobs:
+    if not getattr(requested.params, "flat_logprobs", False):  # missing in older releases of vLLM
         return kept
     from vllm.logprobs import FlatLogprobs
 

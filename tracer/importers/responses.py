@@ -100,8 +100,10 @@ _SAMPLED = f"rollout/sampling{LOGPROBS}"
 
 
 def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    meta: Any = response.get("meta_info")
-    own = fields.of(meta, f"{fields.where}, meta_info")
+    meta = response.get("meta_info")
+    if not isinstance(meta, Mapping):
+        raise ImportFailed(f"{fields.where} has no meta_info")
+    own = fields.of(meta, fields.where)
     entries = _triples(own, "rollout_logprobs")
     ids, values = fields.ids("response_ids"), None
     if entries is not None:
