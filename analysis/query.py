@@ -51,7 +51,8 @@ class Session:
         if max_rows is not None and max_rows < 1:
             raise InvalidOption(f"got {max_rows}; use at least 1", option="max_rows")
         self._database = open_database(traces)
-        self._unsafe, self._timeout, self._memory, self._max_rows = unsafe, timeout, memory, max_rows
+        self._unsafe, self._has_facts = unsafe, False
+        self._timeout, self._memory, self._max_rows = timeout, memory, max_rows
         if memory is not None:
             set_memory(self._database.connection.raw, memory)
         if not unsafe:
@@ -80,7 +81,10 @@ class Session:
             query.encode()
         except UnicodeEncodeError as error:
             raise InvalidQuery(f"sql: character {error.start + 1} of the query is not UTF-8; remove it") from None
-        self._database.define_named(words_of(query))
+        words = words_of(query)
+        self._database.define_named(words)
+        if "facts" in words and not self._has_facts:
+            self._define_facts()
         try:
             statements = connection.extract_statements(query)
             if not statements:
@@ -102,6 +106,12 @@ class Session:
             if not isinstance(error, _OF_QUESTION) and (damage := self._database.damage(error)) is not None:
                 raise damage from error
             raise InvalidQuery(_explained(str(error))) from error
+
+    def _define_facts(self) -> None:
+        from .attribution.attribute import facts_table
+
+        self._has_facts = True
+        self._database.connection.register("facts", facts_table(self._database))
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:

@@ -21,7 +21,6 @@ def catalogue() -> Catalogue[Database]:
             *core_files(), correction.MACROS, function.MACROS, routing.MACROS,
             MacroFile(name="changes", functions=("changes",), define=_define_changes),
             MacroFile(name="located", functions=("operators", "patches"), define=_define_located),
-            MacroFile(name="facts", functions=("facts",), define=_define_facts, is_listed=False),
             *registry.macro_files(),
         ]
     )  # fmt: skip
@@ -77,9 +76,3 @@ def _define_located(database: Database) -> None:
 
     for name, rows in view_rows(database).items():
         database.connection.register(name, rows)
-
-
-def _define_facts(database: Database) -> None:
-    from .attribution.attribute import facts_table
-
-    database.connection.register("facts", facts_table(database))

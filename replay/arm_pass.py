@@ -36,6 +36,10 @@ class ArmPass:
         return self.run.steps(self.name)
 
     @property
+    def is_sample(self) -> bool:
+        return any("sample" in found for found in self.run.arms(self.name))
+
+    @property
     def has_other_changes(self) -> bool:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 

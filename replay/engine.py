@@ -37,13 +37,14 @@ class _PendingArm:
     scorer: Scorer
     target: ArmPass
     steps: list[int]
-    scored_before: dict[int, set[str]]
-    """Sequences that this arm has already scored, by step."""
+    scored_before: dict[int, set[str] | None]
+    """Sequences that this arm has already scored, by step. None for a step that it has scored completely."""
     is_replaced: bool = False
     """True if an existing pass for this arm must be removed first."""
 
     def unscored(self, step: int, rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if row.seq_id not in self.scored_before[step]]
+        scored_before = self.scored_before.get(step, set())
+        return [] if scored_before is None else [row for row in rows if row.seq_id not in scored_before]
 
 
 def replay(
@@ -143,20 +144,28 @@ def _pending_arms(
     missing = sorted((needed | {first[0].policy_version}) - set(run.weights.versions))
     if missing:
         run.weights.load(missing[0])  # raises an error that lists the existing versions
-    whole = run.sequences(run.replayed_pass, steps) if sample is None else sample.steps
     wanted: list[_PendingArm] = []
     asked: list[tuple[ArmPass, list[int]]] = []
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
         is_replaced = force and not serves_others
-        scored_before = {step: set[str]() for step in steps} if is_replaced else run.sequences(target.name, steps)
+        scored_before: dict[int, set[str] | None] = {}
+        if not is_replaced and target.is_sample:
+            whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
+            scored_before = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
+        elif not is_replaced:
+            scored_before = dict.fromkeys(target.steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
                 f"{target.name} already exists with different changes; choose another name ({option('name', 'NAME')}), "
                 f"or replace it with {option('force')}"
             )
-        left = [step for step in steps if set(whole[step]) - scored_before[step]]
+        left = [
+            step for step in steps
+            if (names := scored_before.get(step, set())) is not None
+            and (sample is None or not names >= sample.steps[step].keys())
+        ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
         # The identity arm, which is the others' baseline, covers all steps, as does every arm with a sample. Other arms
@@ -237,8 +246,7 @@ def replay_missing(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
     step: int
-    arms: dict[str, set[str]]
-    """Sequences that each arm has already scored."""
+    arms: dict[str, dict[int, set[str] | None]]
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
@@ -263,8 +271,11 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the number of tokens still to report as progress: 0
-        in this process, which reports tokens as it scores them, but not in an actor."""
+        """Score a unit and write its scores. Return the results and the number of tokens whose progress must still be
+        reported.
+
+        The number is 0 in this process (not in an actor), where tokens are reported as they are scored.
+        """
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)
@@ -284,7 +295,7 @@ class _UnitScorer:
         tokens: list[int] = []
         results = []
         for name, scored_before in unit.arms.items():
-            entry = _PendingArm(*arms[name], [step], {step: scored_before})
+            entry = _PendingArm(*arms[name], [step], scored_before)
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
             except RuntimeError as error:  # raised by torch, or CannotReplay (a RuntimeError)
@@ -316,7 +327,11 @@ def _results(
     units = [
         _Unit(
             step=step,
-            arms={entry.scorer.arm.name: entry.scored_before[step] for entry in group if step in entry.steps},
+            arms={
+                entry.scorer.arm.name: {step: entry.scored_before[step]} if step in entry.scored_before else {}
+                for entry in group
+                if step in entry.steps
+            },
         )
         for group in _by_key(wanted)
         for step in sorted({step for entry in group for step in entry.steps})
@@ -358,8 +373,11 @@ def _scored(
     scored = scored if sample is None and not scored_before else scored.only({row.seq_id for row in unscored})
     if new:
         own = {} if sample is None else {"sample": sample.contract}
-        added = scored.only(new) if new < {row.seq_id for row in scored.rows} else scored
-        entry.target.add(step, added, entry.scorer.made_by() | own)
+        entry.target.add(
+            step,
+            scored.only(new) if new < {row.seq_id for row in scored.rows} else scored,
+            entry.scorer.made_by() | own,
+        )
     if scored_before:
         scored = Scored(rows=[*scored.rows, *known.rows], logprobs=[*scored.logprobs, *known.logprobs])
     return scored

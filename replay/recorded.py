@@ -174,7 +174,7 @@ class RecordedRun:
         """Return the hash of the rows' contract. Raises CannotReplay if they have several."""
         digest, *others = {row.contract for row in rows}
         if others:
-            why = f"{where} was scored under {len(others) + 1} contracts, but a replay needs exactly one"
+            why = f"{where} was scored under {len(others) + 1} contracts, but exactly one is needed"
             raise CannotReplay(f"{self.store.url}: {why}")
         return digest
 

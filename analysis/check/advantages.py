@@ -75,9 +75,13 @@ ORDER BY step, place
 """
 """One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest`, `is_per_token`
 and `answer`, a hash of the response alone, only cover loss tokens. `masked` counts the other tokens' advantages that
-are not 0."""
+are not 0, in rows whose advantages are 0 or one value, with both in one turn."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
-_MASKED = "len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true)))"
+_MASKED = """
+CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) = 1
+      AND len(list_filter(list_zip(advantages, response_mask, advantages[2:], response_mask[2:]), lambda pair: pair[2] AND pair[4] AND (pair[1] = 0) <> (pair[3] = 0))) > 0
+     THEN len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true))) ELSE 0 END
+"""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 # Comparing all pairs of rows would be slow. Compare hashes, and only of prefixes as long as another row of the group.
 _CONTINUED = """
@@ -179,13 +183,15 @@ class DataRows:
         return row, later
 
     @cached_property
-    def parts(self) -> tuple[list[str], np.ndarray]:
-        """Names of the reward functions and their values, [N, P]. NaN if missing or not inspected."""
+    def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Names of the reward functions, their values, [N, P], NaN if missing, and the rows that have them, [N] bool.
+        Empty if rows have different reward functions."""
         query = f"SELECT step, row_number() OVER () AS place, CASE WHEN {self.asked} THEN rewards END FROM sequences ORDER BY step, place"
         given = [row[2] or {} for row in self.database.connection.execute(query).fetchall()]
-        names = list(next((each for each in given if each), {}))
+        kinds = {tuple(each) for each in given if each}
+        names: list[str] = list(*kinds) if len(kinds) == 1 else []
         values = [[each.get(name, np.nan) for name in names] for each in given]
-        return names, np.array(values, float).reshape(len(given), len(names))
+        return names, np.array(values, float).reshape(len(given), len(names)), np.array([bool(each) for each in given])
 
     @cached_property
     def group_setting(self) -> str:
@@ -281,7 +287,7 @@ class _Rows:
         size, error = np.zeros((2, len(first)))
         np.maximum.at(size, self.g, np.abs(self.a))
         np.maximum.at(error, self.g, np.nan_to_num(left, nan=np.inf))
-        is_16_bit = not np.any(self.a.astype(np.float32).view(np.uint32) & 0xFFF)
+        is_16_bit = not np.any(np.clip(self.a, -3e38, 3e38).astype(np.float32).view(np.uint32) & 0xFFF)
         size *= _ROUNDED_16_BIT if is_16_bit else _ROUNDED
         r, a = mean_of(self.g, self.r)[first], mean_of(self.g, self.a)[first]
         fits = np.isfinite(slope[first]) & (error <= size)
@@ -407,7 +413,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
             # If the best rule reproduces the advantages only roughly, the true rule is unknown and may be correct.
             is_clear = rest & (best > 1 - _INEXACT) & (own < 0.99) & ~(has_own & ~np.isin(other, [*_OF_OWN]))
             name, fit = np.where(is_clear, other, name), np.where(rest, np.maximum(best, own), fit)
-        name[(name == "own") & ~is_linear & (own < 0.99)] = ""
+        is_counted = line.holds(line.units(is_known), is_known, is_known)
+        name[(name == "own") & is_counted & ~is_linear & (own < 0.99)] = ""
         scale, divided, factor = _scale_of(rows, is_linear & has_own)
     name[~has_both] = np.where(sums(varies) > 0, "constant", "none")[~has_both]
     return _Rules(name, correlation, freedom, between, fit, own, factor, divided, scale, is_linear, chosen)
@@ -488,12 +495,17 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
         yield name, np.bincount(g, r * (rank < num)) / np.bincount(g, rank < num)
     for name, group in _neighbours(line.at).items():
         yield f"{name} mean", np.append(line.r, np.nan)[group]
-    sets = _sets(rows)[g]
-    size = int(np.median(count_of(sets)))
-    yield f"the mean of {size} rows from several groups", mean_of(sets, r)[np.unique(g, return_index=True)[1]]
+    sets = _sets(rows)
+    size = int(np.median(count_of(sets[g])))
+    # A set that covers a whole step is a baseline of the batch.
+    is_part = np.bincount(line.at, sets != _median_of(line.at, 1.0 * sets, sets == sets))[line.at] > 0
+    means = mean_of(sets[g], r)[np.unique(g, return_index=True)[1]]
+    yield f"the mean of {size} rows from several groups", np.where(is_part, means, np.nan)
     with np.errstate(all="ignore"):
-        share = 1 - float(np.nanmedian(line.a / (line.slope * line.r)))
-    yield f"{share:.3g} times the group's mean", share * line.r
+        shares = 1 - line.a / (line.slope * line.r)
+    if np.isfinite(shares).any():
+        share = float(np.median(shares[np.isfinite(shares)]))
+        yield f"{share:.3g} times the group's mean", share * line.r
 
 
 def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
@@ -539,7 +551,8 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
     for candidate, values in _baselines(rows):
         rest = line.a - line.slope * (line.r - values)
         none, known = np.zeros(len(rest)), asked & np.isfinite(rest)
-        for constant, chosen in ((none, other), (_median_of(line.units(known), rest, known), known)):
+        several = known & (np.bincount(line.at, known)[line.at] > 1)
+        for constant, chosen in ((none, other), (_median_of(line.at, rest, known), several)):
             named = line.holds(line.units(chosen), chosen, np.abs(rest - constant) <= error)
             # A group with equal rewards has an advantage of 0 only if these equal the baseline.
             at_base = np.abs(line.a - constant) <= error + CLOSE * np.abs(constant)
@@ -586,27 +599,30 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
     asked = line.fits & steps[line.at]
     unit, size = line.units(asked), np.abs(line.slope)
     phrase, factor = np.full(len(steps), None, object), np.full(len(steps), np.nan)
-    held = {"": np.zeros(len(steps), bool), _DIVIDED: np.zeros(len(steps), bool)}
+    held = {"": np.full(len(steps), np.nan), _DIVIDED: np.full(len(steps), np.nan)}
     with np.errstate(all="ignore"):
         for name, values in _scales(rows, unit, asked):
             middle = _median_of(unit, size / values, asked & np.isfinite(values))
             fits = line.holds(unit, asked, np.abs(size / values / middle - 1) < CLOSE)
             if name in held:
-                held[name] |= fits
+                held[name] = np.where(fits & np.isnan(held[name]), middle[first], held[name])
             fits &= phrase == None  # noqa: E711
-            eps = (1 / values - line.spread)[first]
+            eps = _median_of(unit, 1 / values - line.spread, asked & np.isfinite(values))[first]
             text = [f"{name} {each:.3g}" for each in eps] if name == _PLUS else [name] * len(steps)
             phrase, factor = np.where(fits, np.array(text, object), phrase), np.where(fits, middle[first], factor)
-        usual = _is_usual(rows, phrase, factor)
-        if (unusual := np.isfinite(factor) & np.isin(phrase, [*held]) & ~usual).any():
+        usual = _is_usual(rows, held[""], held[_DIVIDED])
+        if (unusual := np.isin(phrase, [*held]) & ~usual).any():
             # A constant factor explains a step better than a normalisation that fits it by chance.
-            usual &= (phrase != "") | (np.abs(factor / np.median(factor[unusual]) - 1) > CLOSE)
+            by_chance = np.abs(held[""] / np.median(factor[unusual]) - 1) < CLOSE
+            usual &= ~by_chance | np.isfinite(held[_DIVIDED])
     factor[usual | ~np.isin(phrase, [*held])] = np.nan
-    return phrase, 1 * held[_DIVIDED] - held[""], factor
+    divided = 1 * np.isfinite(held[_DIVIDED]) - np.isfinite(held[""])
+    return phrase, divided * (np.bincount(line.at, asked) >= 3), factor
 
 
-def _is_usual(rows: _Rows, phrase: np.ndarray, factor: np.ndarray) -> np.ndarray:
-    """Return, for each step, whether a usual normalisation by group or batch has the scale `factor`, [S] bool."""
+def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray:
+    """Return, for each step, whether a usual normalisation by group or batch has one of its scales, [S] bool: a
+    constant (`plain`, [S]), or a factor beside the group's deviation (`divided`, [S])."""
     first = np.unique(rows.at, return_index=True)[1]
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[first]
     of_x, of_r, of_a = (rms_of(rows.at, each)[first] for each in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a))
@@ -615,10 +631,9 @@ def _is_usual(rows: _Rows, phrase: np.ndarray, factor: np.ndarray) -> np.ndarray
     spread = rows.lines.spread[np.isfinite(rows.lines.spread)]
     size = float(np.mean(spread)) if len(spread) else 1.0
     least = 0.9 * size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
-    by_batch = np.minimum(np.abs(np.log(factor * of_x)), np.abs(np.log(factor * of_r))) < _TOKEN_NATS
-    plain = ((factor > 0.9) & (factor < 1.1 * few / (few - 1))) | by_batch
-    divided = ((factor > least) & (factor < 1.1)) | (np.abs(of_a - 1) < 0.1)
-    return np.asarray(np.where(phrase == "", plain, (phrase == _DIVIDED) & divided))
+    by_batch = np.minimum(np.abs(np.log(plain * of_x)), np.abs(np.log(plain * of_r))) < _TOKEN_NATS
+    is_divided = ((divided > least) & (divided < 1.1)) | (np.isfinite(divided) & (np.abs(of_a - 1) < 0.1))
+    return np.asarray(((plain > 0.9) & (plain < 1.1 * few / (few - 1))) | by_batch | is_divided)
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:

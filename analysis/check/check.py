@@ -102,7 +102,8 @@ def check(
     restricts the check to part of the run. If `ray` is a Ray cluster's address (`auto`, `host:port`, or `local` to
     start one), Ray actors compute the sums.
 
-    If a trace has no logprobs of `rollout` but of `current`, current:train is compared instead of train:rollout.
+    If a trace has no logprobs of `rollout`, current:train is compared instead of train:rollout, provided that the policy
+    versions of both were recorded.
 
     If a trace has passes of several engines but neither `train` nor `rollout`, all passes are compared, and the result
     is a PassComparison, as from `compare`.
@@ -116,11 +117,7 @@ def check(
         names = columns.parse_pair(pair)
         if names == (TRAIN, ROLLOUT) and columns.has_only_other_passes(database, names):
             return compare_passes(database)
-        if (
-            names == (TRAIN, ROLLOUT)
-            and {CURRENT, TRAIN} <= (scored := columns.num_scored(database)).keys()
-            and ROLLOUT not in scored
-        ):
+        if names == (TRAIN, ROLLOUT) and columns.has_versions_of_current(database):
             names = (CURRENT, TRAIN)
         data = gather(database, names, trace=os.fspath(trace))
         return judge(data, ":".join(names), data_findings(database, data.sample))

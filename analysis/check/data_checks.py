@@ -78,8 +78,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         zeros_there = float(np.median(zeros[misplaced])) if misplaced.any() else 0.0
         text = f"all tokens have the same advantage, except that the {end} {zeros_there:.3g} tokens (median) have 0"
         yield from run.find("advantages_misplaced", misplaced, least=least, explanation=text)
-    swapped = (rows["masked"] > 0) & (rows["loss_zeros"] > 0)
-    if swapped.sum() > 0.1 * (rows["masked"] > 0).sum():
+    if (swapped := (rows["masked"] > 0) & (rows["loss_zeros"] > 0)).any():
         text = f"{rows['loss_zeros'][swapped].sum():,.0f} tokens in the loss have advantage 0, and {rows['masked'][swapped].sum():,.0f} masked tokens do not, as if another row's mask had been applied"
         yield from run.find("advantages_misplaced", swapped, least=3, explanation=text)
     # A value normalised over n values is at most sqrt(n), and a reward minus a baseline is at most the range of
@@ -235,9 +234,8 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
                 found[name, by] = (value, *_compared(value, mean, errors))
         fitting = [key for key, (_, off, _) in found.items() if not off.any()]
         unlike = {name for (name, by), (_, _, is_sample) in found.items() if not by and is_sample}
-        exact = 1e-3 * np.abs(mean).max(initial=0.0)
         moved = [key for key in fitting if key[1] and key[0] in unlike and np.isfinite(found[key][0]).sum() > 3]
-        moved = [key for key in moved if np.nanmax(np.abs(found[key][0] - mean)) < exact]
+        moved = [key for key in moved if _is_exact(found[key][0], mean)]
         if moved and table == "sequences":
             which = steps[np.isfinite(found[moved[0]][0])]
             numbers: dict[str, Any] = {"name": moved[0][0], "late": "after" if moved[0][1] > 0 else "before"}
@@ -264,9 +262,7 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
     """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether there are
     so many of them that the logged values seem to be averages over other rows."""
-    ends = np.flatnonzero(np.isfinite(value))
-    since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
-    distance = np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
+    ends, distance = _distance(value, mean)
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
     is_sample = most and not (at_end and off.argmax() >= 2)
@@ -275,6 +271,20 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     if most or not at_end:
         off &= distance > np.maximum(errors, errors.mean())[ends]
     return np.isin(np.arange(len(value)), ends[off]), is_sample
+
+
+def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps with a logged value, and how far it is from their mean, or the mean since the last of them."""
+    ends = np.flatnonzero(np.isfinite(value))
+    since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
+    return ends, np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
+
+
+def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
+    """Return whether all logged values equal the means, apart from rounding to a few decimals."""
+    ends, distance = _distance(value, mean)
+    digits = next((num for num in range(5) if np.allclose(np.round(value[ends], num), value[ends], 0.0, 1e-9)), 9)
+    return bool((distance <= max(3e-3 * np.abs(mean).max(), 0.51 * 10.0**-digits)).all())
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
@@ -287,7 +297,7 @@ def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray,
     rows = [run.rows["step"] == step for step in steps]
     values = run.rows["reward" if column == "reward" else "length"]
     options = {"the first half of the rows": [values[own][: own.sum() // 2] for own in rows]}
-    names, parts = run.parts if column == "reward" else ([], np.zeros((0, 0)))
+    names, parts, _ = run.parts if column == "reward" else ([], np.zeros((0, 0)), None)
     if len(names) > 1:
         of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
         options |= {name: [each[own] for own in rows] for name, each in of_parts.items()}
@@ -461,15 +471,15 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         yield from find("ratio_is_one", reason=reason, notice=is_notice)
 
 
+_FILTER = r"(^|[./])((use_)?dynamic_sampling|filter_groups([./]enable)?|filter_zero\w*|zero_variance_filter)$"
 _NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     """Compare the reward with the weighted sum of the reward functions, and these with lengths and finish reasons."""
-    names, parts = run.parts
-    asked = np.isfinite(parts).any(axis=1) if names else np.zeros(0, bool)
-    rows = np.flatnonzero(asked | (run.rows["response"] > 0)) if asked.any() else np.zeros(0, int)
-    if not len(rows):
+    names, parts, is_given = run.parts
+    rows = np.flatnonzero(is_given)
+    if not names:
         return
     step, reward, parts = run.rows["step"][rows], run.rows["reward"][rows], parts[rows]
     find = partial(run.find, rows=rows)
@@ -480,7 +490,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
     yield from _part_causes(run, rows)
-    least = 1e-4 * np.abs(reward[there]).max()
+    is_16_bit = not np.any(reward[there].astype(np.float32).view(np.uint32) & 0xFFF)
+    least = (2.0**-8 if is_16_bit else 1e-4) * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray, rows: np.ndarray | bool = True) -> np.ndarray | None:
         """Return the weights and constant that reproduce every reward from its parts, or None if no such weights exist."""
@@ -511,7 +522,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
             numbers: dict[str, Any] = {"explanation": text(weights), "contrast": contrast, "notice": not is_off}
             yield from find("rewards_weighted", step > -1, **numbers)
         return
-    for since in np.unique(step)[1:]:
+    is_exact_at_ends = all(weights_of(reward, step == end) is not None for end in (step.min(), step.max()))
+    for since in np.unique(step)[1:] if is_exact_at_ends else ():
         before, after = weights_of(reward, step < since), weights_of(reward, step >= since)
         if before is not None and after is not None:
             contrast = f"but {text(before)} at earlier steps"
@@ -528,56 +540,51 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     if 0 < off.sum() < 0.4 * there.sum():
         values = np.unique(reward[off])
         instead = f"where it is {values[0]:g}" if len(values) == 1 else "where it is not"
-        yield from find(
-            "rewards_differ", off, explanation=f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}"
-        )
+        explanation = f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}"
+        yield from find("rewards_differ", off, notice=True, explanation=explanation)
 
 
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     """Find reward functions that count masked tokens, or give all truncated rows the same value, and groups that are
     kept because of a minor one."""
-    names, parts = run.parts
-    length, loss_length = (run.rows[name][rows] for name in ("length", "loss_length"))
-    reasons = run.finish_reasons[rows]
-    ended, cut = (np.array([str(reason or "").lower() == name for reason in reasons]) for name in ("stop", "length"))
-    for name, values in zip(names, parts[rows].T, strict=True):
-        least = TINY * np.nanmax(np.abs(values), initial=0.0)
+    names, parts, _ = run.parts
+    length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
+    reasons = [str(reason or "").lower() for reason in run.finish_reasons[rows]]
+    ended, cut = (np.array([reason == name for reason in reasons], bool) for name in ("stop", "length"))
+    has_tools = length > loss_length
+    varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
+    for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
         known = np.isfinite(values)
-        varied = [
-            bool((np.abs(values - mean_of(count, np.nan_to_num(values)))[known] > least).any())
-            for count in (length.astype(int), loss_length.astype(int))
-        ]
-        if (length > loss_length).sum() >= 10 and np.nanstd(values) > 0 and varied == [False, True]:
-            yield from run.find(
-                "rewards_count_masked", known & (length > loss_length), rows=rows, name=name, notice=True
-            )
+        if not deviation:
+            continue
+
+        def is_function_of(count: np.ndarray, values: np.ndarray = values, known: np.ndarray = known) -> bool:
+            alike = known & (count_of(count) > 1)
+            off = np.abs(values - mean_of(count, np.nan_to_num(values)))[alike]
+            return bool(2 * alike.sum() > known.sum() and (off <= TINY * np.abs(values[known]).max()).all())
+
+        of_length = is_function_of(length)
+        if of_length and has_tools.sum() >= 10 and not is_function_of(loss_length):
+            yield from run.find("rewards_count_masked", known & has_tools, rows=rows, name=name, notice=True)
         same = known & cut
-        # A penalty on the length is meant for truncated responses.
-        if (
-            varied[0]
-            and same.sum() >= 8
-            and ended.sum() >= 8
-            and np.ptp(values[same]) == 0
-            and np.mean(values[ended] == values[same][0]) < 0.15
-        ):
-            yield from run.find(
-                "rewards_of_truncated", same, rows=rows, name=name, value=float(values[same][0]), notice=True
-            )
-    is_filtered = run.setting(
-        "dynamic_sampl|filter_groups|filter_zero|zero_variance|oversampl", "^(?!(false|none|0|0.0)$)"
-    )
+        # A penalty on the length is meant for truncated responses, and a reward for the right answer is seldom given.
+        if of_length or deviation == max(varies) or min(same.sum(), ended.sum()) < 8:
+            continue
+        value = float(values[same][0])
+        if np.ptp(values[same]) == 0 and np.mean(values[ended] == value) < 0.15:
+            yield from run.find("rewards_of_truncated", same, rows=rows, name=name, value=value, notice=True)
+    if len(names) < 2 or not (is_filtered := run.setting(_FILTER, r"^(true|1(\.0)?)$")):
+        return
     cell = numbered(run.labels[rows], run.at[rows])
-    spread = np.stack([np.abs(part - mean_of(cell, part)) > TINY for part in np.nan_to_num(parts[rows]).T])
-    varies = np.stack([mean_of(cell, 1.0 * each) > 0 for each in spread])
-    for name, own, others in zip(
-        names, varies, (np.delete(varies, at, 0).any(0) for at in range(len(names))), strict=True
-    ):
-        alone = own & ~others
-        if is_filtered and len(names) > 1 and others.any() and alone.sum() >= 0.1 * len(alone):
-            num = len(np.unique(cell[alone]))
-            yield from run.find(
-                "groups_differ_by_one", alone, rows=rows, notice=True, num_groups=num, name=name, setting=is_filtered
-            )
+    differs = [
+        mean_of(cell, 1.0 * (np.abs(each - mean_of(cell, each)) > TINY)) > 0 for each in np.nan_to_num(parts[rows]).T
+    ]
+    for at, name in enumerate(names):
+        others = np.any(differs[:at] + differs[at + 1 :], axis=0)
+        alone = differs[at] & ~others
+        if others.any() and alone.sum() >= 0.1 * len(alone):
+            numbers: dict[str, Any] = {"num_groups": len(np.unique(cell[alone])), "name": name, "setting": is_filtered}
+            yield from run.find("groups_differ_by_one", alone, rows=rows, notice=True, **numbers)
 
 
 Find = Callable[..., Iterator[DataFinding]]
@@ -745,9 +752,11 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
-    num_inside = np.array([(sample.tokens == end).sum() for end in ends]) - counts
-    # A token that also occurs inside responses does not end them.
-    has_end = np.isin(last, [end for end in ends[np.argsort(-counts)][:3] if (num_inside <= counts)[ends == end]])
+    # A token that sampled tokens of the same turn often follow does not end responses.
+    joined = np.r_[np.diff(sample.seq) == 0, False] & sample.mask & np.r_[sample.mask[1:], False]
+    inside = joined & ~np.r_[_repeats_end(sample)[1:], False]
+    usual = ends[np.argsort(-counts)][:3]
+    has_end = np.isin(last, [end for end in usual if (sample.tokens[inside] == end).sum() <= (last == end).sum()])
     # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
         wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))

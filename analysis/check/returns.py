@@ -10,7 +10,7 @@ from .advantages import DataRows
 from .finding import DataFinding
 
 _TOKENS = """
-SELECT step, row, coalesce(reward, 'nan') AS reward, a, coalesce(kl, 0) AS kl, place, coalesce(counts, true) AS counts FROM (
+SELECT step, row, coalesce(reward, 'nan') AS reward, a, CASE WHEN isfinite(kl) THEN kl ELSE 0 END AS kl, place, coalesce(counts, true) AS counts FROM (
     SELECT step, row, reward, unnest(advantages)::DOUBLE AS a, unnest(kl) AS kl, unnest(response_mask) AS counts, generate_subscripts(advantages, 1) AS place
     FROM (SELECT *, row_number() OVER () AS row FROM sequences WHERE {asked}) LEFT JOIN (
         SELECT run, step, seq_id, list_transform(list_zip(train.logprobs, other.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS kl

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...schemas.errors import InvalidOption, option, tell_samples
 from ...schemas.layout import HYPERPARAMETER, WEIGHTS
-from ...schemas.passes import REPLAY_PREFIX, ROLLOUT, first_pair
+from ...schemas.passes import CURRENT, REPLAY_PREFIX, ROLLOUT, TRAIN, first_pair
 from .database import Database, cached
 from .macros import quoted
 from .source import Pair
@@ -109,6 +109,18 @@ def has_only_other_passes(database: Database, pair: Pair) -> bool:
     engines."""
     counts = num_scored(database)
     return len(database.sources) == 1 and len(counts) > 1 and not {*pair} & {*counts}
+
+
+_UNKNOWN_VERSIONS = """
+SELECT count(*) FROM scores WHERE "pass" IN ('current', 'train') AND logprobs IS NOT NULL AND policy_version IS NULL
+"""
+
+
+def has_versions_of_current(database: Database) -> bool:
+    """Return True if `current` and `train` have logprobs and policy versions, and `rollout` has no logprobs."""
+    counts = num_scored(database)
+    is_possible = {CURRENT, TRAIN} <= counts.keys() and ROLLOUT not in counts
+    return is_possible and database.connection.execute(_UNKNOWN_VERSIONS).fetchall() == [(0,)]
 
 
 def why_nothing(database: Database, pair: Pair) -> str:

@@ -7,16 +7,13 @@ observed operator.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import bounds
 from .bounds import Rounding
 from .judged import Judgement
 from .names import CallNames, kind_of, layer_of
 from .taps import Call, RowTaps, tokens_first
-
-if TYPE_CHECKING:
-    from .execution import Execution
 
 ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
@@ -25,15 +22,33 @@ _STEEPEST = 1.13
 """Maximum slope of the common activation functions (that of GELU)."""
 
 
+class Arithmetic(Protocol):
+    @property
+    def weight_dtypes(self) -> dict[str, Any]:
+        """torch dtypes by parameter name."""
+
+    @property
+    def rounds_scores(self) -> bool:
+        """True if attention rounds scores and softmax to its output dtype."""
+
+    @property
+    def attention_cut(self) -> float:
+        """Largest error from slicing weighted values in attention (`exact.slices`), relative to the largest value."""
+
+    @property
+    def coarsest(self) -> Any:
+        """Coarsest dtype that operators may round to, or None if any dtype is allowed."""
+
+
 class Heard:
     def __init__(
-        self, taps: RowTaps, execution: Execution, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
+        self, taps: RowTaps, arithmetic: Arithmetic, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
         first_position: int,
     ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
-        self._execution, self._recorded = execution, recorded_dtypes
+        self._arithmetic, self._recorded = arithmetic, recorded_dtypes
         # Read these properties only once, because each iterates over all weights.
-        self._dtypes, self._coarsest = execution.weight_dtypes, execution.coarsest
+        self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
@@ -89,7 +104,7 @@ class Heard:
         off = [bounds.of_rotary(state, last, rounding) for state in (query, key)] if turns else ()
         return bounds.of_attention(
             query, key, value, given[1][0], given[0][0], scaling, rounding,
-            rounds_scores=self._execution.rounds_scores, cut=self._execution.attention_cut, off=off,
+            rounds_scores=self._arithmetic.rounds_scores, cut=self._arithmetic.attention_cut, off=off,
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:

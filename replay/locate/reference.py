@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from ...tracer.hooks.patches import replaced
 from ..backends.double import KeepDouble
 from ..recorded import RecordedRow
 from .forward import Forward
-from .heard import Heard
+from .heard import Arithmetic, Heard
 from .judged import GIVES, TAKES, Judgement, Point
 from .names import ATTENTION, CallNames, core_name, layer_modules, layer_of
 from .taps import (
@@ -35,9 +35,6 @@ from .taps import (
 )
 from .windows import EVERY_LAYER, Window
 
-if TYPE_CHECKING:
-    from .execution import Execution
-
 
 class Reference:
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
@@ -49,12 +46,7 @@ class Reference:
         self.layers = layer_modules(model)
 
     def judge(
-        self,
-        row: RecordedRow,
-        taps: RowTaps,
-        execution: Execution,
-        first_position: int,
-        window: Window = EVERY_LAYER,
+        self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
         """Judge the operators in a row's forward pass, then release their values, except those that the head needs."""
         judgement = Judgement(window)

@@ -22,17 +22,23 @@ _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 
 def check(identity: Mapping[str, Any]) -> None:
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
+    if name not in CLASSES:
+        raise CannotReplay(
+            f"engine exact cannot run {name or 'this model'}, only {', '.join(CLASSES)}; use {option('engine', 'hf')}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise CannotReplay(
+            f"engine exact: activation {config['hidden_act']!r} is not supported (only silu is); use "
+            f"{option('engine', 'hf')}"
+        )
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type") or rotary.get("type") or "default"
-    if name not in CLASSES:
-        why = f"cannot run {name or 'this model'}, only {', '.join(CLASSES)}"
-    elif config.get("hidden_act", "silu") != "silu":
-        why = f"activation {config['hidden_act']!r} is not supported (only silu is)"
-    elif kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
-        why = f"rotary embedding {kind!r} is not supported (only default, linear, llama3, yarn on whole heads)"
-    else:
-        return
-    raise CannotReplay(f"engine exact: {why}; use {option('engine', 'hf')}")
+    if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CannotReplay(
+            f"engine exact: rotary embedding {kind!r} is not supported, because its angles depend on the sequence "
+            "length or it covers only part of a head; use default, linear, llama3 or yarn over the whole head, or "
+            f"{option('engine', 'hf')}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
