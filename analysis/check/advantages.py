@@ -782,7 +782,12 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)
-    if 10 * scaled.sum() > num_judged and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled]):
+    is_last = scaled[(rules.scale != None) & (np.cumsum(scaled) > 0)]  # noqa: E711
+    if (
+        10 * scaled.sum() > num_judged
+        and np.mean(is_last) > 0.5
+        and np.ptp(rules.factor[scaled]) < 0.1 * np.median(rules.factor[scaled])
+    ):
         factor = float(np.median(rules.factor[scaled]))  # groups may differ in scale
         text = f"multiplied by {factor:.3g}, which no usual normalisation explains"
         text = f"{_DIVIDED} and {text}" if np.mean(rules.scale[scaled] == _DIVIDED) > 0.5 else text
@@ -829,8 +834,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif is_batch and is_elsewhere_unknown:
         yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
     elif is_batch:
-        # Include steps where all groups have the same mean: both the batch rule and the group-mean rule fit them.
-        off |= (rules.name == "own") & (data.fit(r) > 0.999)
+        # Include steps where all groups have the same mean, or that are too small: the batch rule may hold there, too.
+        is_alone = np.bincount(at, np.diff(data.g, prepend=-1) > 0) == 1
+        off |= (rules.name == "") | ((rules.name == "own") & ((data.fit(r) > 0.999) | is_alone))
         numbers["explanation"] = name if name == _NOTHING else _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")
         # A mean that includes padding is always a fault, but an unknown baseline may be an intended running mean.

@@ -539,7 +539,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     off = there & (np.abs(parts @ usual - reward) > least)
     if 0 < off.sum() < 0.4 * there.sum():
         values = np.unique(reward[off])
-        instead = f"where it is {values[0]:g}" if len(values) == 1 else "where it is not"
+        instead = f"where it is {values[0]:g}" if len(values) == 1 else "where it differs"
         explanation = f"{text(np.r_[usual, 0.0])}, except in {off.sum():,} rows, {instead}"
         yield from find("rewards_differ", off, notice=True, explanation=explanation)
 

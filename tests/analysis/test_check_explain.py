@@ -676,7 +676,7 @@ def test_without_an_engine_the_passes_of_the_trainer_are_compared(tmp_path):
                 step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses],
             )  # fmt: skip
             for name, values in (("train", step.scored()), ("current", [row - 1 for row in step.scored()])):
-                recorder.add_scores(name, batch, logprobs=values)
+                recorder.add_scores(name, batch, logprobs=values, policy_version=number)
             recorder.add_scores("reference", batch, logprobs=step.scored())
     found = check(tmp_path / "run")
     assert (found.pair, found.is_valid) == ("current:train", False)

@@ -303,6 +303,9 @@ SOUND = {
     "critic that knows nothing": {"advantage": lambda r, n: [np.full(len(x), v) for x, v in zip(per_token(r, n), r, strict=True)], "groups": lambda step, n: None},
     "several rewards": {"advantage": several},
     "a penalty that is not recorded": {"advantage": penalised, "recorded": lambda r, n: r, "reward": lambda step, n, draw: 2 * binary(step, n, draw) - 1, "hyperparameters": {"adv_estimator": "grpo"}},
+    "two groups a step": {"groups": lambda step, n: [f"{row % 2}" for row in range(len(GROUP))], "advantage": lambda r, n: whitened(r), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, "columns": lambda step, n: {"prompt_ids": None}},
+    "one success a group": {"reward": lambda step, n, draw: (np.arange(len(GROUP)) % IN_GROUP == n % IN_GROUP).astype(float)},
+    "other reward functions at other steps": {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"code" if n % 2 else "maths": parts_of(step)["accuracy"]}}},
     "logged tokens of the loss": {"columns": lambda step, n: {"response_mask": with_tools(step, n)}, "metrics": lambda step, r, n: {"response_length": np.mean([mask.sum() for mask in with_tools(step, n)])}},
     "metrics of more rows, close to the next step": {"metrics": lambda step, r, n: {"reward": 0.5 + 0.01 * n}, "reward": lambda step, n, draw: np.where(np.arange(len(GROUP)) < 32, 1.0, 0.0)[draw.permutation(len(GROUP))]},
     "maxrl": {"advantage": maxrl},
@@ -424,9 +427,10 @@ FAULTS = {
     "squares from 5": ("advantages_unexplained", 5, {"advantage": since(5, lambda r: np.sign(grpo(r)) * grpo(r) ** 2), "reward": graded}),
     "better rows only": ("advantages_mixed", None, {"advantage": lambda r, n: np.maximum(centred(r), 0), "reward": graded}),
     "rewards of some rows lost": ("rewards_differ", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] * (GROUP % 3 > 0), "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"]}}}),
+    "a clipped sum": ("rewards_differ", None, {"reward": lambda step, n, draw: np.minimum(sum(parts_of(step).values()), 1.2), "columns": lambda step, n: {"rewards": parts_of(step)}}),
     "logged sum of the parts": ("metric_of_others", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + 0.2 * parts_of(step)["format"], "columns": lambda step, n: {"rewards": parts_of(step)}, "hyperparameters": {"reward_weights": "[1.0, 0.2]"}, "metrics": lambda step, r, n: {"reward": np.mean(sum(parts_of(step).values()))}}),
     "a penalty for the tool's tokens": ("rewards_count_masked", None, {**(_TOOLS := parts_with("overlong", counting_tools)), "columns": lambda step, n: _TOOLS["columns"](step, n) | {"response_mask": with_tools(step, n)}}),
-    "truncated ones have a bad format": ("rewards_of_truncated", None, parts_with("format", lambda step: [-1.0 if end == "length" else row[0] % 2 for end, row in zip(ends_of(step), step.responses, strict=True)])),
+    "truncated ones have a bad format": ("rewards_of_truncated", None, parts_with("format", lambda step: [-0.2 if end == "length" else 0.05 * (row[0] % 2) for end, row in zip(ends_of(step), step.responses, strict=True)])),
     "groups kept by format": ("groups_differ_by_one", None, {"reward": lambda step, n, draw: sum(alone_format(step).values()), "columns": lambda step, n: {"rewards": alone_format(step)}, "hyperparameters": {"use_dynamic_sampling": True}}),
     "another row's mask": ("advantages_misplaced", None, {"advantage": lambda r, n: under_other_mask(grpo(r), n), "columns": RETURNS["columns"]}),
     "advantages sample-major": ("rewards_of_other_rows", None, {"advantage": lambda r, n: grpo(r)[INTERLEAVED], "reward": graded}),
@@ -521,6 +525,8 @@ FAULTS = {
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "a clipped sum",
+    "rewards of some rows lost",
     "nothing, divided",
     "the variance",
     "a deviation plus 1",
@@ -636,6 +642,18 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
 def test_the_rows_that_follow_another_rule_are_described(tmp_path, kind, rule):
     found = findings(write(tmp_path / "run", **FAULTS[kind][2]))
     assert {rule in data_text(each) for each in found} == {True}
+
+
+def test_a_logprob_that_is_not_finite_stops_no_check_of_returns(tmp_path):
+    def passes(recorder, batch, step, number):
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+        recorder.add_scores("train", batch, logprobs=step.scored())
+        recorder.add_scores(
+            "reference", batch, logprobs=[np.where(np.arange(len(row)) == 2, -np.inf, row) for row in step.scored()]
+        )
+
+    given = {**RETURNS, "passes": passes, "advantage": lambda r, n: returns(r, n)}
+    assert all(np.isfinite(each.share) for each in findings(write(tmp_path / "run", **given)))
 
 
 def test_a_baseline_that_fits_only_roughly_is_not_asserted(tmp_path):

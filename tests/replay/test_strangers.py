@@ -315,7 +315,9 @@ def test_a_folder_that_the_trace_names_is_read_on_the_user_s_word_alone(tmp_path
     model = record(tmp_path / "run", keeps_weights=False, weights_from=outside)
     save_checkpoint(model, outside)
     for verb in (replay, triangulate, weights):
-        with pytest.raises(WeightsMissing, match=rf"'{outside}' at the time of recording; to read them, pass weights_from='DIR'"):
+        with pytest.raises(
+            WeightsMissing, match=rf"'{outside}' at the time of recording; to read them, pass weights_from='DIR'"
+        ):
             verb(tmp_path / "run")
     with pytest.raises((CannotReplay, WeightsMissing), match="weights_from='DIR'"):
         gradient(tmp_path / "run")
