@@ -186,12 +186,16 @@ class DataRows:
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names of the reward functions, their values, [N, P], NaN if missing, and the rows that have them, [N] bool.
         Empty if rows have different reward functions."""
-        query = f"SELECT step, row_number() OVER () AS place, CASE WHEN {self.asked} THEN rewards END FROM sequences ORDER BY step, place"
-        given = [row[2] or {} for row in self.database.connection.execute(query).fetchall()]
-        kinds = {tuple(each) for each in given if each}
-        names: list[str] = list(*kinds) if len(kinds) == 1 else []
-        values = [[each.get(name, np.nan) for name in names] for each in given]
-        return names, np.array(values, float).reshape(len(given), len(names)), np.array([bool(each) for each in given])
+        execute, given = self.database.connection.execute, f"{self.asked} AND cardinality(rewards) > 0"
+        kinds = execute(f"SELECT DISTINCT map_keys(rewards) FROM sequences WHERE {given}").fetchall()
+        names: list[str] = kinds[0][0] if len(kinds) == 1 else []
+        if not names:
+            return [], np.zeros((len(self.at), 0)), np.zeros(len(self.at), bool)
+        columns = ", ".join(f"map_values(rewards)[{at}]::DOUBLE AS part_{at}" for at in range(1, len(names) + 1))
+        query = f"SELECT step, row_number() OVER () AS place, coalesce({given}, false) AS is_given, {columns} FROM sequences ORDER BY step, place"
+        table = self.database.connection.sql(query).to_arrow_table()
+        is_given, *values = (array_of(table[name]) for name in table.column_names[2:])
+        return names, np.where(is_given[:, None], np.stack(values, axis=1), np.nan), is_given
 
     @cached_property
     def group_setting(self) -> str:

@@ -103,7 +103,7 @@ def break_recorder():
 def break_parts():
     """Have every part of a recording but sequences and passes run out of memory."""
     from tim_trace.tracer.dense import Projection
-    from tim_trace.tracer.hooks import trl_trainer
+    from tim_trace.tracer.hooks import trl_contract, trl_trainer
     from tim_trace.tracer.recorder import Recorder
     from tim_trace.tracer.weights import writer
 
@@ -111,7 +111,7 @@ def break_parts():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.90 GiB.\nSee the documentation")
 
     Recorder.add_metrics = Recorder.save_tokenizer = Projection.distribution = broken
-    trl_trainer.optimizer_statistics = trl_trainer.scoring_contract = writer._copy = broken
+    trl_trainer.optimizer_statistics = trl_contract.scoring_contract = writer._copy = broken
 
 
 def main():

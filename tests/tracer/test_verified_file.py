@@ -1,6 +1,10 @@
+import errno
 import threading
 
+import pytest
 from tim_trace.schemas.checksums import block_digest
+from tim_trace.schemas.errors import DamagedTrace
+from tim_trace.tracer.parquet_file import read_footer
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.verified_file import FileChecksums, FileCursor, VerifiedFile
 
@@ -40,3 +44,12 @@ def test_a_gap_before_a_footer_that_is_in_memory_holds_zeros_and_moves_nothing_e
         assert cursor.read(stop - start) == shown[start:stop], (start, stop)
     cursor.seek(-16, 2)
     assert cursor.read(100) == tail
+
+
+def test_a_footer_that_the_disk_does_not_give_is_not_called_broken_parquet(tmp_path, monkeypatch):
+    def read_range(*_):
+        raise OSError(errno.EIO, "Input/output error", "x")
+
+    monkeypatch.setattr(Store, "read_range", read_range)
+    with pytest.raises(DamagedTrace, match=r"cannot be read \(Input/output error\)"):
+        read_footer(Store(tmp_path), "x", 100)
