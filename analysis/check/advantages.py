@@ -227,6 +227,11 @@ def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
     return np.asarray(np.divide(x * n / others, np.where(is_known, deviation, np.nan)))
 
 
+def is_16_bit(values: np.ndarray) -> bool:
+    """Return whether all values are 16-bit floats."""
+    return not np.any(np.clip(values, -3e38, 3e38).astype(np.float32).view(np.uint32) & 0xFFF)
+
+
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
     """Split `values` [N] by step. `at` [N] holds their step indices in ascending order."""
     return np.split(values, np.flatnonzero(np.diff(at)) + 1)
@@ -291,8 +296,7 @@ class _Rows:
         size, error = np.zeros((2, len(first)))
         np.maximum.at(size, self.g, np.abs(self.a))
         np.maximum.at(error, self.g, np.nan_to_num(left, nan=np.inf))
-        is_16_bit = not np.any(np.clip(self.a, -3e38, 3e38).astype(np.float32).view(np.uint32) & 0xFFF)
-        size *= _ROUNDED_16_BIT if is_16_bit else _ROUNDED
+        size *= _ROUNDED_16_BIT if is_16_bit(self.a) else _ROUNDED
         r, a = mean_of(self.g, self.r)[first], mean_of(self.g, self.a)[first]
         fits = np.isfinite(slope[first]) & (error <= size)
         return _Lines(self.at[first], r, a, slope[first], self.spread[first], size, fits)
@@ -359,7 +363,8 @@ class _Rules(NamedTuple):
     """Each step's rule for computing advantages from rewards. All arrays have shape [S]."""
 
     name: np.ndarray
-    """`own` if the baseline is the group's mean, `constant`, a name from `_candidates`, or empty if nothing fits.
+    """`own` if the baseline is the group's mean, `constant`, a name from `_candidates` or `_baselines`, or empty if none
+    fits.
     `none` if rewards are equal within every group."""
     correlation: np.ndarray
     """Mean correlation between rewards and advantages within groups, with `freedom` degrees of freedom."""
@@ -425,8 +430,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield every rule except `own`: its name, and for each variant of the rule an array of advantages, [N], which are
-    known up to a factor and a constant."""
+    """Yield every rule that more than a group's baseline and scale distinguishes from `own`: its name, and for each
+    variant of the rule an array of advantages, [N], which are known up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -434,11 +439,9 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield _LEAVE_ONE_OUT, [_left_out(r, g)]
     yield _BY_RANK, [_by_rank(rows)]
 
-    def moments(values: np.ndarray, label: np.ndarray, chosen: np.ndarray | None = None) -> list[np.ndarray]:
-        weight = np.ones(len(label)) if chosen is None else chosen
-        count = np.maximum(np.bincount(label, weight), 1)
-        mean = (np.bincount(label, values * weight) / count)[label]
-        deviation = np.sqrt((np.bincount(label, (values - mean) ** 2 * weight) / count)[label])
+    def moments(values: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
+        mean = mean_of(label, values)
+        deviation = rms_of(label, values - mean)
         return [mean, np.where(deviation > TINY * np.abs(r).max(), deviation, np.nan)]
 
     def against(values: np.ndarray, mean: np.ndarray, *deviations: np.ndarray) -> list[np.ndarray]:
@@ -681,7 +684,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     if max(each[asked].mean() for each in usual) > 0.97:
         return None
     # Three or more advantages are linear in their rewards only if a rule made them so. The scale may differ by group.
-    slope = mean_of(g, rows.x * a) / rows.spread**2
+    slope = rows.lines.slope[g]
     linear = (rows.n > 2) & (mean_of(g, np.abs(a - slope * rows.x) < CLOSE * np.abs(slope) * rows.spread) == 1)
     falls = linear & (slope < 0)
     of = ", in all groups with a negative mean reward" if (falls == (mean_of(g, r) < 0))[linear].all() else ""
@@ -839,7 +842,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
     elif is_batch:
         # Include steps where all groups have the same mean, or that are too small: the batch rule may hold there, too.
-        is_alone = np.bincount(at, np.diff(data.g, prepend=-1) > 0) == 1
+        is_alone = np.bincount(data.lines.at) == 1
         off |= (rules.name == "") | ((rules.name == "own") & ((data.fit(r) > 0.999) | is_alone))
         numbers["explanation"] = name if name == _NOTHING else _batch_constant(data, off)
         is_other = run.setting(ALGORITHM, "reinforce|gae|ppo|batch|global|running|critic|remax")

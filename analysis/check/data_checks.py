@@ -18,7 +18,18 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import scored_passes
 from ..trace.database import Database
-from .advantages import CLOSE, TINY, DataRows, check_advantages, count_of, mean_of, numbered, shifted, split_steps
+from .advantages import (
+    CLOSE,
+    TINY,
+    DataRows,
+    check_advantages,
+    count_of,
+    is_16_bit,
+    mean_of,
+    numbered,
+    shifted,
+    split_steps,
+)  # fmt: skip
 from .faults import evidence_text
 from .faults.kinds import BY_TIME
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
@@ -490,8 +501,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
     if there.sum() < 20 or np.ptp(reward[there]) == 0:
         return
     yield from _part_causes(run, rows)
-    is_16_bit = not np.any(reward[there].astype(np.float32).view(np.uint32) & 0xFFF)
-    least = (2.0**-8 if is_16_bit else 1e-4) * np.abs(reward[there]).max()
+    least = (2.0**-8 if is_16_bit(reward[there]) else 1e-4) * np.abs(reward[there]).max()
 
     def weights_of(rewards: np.ndarray, rows: np.ndarray | bool = True) -> np.ndarray | None:
         """Return the weights and constant that reproduce every reward from its parts, or None if no such weights exist."""

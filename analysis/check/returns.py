@@ -52,20 +52,19 @@ def check_returns(run: DataRows) -> Iterator[DataFinding]:
         off = ~near & (np.abs(rest) > 10 * error)
         leaks[i] = off & (np.abs(rest - fitted[1] * (before[i + 1] - before[i] - kl[i])) < 10 * error)
         gap, decay = place[i + 1] - place[i], min(float(fitted[0]), 1 - 1e-9)
-        over = a[i + 1] * decay**gap + fitted[2] * (1 - decay**gap) / (1 - decay) + fitted[1] * kl[i]
-        runs_on[i] = off & (decay < 0.999) & (np.abs(a[i] - over) < 10 * error)
+        predicted = a[i + 1] * decay**gap + fitted[2] * (1 - decay**gap) / (1 - decay) + fitted[1] * kl[i]
+        runs_on[i] = off & (decay < 0.999) & (np.abs(a[i] - predicted) < 10 * error)
         resets[i] = off & (len(i) > near.sum() and np.ptp(outcome[i][~near]) < 10 * error)
         slope = np.polyfit(reward[last], outcome[last], 1)[0] if np.std(reward[last]) > 0 else 0.0
         if slope > 0 and np.std(fitted[1] * kl[i][near]) > 100 * error:
             size[number] = fitted[1] / slope
     holds, fails, known = np.isfinite(gamma), np.isinf(gamma), np.flatnonzero(np.isfinite(size))
     implied = f", although {run.group_setting} implies one advantage per response" if run.group_setting else ""
-    if holds.any() and 0.5 < (factor := np.median(gamma[holds])) < 0.999:
+    factor = np.median(gamma[holds]) if holds.any() else 1.0
+    if 0.5 < factor < 0.999:
         implied += f"; they decay by a factor of {factor:.4g} per token towards the start"
-    over = np.isin(rows, row[runs_on])
-    if over.sum() >= 8:
-        text = f"a decay of {np.median(gamma[holds]):.4g} per token over masked tokens as well, as if these counted toward the loss"
-        yield from run.find("advantages_mixed", over, at, notice=True, rule=text)
+    text = f"a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss"
+    yield from run.find("advantages_mixed", np.isin(rows, row[runs_on]), at, least=8, notice=True, rule=text)
     if implied:
         yield from run.find("advantages_vary", run.rows["is_per_token"], notice=True, explanation=implied)
     size, off, which = size[known], size[known] > 0, "the wrong sign"

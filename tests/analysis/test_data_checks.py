@@ -641,7 +641,7 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
 )
 def test_the_rows_that_follow_another_rule_are_described(tmp_path, kind, rule):
     found = findings(write(tmp_path / "run", **FAULTS[kind][2]))
-    assert {rule in data_text(each) for each in found} == {True}
+    assert [rule in data_text(each) for each in found] == [True] * (2 if kind == "discounted returns" else 1)
 
 
 def test_a_logprob_that_is_not_finite_stops_no_check_of_returns(tmp_path):
