@@ -1089,10 +1089,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example(
-    "tim-trace certify runs/demo --arm engine=exact --max-batch 4 --max-length 8 --minutes 0.2\n"
-    "tim-trace certify runs/demo --arm dtype=bf16 --against dtype=bf16,attention=math --minutes 1"
-)
+@_example("tim-trace certify runs/demo --arm engine=exact --max-batch 2 --max-length 8 --minutes 1")
 @main.command()
 @click.argument("trace", metavar="RUN|MODEL")
 @_arm_a
