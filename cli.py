@@ -233,9 +233,12 @@ class _FrameworkOption(click.Option):
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
         is_switch, is_on = declared.type is bool, declared.default is True
         super().__init__(
-            [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"], metavar=declared.metavar,
-            is_flag=is_switch, default=False if is_switch and not is_on else None, type=types or declared.type,
-        )  # fmt: skip
+            [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"],
+            is_flag=is_switch,
+            default=False if is_switch and not is_on else None,
+            type=types or declared.type,
+            metavar=declared.metavar,
+        )
 
 
 class _OfFrameworks(click.Command):
@@ -502,7 +505,7 @@ def example_(path: str, force: bool) -> None:
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
-def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
+def record(output: str, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
     Every Python process that COMMAND starts is recorded, without code changes. The exit code is COMMAND's. RUN is a
@@ -510,28 +513,21 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     command on each of them with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
-    pair = None
 
     def at_end(recording: Any) -> None:
-        nonlocal pair
-        if recording.num_sequences:
+        # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
+        # installation.
+        if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
+            from .analysis.trace.sums import summarize
+
+            summarize(recording.folder, progress=_progress)
+        elif recording.num_sequences:
             from .tracer.index import write_index
-            from .tracer.scored_passes import comparable_pair
 
-            # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
-            # installation.
-            if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
-                from .analysis.trace.sums import summarize
+            write_index(recording.folder)
 
-                summarize(recording.folder, progress=_progress)
-            else:
-                write_index(recording.folder)
-            pair = comparable_pair(recording.folder)
-
-    recording = analysis.record(
-        command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
-    )
-    _tell(_recorded(output, recording, pair))
+    recording = analysis.record(command, output=output, at_end=at_end, **options)
+    _tell(_recorded(output, recording))
     if recording.is_stuck:  # sys.exit would wait for pool threads, which may also be stuck
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
@@ -576,11 +572,10 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
     """
     from .analysis.trace.sums import summarize
     from .tracer.importers.neutral import parse_map
-    from .tracer.scored_passes import comparable_pair
 
     imported = analysis.import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
-    _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
+    _tell(_brought_in(output, imported))
 
 
 @_example("tim-trace info runs/demo")
@@ -692,9 +687,7 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 @_memory
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
-def query_(
-    name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any
-) -> None:  # fmt: skip
+def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any) -> None:
     """List the named queries, or run a query on one or more traces.
 
     Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
@@ -1109,7 +1102,8 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
-    help="Compare each tensor in the engine with the trainer's, and show the version last sent to the engine.",
+    help="Compare each tensor in the engine with the trainer's, and show the version last sent to the engine. Tensors "
+    "that agree are only counted, except with --csv and --json.",
 )  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
@@ -1125,12 +1119,10 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
     "--tokenizer", metavar="DIR", help="With --attach: folder with the tokenizer, if it is not in the attached folder."
 )
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
-@click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
 def weights(
-    trace: str, by: str, engine: bool, verify: bool, weights_from: str | None,
-    exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
-    form: _Form,
+    trace: str, exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool,
+    form: _Form, **options: Any,
 ) -> None:  # fmt: skip
     """List the weight versions, with their size and the share of elements that changed.
 
@@ -1140,29 +1132,24 @@ def weights(
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force require --attach; add --attach or drop the other options")
-    if verbose and not engine:
-        raise click.UsageError("--verbose requires --engine; add --engine or drop --verbose")
     if attached is not None and exported is not None:
         raise click.UsageError("--attach and --export cannot be combined; choose one")
     if attached is not None:
         with _library_output_held_back():
             found = analysis.attach(trace, *attached, tokenizer=tokenizer, force=force)
-        _tell(_attached(trace, found))
+        tokens = " and its tokenizer" if found.has_tokenizer else ""
+        tensors = f"{found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokens} from {found.folder}"
+        _tell(f"attached {tensors} as version {found.version}\nnext: tim-trace replay {trace}")
         return
     if exported is not None:
         with _library_output_held_back():
-            folder = analysis.export(trace, *exported, weights_from=weights_from)
+            folder = analysis.export(trace, *exported, weights_from=options["weights_from"])
         _tell(f"wrote version {exported[0]} to {folder}")
         return
-    options = {"by": by, "engine": engine, "verify": verify, "weights_from": weights_from}
     rows = _asked(analysis.weights, trace, held_back=True, **options)
-    if engine:
-        of = "module" if by == "module" else "tensor"
-        form.answer(
-            json=lambda: rows,
-            text=lambda width: engine_weights_text(rows, of, width, verbose=verbose),
-            rows=lambda: rows,
-        )
+    if options["engine"]:
+        of = "module" if options["by"] == "module" else "tensor"
+        form.answer(json=lambda: rows, text=lambda width: engine_weights_text(rows, of, width), rows=lambda: rows)
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
@@ -1418,7 +1405,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda units: bar.update(task, advance=units)
 
 
-def _recorded(output: str, recording: Any, pair: str | None) -> str:
+def _recorded(output: str, recording: Any) -> str:
     if recording.note is not None:
         return str(recording.note)
     if not recording.is_there:
@@ -1430,15 +1417,13 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
     evaluated = f", {recording.num_eval_sequences:,} evaluation sequences" if recording.num_eval_sequences else ""
     return (
         f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{evaluated}{slow}\n"
-        f"next: tim-trace info {output}{_stats_command(output, pair)}"
+        f"next: tim-trace info {output}"
     )
 
 
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
-        return (
-            f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code}, see above)"
-        )
+        return f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code})"
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
     if reasons:
@@ -1452,11 +1437,9 @@ def _nothing_recorded(output: str, recording: Any) -> str:
 
 def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
     if (sample := results.sample) is not None:
-        few = (
-            f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-        )
+        where = f", in {len(sample.steps):,} of {sample.num_steps:,} steps"
         drawn = f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups"
-        yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){few}"
+        yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
         yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
@@ -1473,21 +1456,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
     yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
-def _attached(trace: str, found: Any) -> str:
-    tokenizer = " and its tokenizer" if found.has_tokenizer else ""
-    return (
-        f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} from {found.folder} as version "
-        f"{found.version}\nnext: tim-trace replay {trace}"
-    )
-
-
-def _stats_command(output: str, pair: str | None) -> str:
-    if pair is None:
-        return ""
-    return f"\n      tim-trace stats {output}" + ("" if pair == "train:rollout" else f" --pair {pair}")
-
-
-def _brought_in(output: str, imported: Any, pair: str | None) -> str:
+def _brought_in(output: str, imported: Any) -> str:
     from .tracer.importers.columns import listed_names
 
     holes, parts = imported.placeholders, []
@@ -1498,7 +1467,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass also gives these tokens probability 1"
+            f"{holes.certain:,} zeros in all-zero lists were kept: another pass also gives these tokens probability 1"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")
@@ -1508,18 +1477,18 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         parts.append(f"{imported.num_known_files:,} files were already imported and were not read again")
     parts += [f"skipped: {sentence}" for sentence in imported.held_back]
     parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
-    many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
-    following = f"info {output}{_stats_command(output, pair)}"
+    following = "info"
     if imported.num_known_files and not imported.num_files:
         first = "nothing new was found"
     elif imported.format == "metrics":
-        first, following = f"imported {imported.num_metrics:,} logged values", f"diagnose {output}"
+        first, following = f"imported {imported.num_metrics:,} logged values", "diagnose"
     else:
+        many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
+        following = "compare" if many else "info"
         of = "" if imported.format == "parquet" else f" of {imported.format}"
         passes = f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"
         first = (
             f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
             f"{imported.num_metrics:,} metrics, {passes}"
         )
-        following = f"compare {output}" if many else following
-    return "\n".join([first, *parts, *imported.notes, f"next: tim-trace {following}"])
+    return "\n".join([first, *parts, *imported.notes, f"next: tim-trace {following} {output}"])
