@@ -13,9 +13,9 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -59,7 +59,6 @@ from .schemas.steps import ALL_STEPS
 
 if TYPE_CHECKING:
     from .replay.results import ReplayedSteps
-    from .replay.sample import Sample
 
 SECTIONS = {
     "getting started": {
@@ -100,20 +99,6 @@ SECTIONS = {
     },
 }
 """Commands in `--help`, by section. Each line there has at most 80 columns."""
-
-
-class _Failure(click.ClickException):
-    def __init__(self, error: TimTraceError, options: Collection[str], *, as_json: bool):
-        flag = "" if error.option is None else "--" + error.option.replace("_", "-")
-        super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
-        self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
-        self.code = type(error).__name__ if as_json else None
-        """Name of the error's class if the error is also printed to stdout as JSON, else None."""
-
-    def show(self, file: Any = None) -> None:
-        if self.code is not None:
-            _print_error(self.code, self.message)
-        super().show(file)
 
 
 def _print_error(code: str, message: str) -> None:
@@ -172,7 +157,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum number of response tokens for which `record` computes sums. In smaller runs, the first query does."""
+"""Minimum number of response tokens for which `record` computes sums. For smaller runs, the first query does it."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -208,19 +193,26 @@ class Commands(click.Group):
         try:
             with _plain_warnings(), speaking_options(), telling_missing():
                 return super().invoke(ctx)
-        except click.UsageError as error:
-            if self._prints_json(ctx, arguments):
-                _print_error("UsageError", error.format_message())
-            raise
         except BrokenPipeError:
             raise
+        except click.UsageError as error:
+            failure: click.ClickException = error
+            code = "UsageError"
         except (TimTraceError, OSError) as error:
             told = error if isinstance(error, TimTraceError) else of_system(error)
-            command = self.commands.get(ctx.invoked_subcommand or "")
-            options = [] if command is None else [name for p in command.get_params(ctx) for name in p.opts]
-            failure = _Failure(told, options, as_json=self._prints_json(ctx, arguments))
+            failure, code = self._failure(ctx, told), type(told).__name__
             _let_go(error)
+        if self._prints_json(ctx, arguments):
+            _print_error(code, failure.format_message())
         raise failure from None
+
+    def _failure(self, ctx: click.Context, error: TimTraceError) -> click.ClickException:
+        command, flag = self.commands.get(ctx.invoked_subcommand or ""), f"--{error.option or ''}".replace("_", "-")
+        options = [] if command is None else [name for param in command.get_params(ctx) for name in param.opts]
+        text = f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error))
+        failure = click.ClickException(text)
+        failure.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
+        return failure
 
     def _prints_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
         """Return True if the arguments contain --json and the command has this option (or is unknown)."""
@@ -237,7 +229,7 @@ class Commands(click.Group):
 
 class _FrameworkOption(click.Option):
     def __init__(self, declared: DeclaredOption):
-        self.declared = [declared]
+        self.declared: list[DeclaredOption] = []
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
         is_switch, is_on = declared.type is bool, declared.default is True
         super().__init__(
@@ -258,10 +250,7 @@ class _OfFrameworks(click.Command):
         if self._options is None:  # deferred, because frameworks import DuckDB
             options: dict[str, _FrameworkOption] = {}
             for declared in declared_options():
-                if declared.name in options:
-                    options[declared.name].declared.append(declared)
-                else:
-                    options[declared.name] = _FrameworkOption(declared)
+                options.setdefault(declared.name, _FrameworkOption(declared)).declared.append(declared)
             self._options = options
         return [*super().get_params(ctx), *self._options.values()]
 
@@ -311,7 +300,7 @@ class _Form:
         json: Form | None = None,
     ) -> None:  # fmt: skip
         """Print a result as text, CSV or JSON. The result's `_text` names a function as MODULE:NAME_text. This function
-        renders the text, and NAME_rows in the same module returns the rows of the CSV, unless `rows` has them. `json`
+        renders the text, and NAME_rows in the same module returns the CSV's rows, unless `rows` contains them. `json`
         is the form of the JSON output (default: the module's NAME_FORM)."""
         module, _, function = found._text.partition(":")
         renderers = vars(import_module(module))
@@ -351,9 +340,19 @@ def _prints(
                 raise click.UsageError(f"--json and {other} cannot be combined; choose one")
             return function(form=form, **options)
 
-        for option, is_taken in ((_BRIEF, brief), (_WIDE, wide), (_CSV, csv)):
-            command = option(command) if is_taken else command
-        return click.option("--json", "as_json", is_flag=True, default=False, help=json)(command)
+        taken = [option for option, is_taken in ((_CSV, csv), (_WIDE, wide), (_BRIEF, brief)) if is_taken]
+        return _all(click.option("--json", "as_json", is_flag=True, help=json), *taken)(command)
+
+    return add
+
+
+def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Combine options into one decorator. The help lists them in the given order."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
     return add
 
@@ -365,11 +364,11 @@ _steps = click.option(
 _pair = click.option(
     "--pair", default="train:rollout", metavar="A:B", help="Passes to compare, where d = logprob(A) - logprob(B)."
 )
+_pair_and_steps = _all(_pair, _steps)
+_control = click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
 _weights_from = click.option(
     "--weights-from", metavar="DIR", help="Folder with the run's checkpoints, if the trace has no weights."
 )
-
-
 _model_factory = click.option(
     "--model-factory",
     metavar="MODULE:FUNCTION",
@@ -377,11 +376,7 @@ _model_factory = click.option(
 )
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
-    "--confidence",
-    default=0.95,
-    type=float,
-    metavar="C",
-    help="Confidence level for intervals over groups.",
+    "--confidence", default=0.95, type=float, metavar="C", help="Confidence level for intervals over groups."
 )
 _timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a query that takes longer than this.")
 _memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory than this, e.g. 500MB.")
@@ -396,40 +391,15 @@ def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any],
     return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
 
-def _arm_options(command: Any) -> Any:
-    for field in reversed(fields(Arm)):
-        described: ArmOption = field.metadata["option"]
-        kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
-        choices = click.Choice(described.values) if described.values and not described.takes_numbers else kind
-        metavar = "|".join(described.values) if described.takes_numbers else described.metavar
-        command = click.option(
-            "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
-            type=None if kind is bool else choices, metavar=metavar, help=described.help,
-        )(command)  # fmt: skip
-    return command
-
-
-def _executions(command: Any) -> Any:
-    for option in (
-        click.option(
-            "--sequences", default="8", metavar="WHICH",
-            help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
-        ),
-        click.option(
-            "--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, in replay's --arm syntax.",
-        ),
-        _arm_a,
-        click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
-    ):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def _factories(command: Any) -> Any:
-    for side, execution in (("against", "b"), ("model", "a")):
-        text = f"Function that builds execution {execution}'s model."
-        command = click.option(f"--{side}-factory", metavar="MODULE:FUNCTION", help=text)(command)
-    return command
+def _arm_option(field: Field[Any]) -> Callable[[Any], Any]:
+    described: ArmOption = field.metadata["option"]
+    kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
+    choices = click.Choice(described.values) if described.values and not described.takes_numbers else kind
+    metavar = "|".join(described.values) if described.takes_numbers else described.metavar
+    return click.option(
+        "--" + field.name.replace("_", "-"), is_flag=kind is bool, default=False if kind is bool else field.default or None,
+        type=None if kind is bool else choices, metavar=metavar, help=described.help,
+    )  # fmt: skip
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -443,6 +413,19 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 _arm_a = click.option(
     "--arm", metavar="CHANGES", help="Execution a, in replay's --arm syntax.  [default: the recorded settings]"
 )
+_executions = _all(
+    click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
+    _arm_a,
+    click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, in replay's --arm syntax."),
+    click.option(
+        "--sequences", default="8", metavar="WHICH",
+        help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
+    ),
+)  # fmt: skip
+_factories = _all(
+    click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model."),
+    click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model."),
+)
 _ray = click.option(
     "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
     help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local cluster.",
@@ -451,6 +434,8 @@ _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
     help="GPUs per Ray actor (can be a fraction).  [default: 1 if there is a GPU, else 0]",
 )  # fmt: skip
+_model = _all(_model_factory, _weights_from, _allow_kernel)
+_distributed = _all(_ray, _gpus_per_arm)
 
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
@@ -492,21 +477,18 @@ def example_(path: str, force: bool) -> None:
 @_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
-@click.option("--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to record for each token.")
+@click.option(
+    "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What each pass records per token."
+)
 @click.option(
     "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of sequences whose distributions are recorded.",
+    help="With --capture topk:K or logits: share of sequences to capture.",
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
     help="Record every policy version's weights, bit for bit (auto: only if the model is smaller than --weights-below).",
 )  # fmt: skip
-@click.option(
-    "--weights-below",
-    default="500MB",
-    metavar="SIZE",
-    help="Maximum model size for --weights auto.",
-)
+@click.option("--weights-below", default="500MB", metavar="SIZE", help="Maximum model size for --weights auto.")
 @click.option(
     "--weights-from", metavar="DIR",
     help="Use the Hugging Face checkpoints that the run saves in this folder, instead of recording weights.",
@@ -514,7 +496,7 @@ def example_(path: str, force: bool) -> None:
 @click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture-of-experts model.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Record digests of the weights sent to vLLM (given), or also of the weights that vLLM holds (held).",
+    help="Record digests of the weights sent to vLLM (given), or also, at every version, of those that vLLM holds (held).",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Append to an existing trace (for a run that resumes from a checkpoint).")
 @click.option(
@@ -523,7 +505,7 @@ def example_(path: str, force: bool) -> None:
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
-def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
+def record(output: str, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
     Every Python process that COMMAND starts is recorded, without code changes. The exit code is COMMAND's. RUN is a
@@ -531,28 +513,21 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     command on each of them with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
-    pair = None
 
     def at_end(recording: Any) -> None:
-        nonlocal pair
-        if recording.num_sequences:
+        # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
+        # installation.
+        if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
+            from .analysis.trace.sums import summarize
+
+            summarize(recording.folder, progress=_progress)
+        elif recording.num_sequences:
             from .tracer.index import write_index
-            from .tracer.scored_passes import comparable_pair
 
-            # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
-            # installation.
-            if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
-                from .analysis.trace.sums import summarize
+            write_index(recording.folder)
 
-                summarize(recording.folder, progress=_progress)
-            else:
-                write_index(recording.folder)
-            pair = comparable_pair(recording.folder)
-
-    recording = analysis.record(
-        command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
-    )
-    _tell(_recorded(output, recording, pair))
+    recording = analysis.record(command, output=output, at_end=at_end, **options)
+    _tell(_recorded(output, recording))
     if recording.is_stuck:  # sys.exit would wait for pool threads, which may also be stuck
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
@@ -597,11 +572,10 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
     """
     from .analysis.trace.sums import summarize
     from .tracer.importers.neutral import parse_map
-    from .tracer.scored_passes import comparable_pair
 
     imported = analysis.import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
-    _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
+    _tell(_brought_in(output, imported))
 
 
 @_example("tim-trace info runs/demo")
@@ -708,15 +682,12 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 @main.command("query")
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
-@_pair
-@_steps
+@_pair_and_steps
 @_timeout
 @_memory
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
-def query_(
-    name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any
-) -> None:  # fmt: skip
+def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any) -> None:
     """List the named queries, or run a query on one or more traces.
 
     Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
@@ -745,8 +716,7 @@ def query_(
 )
 @main.command(cls=_OfFrameworks)
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@_pair
-@_steps
+@_pair_and_steps
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
 @click.option(
     "--exact", is_flag=True,
@@ -779,9 +749,8 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @_example("tim-trace diagnose runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@_pair
-@_steps
-@click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
+@_pair_and_steps
+@_control
 @click.option("-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays.")
 @_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
@@ -808,8 +777,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
 @_example("tim-trace check runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@_pair
-@_steps
+@_pair_and_steps
 @_partial
 @_ray
 @_prints(csv=False, wide=False)
@@ -861,8 +829,7 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
 @_example("tim-trace corrections runs/demo --by length")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@_pair
-@_steps
+@_pair_and_steps
 @_by("run", "step", "length", help="What each row describes (length: quartiles of sequence length).")
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold for token-tis and token-mis.")
 @click.option(
@@ -876,9 +843,8 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     help="geometric keeps sequences whose geometric mean ratio is in this range.",
 )  # fmt: skip
 @click.option(
-    "--veto", default=1e-4, type=float, metavar="R",
-    help="veto drops sequences in which a token's ratio is below R.",
-)  # fmt: skip
+    "--veto", default=1e-4, type=float, metavar="R", help="veto drops sequences in which a token's ratio is below R."
+)
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
@@ -920,8 +886,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace dynamics runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@_pair
-@_steps
+@_pair_and_steps
 @_prints()
 def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Report when each series of a run changed, and which changed first.
@@ -943,20 +908,17 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
     help="Score a random sample of whole groups: a share (below 1) or a number of sequences. A larger value in a later "
     "call extends the sample.",
 )  # fmt: skip
-@_arm_options
+@_all(*map(_arm_option, fields(Arm)))
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1. Can be repeated."
 )
-@_model_factory
-@_weights_from
-@_allow_kernel
+@_model
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
     help="Score a few rows per arm, and only print the remaining work and an estimate of its time.",
 )  # fmt: skip
-@_ray
-@_gpus_per_arm
+@_distributed
 @_prints(json="Print JSON, one row per step (with --dry-run, one row per arm).")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
@@ -996,11 +958,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     "--engine", metavar="CHANGES",
     help="With --predict: the arm that reproduces the recorded engine.  [default: engine=vllm,mode=decode]",
 )  # fmt: skip
-@_model_factory
-@_weights_from
-@_allow_kernel
-@_ray
-@_gpus_per_arm
+@_model
+@_distributed
 @_by("side", "arm", "prediction", help="What each row of --csv describes.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
@@ -1020,15 +979,9 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "with replay: "
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
-@click.option(
-    "--loss", metavar="FIELDS",
-    help="Override the recorded loss, e.g. kind=ppo_clip,clip_high=0.28.",
-)  # fmt: skip
-@_model_factory
-@_weights_from
-@_allow_kernel
-@_ray
-@_gpus_per_arm
+@click.option("--loss", metavar="FIELDS", help="Override the recorded loss, e.g. kind=ppo_clip,clip_high=0.28.")
+@_model
+@_distributed
 @_by("step", "module", "arm")
 @_prints()
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
@@ -1072,8 +1025,8 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     Each operator in both executions is compared with a float64 model on the same inputs, so errors from earlier
     operators do not count. The divergence is the first error that exceeds what rounding can cause. carried is the share
-    of mean squared d from an operator's own error. removed is the share that disappears if the other execution's code
-    computes the operator. The exit code is 1 if a divergence was found.
+    of mean squared d caused by an operator's own error. removed is the share that disappears if the other execution's
+    code computes the operator. The exit code is 1 if a divergence was found.
     """
     from .analysis.locate_text import next_command
 
@@ -1149,7 +1102,8 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
-    help="Compare each tensor in the engine with the trainer's, and show the version last sent to the engine.",
+    help="Compare each tensor in the engine with the trainer's, and show the version last sent to the engine. Tensors "
+    "that agree are only counted, except with --csv and --json.",
 )  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
@@ -1165,12 +1119,10 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
     "--tokenizer", metavar="DIR", help="With --attach: folder with the tokenizer, if it is not in the attached folder."
 )
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
-@click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
 def weights(
-    trace: str, by: str, engine: bool, verify: bool, weights_from: str | None,
-    exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
-    form: _Form,
+    trace: str, exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool,
+    form: _Form, **options: Any,
 ) -> None:  # fmt: skip
     """List the weight versions, with their size and the share of elements that changed.
 
@@ -1180,29 +1132,24 @@ def weights(
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force require --attach; add --attach or drop the other options")
-    if verbose and not engine:
-        raise click.UsageError("--verbose requires --engine; add --engine or drop --verbose")
     if attached is not None and exported is not None:
         raise click.UsageError("--attach and --export cannot be combined; choose one")
     if attached is not None:
         with _library_output_held_back():
             found = analysis.attach(trace, *attached, tokenizer=tokenizer, force=force)
-        _tell(_attached(trace, found))
+        tokens = " and its tokenizer" if found.has_tokenizer else ""
+        tensors = f"{found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokens} from {found.folder}"
+        _tell(f"attached {tensors} as version {found.version}\nnext: tim-trace replay {trace}")
         return
     if exported is not None:
         with _library_output_held_back():
-            folder = analysis.export(trace, *exported, weights_from=weights_from)
+            folder = analysis.export(trace, *exported, weights_from=options["weights_from"])
         _tell(f"wrote version {exported[0]} to {folder}")
         return
-    options = {"by": by, "engine": engine, "verify": verify, "weights_from": weights_from}
     rows = _asked(analysis.weights, trace, held_back=True, **options)
-    if engine:
-        of = "module" if by == "module" else "tensor"
-        form.answer(
-            json=lambda: rows,
-            text=lambda width: engine_weights_text(rows, of, width, verbose=verbose),
-            rows=lambda: rows,
-        )
+    if options["engine"]:
+        of = "module" if options["by"] == "module" else "tensor"
+        form.answer(json=lambda: rows, text=lambda width: engine_weights_text(rows, of, width), rows=lambda: rows)
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
@@ -1212,13 +1159,8 @@ def weights(
 @_example("tim-trace attribute runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@click.option(
-    "--control",
-    metavar="RUN2",
-    help="Baseline run (same seeds, one deliberate change, ideally an exact engine).",
-)
-@_pair
-@_steps
+@_control
+@_pair_and_steps
 @_prints(csv=False, wide=False, brief=True)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
@@ -1253,9 +1195,8 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font for exported figures.")
 @click.option("--title", is_flag=True, help="Put a title above each exported figure.")
-@click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change). See attribute.")
-@_pair
-@_steps
+@_control
+@_pair_and_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def report(traces: Sequence[str], **options: Any) -> None:
     """Write everything known about a run to a single HTML page, a shareable image, Markdown, or figures for papers.
@@ -1319,8 +1260,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     "--to", required=True, type=click.Choice(["parquet", "tensorboard", "wandb"]), help="File format to write."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
-@_pair
-@_steps
+@_pair_and_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences or per-step metrics in another tool's format.
@@ -1349,11 +1289,7 @@ def export_(trace: str, **options: Any) -> None:
 @_confidence
 @_partial
 @click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write for CI, with one test case per condition.")
-@click.option(
-    "--summary",
-    metavar="FILE.md",
-    help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".',
-)
+@click.option("--summary", metavar="FILE.md", help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".')
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Fail if a run meets a failure condition, for the CI of training code.
@@ -1461,24 +1397,15 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda units: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("elapsed, remaining"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=Console(file=_stderr()), transient=True, redirect_stdout=False, redirect_stderr=False
-    ) as bar:
+    console = Console(file=_stderr())
+    with Progress(console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda units: bar.update(task, advance=units)
 
 
-def _recorded(output: str, recording: Any, pair: str | None) -> str:
+def _recorded(output: str, recording: Any) -> str:
     if recording.note is not None:
         return str(recording.note)
     if not recording.is_there:
@@ -1490,15 +1417,13 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
     evaluated = f", {recording.num_eval_sequences:,} evaluation sequences" if recording.num_eval_sequences else ""
     return (
         f"recorded {recording.num_sequences:,} sequences, {recording.num_tokens:,} response tokens{evaluated}{slow}\n"
-        f"next: tim-trace info {output}{_stats_command(output, pair)}"
+        f"next: tim-trace info {output}"
     )
 
 
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
-        return (
-            f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code}, see above)"
-        )
+        return f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code})"
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
     if reasons:
@@ -1511,8 +1436,10 @@ def _nothing_recorded(output: str, recording: Any) -> str:
 
 
 def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
-    if results.sample is not None:
-        yield _sampled(results.sample)
+    if (sample := results.sample) is not None:
+        where = f", in {len(sample.steps):,} of {sample.num_steps:,} steps"
+        drawn = f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups"
+        yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
         yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
@@ -1529,29 +1456,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
     yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
-def _sampled(sample: Sample) -> str:
-    thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-    return (
-        f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed})"
-        f"{thin}"
-    )
-
-
-def _attached(trace: str, found: Any) -> str:
-    tokenizer = " and its tokenizer" if found.has_tokenizer else ""
-    return (
-        f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} from {found.folder} as version "
-        f"{found.version}\nnext: tim-trace replay {trace}"
-    )
-
-
-def _stats_command(output: str, pair: str | None) -> str:
-    if pair is None:
-        return ""
-    return f"\n      tim-trace stats {output}" + ("" if pair == "train:rollout" else f" --pair {pair}")
-
-
-def _brought_in(output: str, imported: Any, pair: str | None) -> str:
+def _brought_in(output: str, imported: Any) -> str:
     from .tracer.importers.columns import listed_names
 
     holes, parts = imported.placeholders, []
@@ -1562,7 +1467,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept, because another pass also has probability 1 there"
+            f"{holes.certain:,} zeros in all-zero lists were kept: another pass also gives these tokens probability 1"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")
@@ -1572,22 +1477,18 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         parts.append(f"{imported.num_known_files:,} files were already imported and were not read again")
     parts += [f"skipped: {sentence}" for sentence in imported.held_back]
     parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
-    of = "" if imported.format == "parquet" else f" of {imported.format}"
+    following = "info"
     if imported.num_known_files and not imported.num_files:
-        return "\n".join(
-            ["nothing new was found", *parts, f"next: tim-trace info {output}{_stats_command(output, pair)}"]
+        first = "nothing new was found"
+    elif imported.format == "metrics":
+        first, following = f"imported {imported.num_metrics:,} logged values", "diagnose"
+    else:
+        many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
+        following = "compare" if many else "info"
+        of = "" if imported.format == "parquet" else f" of {imported.format}"
+        passes = f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"
+        first = (
+            f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
+            f"{imported.num_metrics:,} metrics, {passes}"
         )
-    parts += imported.notes
-    if imported.format == "metrics":
-        return "\n".join(
-            [f"imported {imported.num_metrics:,} logged values", *parts, f"next: tim-trace diagnose {output}"]
-        )
-    many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
-    lines = [
-        f"imported {imported.num_sequences:,} sequences{of}, {imported.num_tokens:,} response tokens, "
-        f"{imported.num_metrics:,} metrics, "
-        + (f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"),
-        *parts,
-        f"next: tim-trace compare {output}" if many else f"next: tim-trace info {output}{_stats_command(output, pair)}",
-    ]
-    return "\n".join(lines)
+    return "\n".join([first, *parts, *imported.notes, f"next: tim-trace {following} {output}"])

@@ -192,14 +192,14 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
     return Rows((*rows.columns, "verified"), found)
 
 
-def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
-    """Render the rows. Unless `verbose`, tensors that agree at every version are counted but not listed."""
-    agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
-    counted = len(agreeing) and not verbose
-    blocks = [_agreement(agreeing, len(rows), by)] if counted else []
-    if not counted or len(agreeing) < len(rows):
-        place = {name: rows.columns.index(name) for name in ("agrees", "num_differ")}
-        left = [row for row in rows.rows if verbose or not row[place["agrees"]] or row[place["num_differ"]]]
+def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None) -> str:
+    """Render the rows. Tensors that agree at every version are counted but not listed."""
+    dicts = rows.dicts()
+    agrees = [row["agrees"] and not row["num_differ"] for row in dicts]
+    agreeing = [row for row, same in zip(dicts, agrees, strict=True) if same]
+    left = [row for row, same in zip(rows.rows, agrees, strict=True) if not same]
+    blocks = [_agreement(agreeing, len(rows), by)] if agreeing else []
+    if left or not agreeing:
         blocks.append(to_text(Rows(rows.columns, left), width))
     return "\n\n".join(blocks)
 
@@ -208,4 +208,4 @@ def _agreement(agreeing: list[dict[str, int]], of: int, by: str) -> str:
     versions = sorted({row["num_versions"] for row in agreeing})
     at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
     num = f"All {of:,}" if len(agreeing) == of else f"{len(agreeing):,} of {of:,}"
-    return f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--verbose lists them)."
+    return f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--csv lists them)."

@@ -193,7 +193,7 @@ def public_names():
     """Yield the signature and first docstring line of every public name, and of every public method of Recorder."""
     for name in tim_trace.__all__:
         public = getattr(tim_trace, name)
-        yield f"### {name}\n\n{first_line(public)}\n\n```\n{signature(public, name)}\n```"
+        yield f"### {name}\n\n{_coded(first_line(public))}\n\n```\n{signature(public, name)}\n```"
         if name == "Loss":
             yield fields_of(public)
         if name == "Recorder":
@@ -210,7 +210,8 @@ def formats():
         lines = [
             f"### {format.name}",
             "",
-            f"Written by {format.writes}: {format.files}. {format.alignment[0].upper()}{format.alignment[1:]}.",
+            f"Written by {format.writes}: {_coded(format.files)}. "
+            f"{_coded(format.alignment[0].upper() + format.alignment[1:])}.",
             "",
             "| column | field |",
             "|---|---|",
@@ -221,6 +222,11 @@ def formats():
         if format.lacks:
             lines += ["", *(f"- No `{name}` pass: {note}." for name, note in format.lacks.items())]
         yield "\n".join(lines)
+
+
+def _coded(text):
+    """Put file patterns such as `*.jsonl` and `step_<N>` in backticks. As plain Markdown, they lose their * and <N>."""
+    return re.sub(r"[\w./:-]*[<*][\w./:<>*-]*[\w>*]", lambda pattern: f"`{pattern[0]}`", text)
 
 
 def logged_names():

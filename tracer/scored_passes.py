@@ -8,14 +8,10 @@ import pyarrow.parquet as pq
 
 from ..schemas.errors import tell_damage
 from ..schemas.layout import SCORES
-from ..schemas.passes import REPLAY_PREFIX, STANDARD, TRAIN, first_pair
+from ..schemas.passes import REPLAY_PREFIX, STANDARD, TRAIN
 from .snapshot import TableFile, take_snapshot
 from .store import Store
 from .verified_file import FileCursor
-
-
-def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
-    return first_pair(scored_passes(trace))
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:

@@ -191,9 +191,8 @@ def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
     told = tim_trace("weights", trace, "--engine").stdout
     assert told.splitlines() == [
         f"All {len(weights(trace, engine=True))} engine tensors equal the trainer's bit for bit at all 4 versions "
-        "(--verbose lists them)."
+        "(--csv lists them)."
     ]
-    assert UP in tim_trace("weights", trace, "--engine", "--verbose").stdout
     assert UP in tim_trace("weights", trace, "--engine", "--csv").stdout
     assert "All 2 engine modules" in tim_trace("weights", trace, "--engine", "--by", "module").stdout
 
@@ -203,7 +202,7 @@ def test_tensors_that_do_not_agree_have_a_row(tmp_path):
     head, _, *table = tim_trace("weights", trace, "--engine").stdout.splitlines()
     assert head.startswith(f"{len(weights(trace, engine=True)) - 1} of ")
     assert [line.split()[0] for line in table] == ["tensor", "-" * len(DOWN), DOWN]
-    assert len(tim_trace("weights", trace, "--engine", "-v").stdout.splitlines()) == 2 + len(
+    assert len(tim_trace("weights", trace, "--engine", "--csv").stdout.splitlines()) == 1 + len(
         weights(trace, engine=True)
     )
 
@@ -211,11 +210,6 @@ def test_tensors_that_do_not_agree_have_a_row(tmp_path):
 def test_an_engine_of_which_no_tensor_agrees_has_no_line(tmp_path):
     trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v else of(v)))
     assert tim_trace("weights", trace, "--engine").stdout.startswith("tensor ")
-
-
-def test_verbose_goes_with_the_engine_s_weights(tmp_path):
-    done = tim_trace("weights", tmp_path, "--verbose")
-    assert (done.code, "--verbose requires --engine" in done.stderr) == (2, True)
 
 
 def test_a_trace_without_digests_says_how_to_record_them(tmp_path):

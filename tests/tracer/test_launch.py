@@ -59,7 +59,7 @@ def test_a_command_that_fails_before_anything_is_recorded_is_told_as_that(tmp_pa
     done = tim_trace("record", "-o", tmp_path / "run", "--", *SAY, program)
     assert done.code == code
     said = done.stderr.splitlines()[-1]
-    assert f"the command failed first (exit code {code}, see above)" in said
+    assert f"the command failed first (exit code {code})" in said
     assert "Start Python without" not in done.stderr
 
 

@@ -10,7 +10,7 @@ from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.scored_passes import comparable_pair, scored_passes
+from tim_trace.tracer.scored_passes import scored_passes
 
 
 def recorded(folder, passes, *, closes=True, num_tokens=3):
@@ -34,18 +34,17 @@ def recorded(folder, passes, *, closes=True, num_tokens=3):
 
 @pytest.mark.parametrize("closes", [True, False])
 @pytest.mark.parametrize(
-    ("passes", "pair"),
+    "passes",
     [
-        ({"train": True, "rollout": True, "current": True}, "train:rollout"),
-        ({"train": False, "rollout": True, "current": True}, "current:rollout"),
-        ({"replay/x": True, "rollout": False}, None),
-        ({}, None),
+        {"train": True, "rollout": True, "current": True},
+        {"train": False, "rollout": True, "current": True},
+        {"replay/x": True, "rollout": False},
+        {},
     ],
 )
-def test_the_passes_that_have_logprobs_are_those_that_a_database_counts(tmp_path, passes, pair, closes):
+def test_the_passes_that_have_logprobs_are_those_that_a_database_counts(tmp_path, passes, closes):
     trace = recorded(tmp_path / "run", passes, closes=closes)
     assert scored_passes(trace) == list(num_scored(open_database(trace)))
-    assert comparable_pair(trace) == pair
 
 
 def test_responses_without_tokens_have_logprobs_all_the_same(tmp_path):
@@ -61,14 +60,14 @@ def test_damage_is_told(tmp_path):
     make_trace(tmp_path / "run")
     next((tmp_path / "run" / "scores").iterdir()).unlink()
     with pytest.warns(DamageWarning, match="is missing"):
-        assert comparable_pair(tmp_path / "run") is None
+        assert scored_passes(tmp_path / "run") == []
 
 
 def test_neither_a_database_nor_pandas_is_imported_for_it(tmp_path):
     make_trace(tmp_path / "run")
     program = (
-        "import sys; from tim_trace.tracer.scored_passes import comparable_pair; "
-        f"print(comparable_pair({str(tmp_path / 'run')!r}), sorted({{'duckdb', 'pandas'}} & {{*sys.modules}}))"
+        "import sys; from tim_trace.tracer.scored_passes import scored_passes; "
+        f"print(scored_passes({str(tmp_path / 'run')!r}), sorted({{'duckdb', 'pandas'}} & {{*sys.modules}}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "train:rollout []\n"
+    assert done.stdout == "['rollout', 'train'] []\n"
