@@ -699,6 +699,10 @@ TOO_FEW = Fault(
     },
 )  # fmt: skip
 
+NOT_COMPARED = Fault(
+    code="not_compared", title="no engine logprobs to compare", broken=None, evidence={"no_rollout": "{why}"},
+)  # fmt: skip
+
 
 def _off(numbers: Mapping[str, Any]) -> dict[str, str]:
     words = _place(numbers) | {"dtypes": features.dtypes_text(numbers)}
