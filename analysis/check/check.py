@@ -143,11 +143,7 @@ def _unpaired(database: Database, trace: str) -> CheckResult | None:
     found = data_findings(database, sample)
     if len(scored) < 2 and not found and database.connection.execute(_HAS_REWARDS).fetchall() == [(False,)]:
         return None
-    why = columns.why_nothing(database, (TRAIN, ROLLOUT))
-    finding = Finding(
-        code="not_compared", signal="no_rollout", effect=math.nan, share=0.0, numbers={"why": why},
-        cause=kinds.NOT_COMPARED.title,
-    )  # fmt: skip
+    finding = kinds.not_compared(columns.why_nothing(database, (TRAIN, ROLLOUT)))
     return CheckResult(
         trace=trace, pair=f"{TRAIN}:{ROLLOUT}", steps=database.steps, num_tokens=0, num_sampled_tokens=0,
         rms_d=math.nan, findings=(finding,), data=found, attempts=columns.attempts(database),
