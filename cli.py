@@ -790,6 +790,8 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     flips. Faults are listed by likelihood, each with its evidence, size, share of affected tokens and a command to
     confirm it.
 
+    If a trace has no logprobs of the engine, rewards, advantages and groups are checked, and the exit code is 1.
+
     If a trace has passes of several engines, but neither a train nor a rollout pass, all its passes are checked, as in
     compare.
     """

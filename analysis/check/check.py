@@ -7,6 +7,7 @@ Finally, the remaining mismatch is located and classified.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,9 +82,14 @@ class CheckResult(Result):
     """Training attempts. Empty if there was only one."""
 
     @property
+    def is_compared(self) -> bool:
+        """False if the trace has no logprobs of `rollout`, so that only rewards, advantages and groups were checked."""
+        return self.findings[0].code != "not_compared"
+
+    @property
     def is_valid(self) -> bool:
-        """True if no fault was found."""
-        return not any(finding.fails for finding in self.findings)
+        """True if two passes were compared and no fault was found."""
+        return self.is_compared and not any(finding.fails for finding in self.findings)
 
     @property
     def broken(self) -> Broken | None:
@@ -103,7 +109,7 @@ def check(
     start one), Ray actors compute the sums.
 
     If a trace has no logprobs of `rollout`, current:train is compared instead of train:rollout, provided that the policy
-    versions of both were recorded.
+    versions of both were recorded. Otherwise, rewards, advantages and groups are checked without a comparison.
 
     If a trace has passes of several engines but neither `train` nor `rollout`, all passes are compared, and the result
     is a PassComparison, as from `compare`.
@@ -119,8 +125,29 @@ def check(
             return compare_passes(database)
         if names == (TRAIN, ROLLOUT) and columns.has_versions_of_current(database):
             names = (CURRENT, TRAIN)
+        if names == (TRAIN, ROLLOUT) and (unpaired := _unpaired(database, os.fspath(trace))):
+            return unpaired
         data = gather(database, names, trace=os.fspath(trace))
         return judge(data, ":".join(names), data_findings(database, data.sample))
+
+
+_HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
+
+
+def _unpaired(database: Database, trace: str) -> CheckResult | None:
+    """Check only rewards, advantages, groups and the reference, if any were recorded, but no logprobs of `rollout`."""
+    scored = columns.num_scored(database)
+    if ROLLOUT in scored:
+        return None
+    sample = _sample(database, (TRAIN, TRAIN), NEEDED_SUMS) if TRAIN in scored else None
+    found = data_findings(database, sample)
+    if len(scored) < 2 and not found and database.connection.execute(_HAS_REWARDS).fetchall() == [(False,)]:
+        return None
+    finding = kinds.not_compared(columns.why_nothing(database, (TRAIN, ROLLOUT)))
+    return CheckResult(
+        trace=trace, pair=f"{TRAIN}:{ROLLOUT}", steps=database.steps, num_tokens=0, num_sampled_tokens=0,
+        rms_d=math.nan, findings=(finding,), data=found, attempts=columns.attempts(database),
+    )  # fmt: skip
 
 
 def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] = NEEDED_SUMS) -> PairData:

@@ -51,12 +51,17 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     inspected = "all inspected individually"
     if result.num_sampled_tokens < result.num_tokens:
         inspected = f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
-    verdict = "VALID" if result.is_valid else f"NOT VALID, {BROKEN[result.broken]}"
+    verdict = "VALID" if result.broken is None else f"NOT VALID, {BROKEN[result.broken]}"
     if [finding.code for finding in result.findings] == ["too_few"]:
         verdict = "TOO FEW TOKENS"
     head = f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
+    findings = result.findings
+    if not result.is_compared:
+        head, findings = f"NOT COMPARED: {evidence_text(findings[0])}", ()
     blocks = [wrapped(head, "", width)]
-    blocks += [_finding_text(number, finding, width) for number, finding in enumerate(result.findings, 1)]
+    blocks += [_finding_text(number, finding, width) for number, finding in enumerate(findings, 1)]
+    if not result.is_compared and not result.data:
+        blocks.append("No fault was found in rewards, advantages and groups.")
     if result.data:
         blocks.append("\n".join([_DATA, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
     blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]

@@ -421,6 +421,38 @@ def test_it_never_passes_on_nothing_to_compare(tmp_path, passes):
         check(tmp_path / "trace")
 
 
+@pytest.mark.parametrize("passes", [(), ("train",), ("train", "reference")])
+@pytest.mark.parametrize("moved_by", [0, 4])
+def test_without_engine_logprobs_rewards_and_advantages_are_checked_all_the_same(tmp_path, passes, moved_by):
+    draw = np.random.default_rng(3)
+    with Recorder(tmp_path / "trace") as recorder:
+        for step in range(1, 6):
+            reward, logprobs = draw.normal(size=16), draw.normal(-1, 0.3, (16, 8)).astype(np.float32)
+            centred = reward - np.repeat(reward.reshape(4, 4).mean(1), 4)
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[row // 4, step] for row in range(16)], response_ids=draw.integers(0, 50, (16, 8)),
+                group_ids=[f"{step}-{row // 4}" for row in range(16)], reward=reward, advantage=np.roll(centred, moved_by),
+            )  # fmt: skip
+            for name in passes:
+                recorder.add_scores(name, batch, logprobs=logprobs)
+    found = check(tmp_path / "trace")
+    assert [finding.code for finding in found.findings] == ["not_compared"]
+    assert not found.is_valid
+    assert found.broken is None
+    assert [finding.code for finding in found.data if not finding.is_notice] == ["rewards_of_other_rows"] * bool(
+        moved_by
+    )
+    done = tim_trace("check", str(tmp_path / "trace"))
+    assert (done.code, done.stdout.split(":")[0]) == (1, "NOT COMPARED")
+    assert ("No fault was found" in done.stdout) == (not found.data)
+    diagnosed = tim_trace("diagnose", str(tmp_path / "trace"))
+    assert (diagnosed.code, diagnosed.stdout.splitlines()[0]) == (
+        0,
+        "No collapse detected; no pair of passes to compare.",
+    )
+    assert "tim-trace check" in diagnosed.stdout
+
+
 def test_a_pass_that_is_all_nan_is_no_valid_comparison(tmp_path):
     with Recorder(tmp_path / "trace") as recorder:
         batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2, 3]])

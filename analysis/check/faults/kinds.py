@@ -3,6 +3,7 @@ a fault."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -698,6 +699,17 @@ TOO_FEW = Fault(
         "equality and gross errors are checked, so record more sequences"
     },
 )  # fmt: skip
+
+NOT_COMPARED = Fault(
+    code="not_compared", title="no engine logprobs to compare", broken=None, evidence={"no_rollout": "{why}"},
+)  # fmt: skip
+
+
+def not_compared(why: str) -> Finding:
+    return Finding(
+        code=NOT_COMPARED.code, signal="no_rollout", effect=math.nan, share=0.0, numbers={"why": why},
+        cause=NOT_COMPARED.title,
+    )  # fmt: skip
 
 
 def _off(numbers: Mapping[str, Any]) -> dict[str, str]:
