@@ -442,7 +442,7 @@ def test_another_folder_or_other_options_do_not_add_to_a_trace(tmp_path):
     import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run")
     with pytest.raises(ImportFailed, match="imported from another folder"):
         import_dump("nemo-rl", tmp_path / "other", output=tmp_path / "run")
-    with pytest.raises(ImportFailed, match=r"was imported with --sample 1.0, not --sample 0.5"):
+    with pytest.raises(ImportFailed, match=r"was imported with --sample 1.0, but this import has --sample 0.5"):
         import_dump("nemo-rl", tmp_path / "dump", output=tmp_path / "run", sample=0.5)
     assert import_dump("nemo-rl", tmp_path / "other", output=tmp_path / "run", force=True).num_sequences == 6
 

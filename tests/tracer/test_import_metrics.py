@@ -277,7 +277,7 @@ def test_wandbs_counter_is_used_only_if_it_agrees_with_the_step(tmp_path):
     import_dump("metrics", text(tmp_path / "a.jsonl", as_lines(agree)), output=tmp_path / "run")
     assert [step for _, step in values_of(tmp_path / "run")] == [5, 6]
     differ = [*agree, {"_step": 7, "train/global_step": 70, "a": 3.0}]
-    with pytest.raises(ImportFailed, match=r"no step but W&B's _step, which differs from"):
+    with pytest.raises(ImportFailed, match=r"no step except W&B's _step, which differs from"):
         import_dump("metrics", text(tmp_path / "b.jsonl", as_lines(differ)), output=tmp_path / "other")
 
 

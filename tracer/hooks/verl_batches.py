@@ -21,7 +21,7 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed, because rejection sampling then shrinks the response mask."""
+"""Columns read before verl computes advantages, because rejection sampling in that step shrinks the response mask."""
 ESTIMATED = ("advantages",)
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
@@ -36,7 +36,7 @@ class Row:
     index: int
     key: str
     oldest_weights: int | None
-    """Global step of the oldest weights that sampled the row, or None if unknown."""
+    """Global step of the oldest weights used to sample the row, or None if unknown."""
 
     @property
     def group_id(self) -> str:

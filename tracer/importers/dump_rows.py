@@ -103,7 +103,7 @@ def padded_columns(
 
 
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
-    """Return the columns that `map` adds to a padded batch, except `own`. Their fields must have one value per row."""
+    """Return the columns that `map` adds to a padded batch, except `own`. Mapped fields must have one value per row."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
     found = {name: values for name, values in found.items() if values is not None}
     for name, values in found.items():

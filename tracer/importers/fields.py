@@ -15,7 +15,7 @@ from .arrays import HELD
 from .pickles import Budget, Foreign
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
-"""Columns that dumps have one value per token for."""
+"""Columns for which dumps have one value per token."""
 
 
 class Values(NamedTuple):

@@ -29,7 +29,7 @@ class DumpFolder:
     is_file: bool = False
 
     passes: Mapping[str, str] = field(default_factory=dict)
-    """Name of the pass that each file belongs to, if several paths were given. Each path becomes a pass."""
+    """Each file's pass name if several paths were given, because each path becomes a pass. Otherwise empty."""
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
@@ -130,7 +130,7 @@ class Reading:
     """Number of the last complete line in each JSON Lines file, counted from 1. Set by the reader."""
     partial: bool = False
     added: tuple[str, ...] = ()
-    """Columns that `map` reads from other fields than the format does."""
+    """Columns that `map` reads from fields other than the format's."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""

@@ -249,8 +249,8 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output} was imported with {_shown_options(found)}, not {_shown_options(options)}. Pass the same "
-                f"options, or choose another folder"
+                f"{output} was imported with {_shown_options(found)}, but this import has "
+                f"{_shown_options(options)}. Pass the same options, or choose another folder"
             )
         passes = set(store.folders("passes"))
         # A file that grew between imports has one entry per import. Sort by size, so that `dict` keeps the longest.

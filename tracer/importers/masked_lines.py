@@ -74,7 +74,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     lengths = {"loss_mask": mask, "position_ids": positions, "routed_experts": experts, **found}
     odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
     if odd is not None:
-        raise ImportFailed(f"{fields.where}: {odd} must be as long as token_ids ({len(tokens)})")
+        raise ImportFailed(f"{fields.where}: {odd} must have one entry per token ({len(tokens)})")
     again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
     for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
         if not mask[start:end].any():
@@ -208,7 +208,7 @@ NEMO_RL = Format(
     files="train_data_step<N>.jsonl",
     columns=_NEMO_RL_COLUMNS,
     alignment="the value at index i belongs to token_ids[i]. Index 0 has no value. Values are 0 for prompt and tool "
-    "tokens. If all prev_logprobs are 0, they were not computed (force_on_policy_ratio)",
+    "tokens. If all prev_logprobs are 0, NeMo-RL did not compute them (force_on_policy_ratio=true)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _nemo_rl_rows, at_once=64),
     lacks={"train": "prev_logprobs are all 0. NeMo-RL computes them only with force_on_policy_ratio=false"},

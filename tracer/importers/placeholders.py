@@ -29,7 +29,7 @@ class Placeholders:
     clamped: int = 0
     masked_zeros: int = 0
     all_zero: int = 0
-    """Number of zeros that became NULL because their list contains nothing else."""
+    """Number of zeros that became NULL because their list contains only zeros."""
     certain: int = 0
     """Number of zeros kept because another pass gives the token probability 1. Lists of a single zero do not count."""
 

@@ -1,6 +1,6 @@
 """Import responses saved from vLLM, SGLang, text-generation-inference or NeMo-Gym, as JSON Lines or a JSON array.
 
-They have only the engine's logprobs. The fields of text-generation-inference are those in router/src/lib.rs
+Responses contain only the engine's logprobs. The fields of text-generation-inference are those in router/src/lib.rs
 (huggingface/text-generation-inference, db931fcf), and those of NeMo-Gym are in nemo_gym/openai_utils.py
 (NVIDIA-NeMo/Gym, 07d6b0d0).
 """

@@ -96,7 +96,7 @@ class Imported:
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
     notes: tuple[str, ...] = ()
-    """What was changed or skipped, one sentence each."""
+    """Notes on changed or skipped data, one sentence each."""
 
 
 class RowImport:

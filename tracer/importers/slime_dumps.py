@@ -120,7 +120,8 @@ MILES = replace(
     name="miles",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
     alignment="same as slime, except that each context-parallel rank has its zig-zag part of the response. "
-    "Tensor-parallel ranks have the same data. Old releases wrote slime's files, and `auto` imports them as slime",
+    "Tensor-parallel ranks have the same data. Old releases of miles wrote the same files as slime, "
+    "so `auto` imports these as slime",
     recognises=lambda folder: framework_of(folder) == "miles",
     read=partial(_read, "miles"),
     lacks={name: note.replace("slime", "miles") for name, note in SLIME.lacks.items()},

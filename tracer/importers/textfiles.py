@@ -28,7 +28,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if reading it, which takes `times` as much memory as its size, would exceed the machine's memory."""
+    """Return a file's content. Raises ImportFailed if the file's size times `times` exceeds the machine's memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}. Split the file, or import it on a larger machine")

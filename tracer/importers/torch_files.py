@@ -180,7 +180,7 @@ class _StorageKind(Known):
 
 
 class _DtypeName(_StorageKind):
-    """Stands for a torch dtype, which pickles refer to but never call."""
+    """Stand-in for a torch dtype, which pickles refer to but never call."""
 
 
 def _item_size(dtype: str | None) -> int:

@@ -179,7 +179,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S], or None if the trainer replaced them (replay mode R2)."""
+    """Return the engine's router choices [B, P + T, L, S], or None without them or if verl replaced them (mode R2)."""
     found = _array(fields, "rollout_expert_ids", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
