@@ -11,8 +11,6 @@ from functools import partial
 from io import BytesIO
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 
@@ -605,25 +603,6 @@ def write_nemo_gym(folder, steps):
     write_lines(folder / "rollouts.jsonl", [gym_rollout(s) for s in samples])
 
 
-def write_trl(folder, steps):
-    (step,) = steps
-    columns = {
-        "step": [step] * 2,
-        "prompt": ["p"] * 2,
-        "completion": ["c"] * 2,
-        "good": [1.0, 0.0],
-        "advantage": [1.0, -1.0],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), folder / f"completions_{step:05d}.parquet")
-
-
-def write_areal(folder, steps):
-    (step,) = steps
-    record = {"task_id": 5, "head_version": step, "tail_version": step, "reward": 1.0, "prompt": "p", "completion": "c"}
-    write_lines(folder / str(step) / "5.jsonl", [record, record])
-
-
 def write_open_instruct(folder, steps):
     keys = {"prompt_tokens": "prompt", "response_tokens": "response", "logprobs": "rollout"}
     records = [
@@ -654,23 +633,12 @@ def write_torchtitan(folder, steps):
     )
 
 
-def write_ms_swift(folder, steps):
-    line = {
-        "step": 1,
-        "prompt": ["p", "q"],
-        "completion": ["a", "b"],
-        "Accuracy": [1.0, 0.0],
-        "advantages": [1.0, -1.0],
-    }
-    write_lines(folder / "completions.jsonl", [line])
-
-
 def write_verl_text(folder, steps):
     write_lines(folder / "1.jsonl", [{"input": "a", "output": "b", "score": 1.0, "step": 1, "uid": "g"}] * 3)
 
 
 ONE_SIDED = {
-    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym, "trl": write_trl, "areal": write_areal,
-    "open-instruct": write_open_instruct, "torchtitan": write_torchtitan, "ms-swift": write_ms_swift,
+    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym,
+    "open-instruct": write_open_instruct, "torchtitan": write_torchtitan,
 }  # fmt: skip
 """The other formats, and what writes them."""

@@ -162,11 +162,14 @@ def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("format", "lacks"),
-    [("ms-swift", "token ids, so the trace"), ("vllm", "prompt token ids, so the trace")],
+    ("format", "write", "lacks"),
+    [
+        ("verl", dumps.write_verl_text, "token ids, so the trace"),
+        ("vllm", dumps.write_vllm, "prompt token ids, so the trace"),
+    ],
 )
-def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, lacks):
-    dumps.ONE_SIDED[format](tmp_path / "dump", make_steps(1))
+def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, write, lacks):
+    write(tmp_path / "dump", make_steps(1))
     import_dump(format, tmp_path / "dump", output=tmp_path / "run")
     (missing,) = info(str(tmp_path / "run")).missing
     assert missing.startswith(lacks)
@@ -686,7 +689,12 @@ def test_what_is_no_expert_is_refused(wrong):
 
 @pytest.mark.parametrize(
     ("format", "steps", "ordered"),
-    [("slime", (3, 4), True), ("prime-rl", (3, None), False), ("slime", (4, 4), False), ("trl", (3, 4), False)],
+    [
+        ("slime", (3, 4), True),
+        ("prime-rl", (3, None), False),
+        ("slime", (4, 4), False),
+        ("open-instruct", (3, 4), False),
+    ],
 )
 def test_names_are_forgotten_behind_a_step_where_none_comes_twice(format, steps, ordered):
     parts = [Part(files=(str(number),), step=step) for number, step in enumerate(steps)]

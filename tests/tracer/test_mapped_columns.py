@@ -7,8 +7,6 @@ from dataclasses import fields
 
 import dumps
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import make_batch, tim_trace
@@ -141,12 +139,6 @@ def write_with(format, folder, given, monkeypatch):
         change_samples(folder, lambda sample: sample | given(sample))
     elif format in ("megatron-lm", "tgi"):
         change_documents(folder, lambda record: record | given(record))
-    elif format == "trl":
-        (path,) = folder.iterdir()
-        table = pq.read_table(path).to_pylist()
-        pq.write_table(pa.Table.from_pylist([row | given(row) for row in table]), path)
-    elif format == "ms-swift":
-        change_lines(folder, lambda line: line | {name: [value] * 2 for name, value in given(line).items()})
     elif format != "skyrl":
         change_lines(folder, lambda record: record | given(record))
 

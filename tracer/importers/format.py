@@ -172,8 +172,6 @@ class Format:
     """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
     """Regular expression matched against the end of each file's path. Its group, if any, captures the step."""
-    keys: frozenset[str] = frozenset()
-    """Keys that a file's first object must have. Needed if another format uses the same file names."""
     needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass, a note on why files may lack its logprobs and how to get them."""
@@ -182,7 +180,7 @@ class Format:
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Function that detects this format in a folder. None if `pattern` and `keys` suffice."""
+    """Function that detects this format in a folder. None if `pattern` suffices."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
     """Function that groups a folder's files by step. None if each file is read on its own."""
     passes: Callable[[DumpFolder], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
@@ -195,8 +193,7 @@ class Format:
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:
             return self.recognises(folder)
-        name = next((name for name, _ in folder.matching(self.pattern)), None)
-        return name is not None and (not self.keys or self.keys <= first_object(folder, name).keys())
+        return next(folder.matching(self.pattern), None) is not None
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
         if self.parts is not None:

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
-from .columns import ROWS_AT_ONCE, RowBatch, explained
 from .fields import Fields, Values
-from .format import DumpFolder, Format, Reading, read_rows
+from .format import DumpFolder, Format
 from .masked_lines import NEMO_RL, PRIME_RL
 from .megatron import MEGATRON
 from .metrics import SCALARS
@@ -45,109 +40,6 @@ OPEN_INSTRUCT = Format(
         "train": "open-instruct writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
     },
     lines=True,
-)
-
-
-AREAL = Format(
-    name="areal",
-    writes="the workflow's dump_dir",
-    files="rollout/<version>/<task>.jsonl",
-    columns={"group_id": ("task_id",), "policy_version": ("tail_version", "head_version"), "reward": ("reward",)},
-    alignment="text only, no token ids or logprobs. The version in the folder name is the step",
-    pattern=r"(\d+)/[^/]+\.jsonl",
-    keys=frozenset({"head_version", "tail_version"}),
-    lacks=dict.fromkeys(
-        ("rollout", "train"),
-        "AReaL dumps only text. Record each batch's input_ids, logprobs and prox_logp with tim_trace.Recorder, or write "
-        "them to Parquet",
-    ),
-    lines=True,
-)
-
-
-_TEXTS = ("step", "prompt", "completion", "entropy")
-
-
-def _swift_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    for place, record in enumerate(_swift_records(fields.record, fields.where)):
-        row = fields.of(record, fields.where)
-        cells = {**row.cells("step", "advantage"), "rewards": row.numbers(_TEXTS)}
-        yield {"seq_id": f"{number}.{place}", **cells, **row.added_cells(cells)}
-
-
-def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    lists = {name: value for name, value in record.items() if isinstance(value, list)}
-    if not lists:
-        return [dict(record)]
-    lengths = {len(value) for value in lists.values()}
-    if len(lengths) != 1:
-        raise ImportFailed(
-            f"{where}: the columns are lists of different lengths: {', '.join(map(str, sorted(lengths)))}"
-        )
-    return [
-        {name: value[place] if name in lists else value for name, value in record.items()}
-        for place in range(lengths.pop())
-    ]
-
-
-MS_SWIFT = Format(
-    name="ms-swift",
-    writes="`--log_completions true`",
-    files="completions.jsonl",
-    columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs. Numeric columns not listed here are reward functions",
-    pattern=r"completions\.jsonl",
-    keys=frozenset({"step", "prompt", "completion"}),
-    rows=_swift_rows,
-    lacks=dict.fromkeys(
-        ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs. Record the batches with "
-        "tim_trace.Recorder, or write them to Parquet",
-    ),
-    lines=True,
-)
-
-
-_NOT_REWARDS = ("step", "prompt", "completion")
-
-
-def _trl_records(mapped: Collection[str], path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number, row). Unmapped text columns are not read: they can be large, and no trace stores them."""
-    with explained(str(path), "Parquet"), path.open("rb") as file:
-        parquet = pq.ParquetFile(file)
-        tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-        kept = [
-            field.name
-            for field in parquet.schema_arrow
-            if field.name in mapped or any(test(field.type) for test in tests)
-        ]
-        batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept)
-        yield from enumerate((record for batch in batches for record in batch.to_pylist()), start=1)
-
-
-def _read_trl(reading: Reading) -> Iterator[RowBatch]:
-    mapped = [name for column in reading.added for name in reading.columns[column]]
-    return read_rows(reading, _trl_rows, records=partial(_trl_records, mapped), unit="row")
-
-
-def _trl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-    cells = fields.cells("step", "advantage")
-    return [{"seq_id": str(number - 1), **cells, "rewards": fields.numbers(_NOT_REWARDS)}]
-
-
-TRL = Format(
-    name="trl",
-    writes="`log_completions=True`",
-    files="completions/completions_<step>.parquet",
-    columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="text only, no token ids or logprobs. Numeric columns not listed here are reward functions",
-    pattern=r"completions_(\d+)\.parquet",
-    read=_read_trl,
-    lacks=dict.fromkeys(
-        ("rollout", "train"),
-        "log_completions writes text and rewards but no token ids or logprobs. Record the run: tim-trace record -o "
-        "RUN -- python train.py",
-    ),
 )
 
 
@@ -230,8 +122,8 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, MEGATRON, VLLM, SGLANG, TGI, NEMO_GYM, TRL, AREAL,
-        OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT, SCALARS,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, MEGATRON, VLLM, SGLANG, TGI, NEMO_GYM,
+        OPEN_INSTRUCT, TORCHTITAN, SCALARS,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.checksums import SealedFile
-from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
+from ...schemas.errors import DamagedTrace, ImportFailed, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
@@ -237,12 +237,6 @@ class _Before:
             manifest = store.manifest()
         except (TraceNotFound, DamagedTrace, OSError, ValueError):
             return None
-        if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
-            raise TraceExists(
-                f"{output} is a recorded run, but a {format.name} dump has no ids that match its rows to the recorded "
-                "sequences. The recording already has the rewards and advantages. To import the dump anyway, choose "
-                "another folder"
-            )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
             return None
