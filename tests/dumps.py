@@ -555,29 +555,6 @@ def write_megatron(folder, steps):
         write_golden(folder, case, *requests)
 
 
-def tgi_response(prompt, prompt_logprobs, tokens, logprobs):
-    """A response of `/generate`, with the fields of text-generation-inference's router/src/lib.rs."""
-
-    def listed(ids, values, **more):
-        return [{"id": int(i), "text": "x", "logprob": v, **more} for i, v in zip(ids, values, strict=True)]
-
-    details = {
-        "finish_reason": "length", "generated_tokens": len(tokens), "seed": None, "best_of_sequences": None,
-        "prefill": listed(prompt, prompt_logprobs), "tokens": listed(tokens, logprobs, special=False),
-    }  # fmt: skip
-    return {"generated_text": "x", "details": details}
-
-
-def write_tgi(folder, steps):
-    (samples,) = steps.values()
-    responses = [
-        tgi_response(s.prompt, [None, *[-1.5] * (len(s.prompt) - 1)], s.response, s.rollout.astype(float).tolist())
-        for s in samples
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "saved.json").write_text(json.dumps(responses))
-
-
 def gym_rollout(sample, **more):
     """A rollout with two turns, with the fields of NeMo-Gym's openai_utils.py."""
     half = len(sample.response) // 2 or 1
@@ -638,7 +615,7 @@ def write_verl_text(folder, steps):
 
 
 ONE_SIDED = {
-    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym,
+    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "nemo-gym": write_nemo_gym,
     "open-instruct": write_open_instruct, "torchtitan": write_torchtitan,
 }  # fmt: skip
 """The other formats, and what writes them."""

@@ -332,16 +332,6 @@ def test_checkpoints_beside_dumps_are_left_alone(tmp_path, format):
     check_stats(tmp_path / "run", everyone(make_steps(1, 2)))
 
 
-def test_dumps_of_one_framework_are_not_read_as_the_other_s(tmp_path):
-    steps = make_steps(1)
-    dumps.write_miles_train(tmp_path / "miles", steps)
-    dumps.write_slime_train(tmp_path / "slime", steps)
-    with pytest.raises(ImportFailed, match="import miles"):
-        import_dump("slime", tmp_path / "miles", output=tmp_path / "run")
-    with pytest.raises(ImportFailed, match="import slime"):
-        import_dump("miles", tmp_path / "slime", output=tmp_path / "run")
-
-
 @pytest.mark.parametrize("left_padded", [True, False])
 def test_skyrl_is_read_however_it_pads(tmp_path, left_padded):
     steps = make_steps(1)

@@ -12,7 +12,7 @@ from .format import DumpFolder, Format
 from .masked_lines import NEMO_RL, PRIME_RL, Turn, turn_rows
 from .megatron import MEGATRON
 from .metrics import SCALARS
-from .responses import NEMO_GYM, SGLANG, TGI, VLLM
+from .responses import NEMO_GYM, SGLANG, VLLM
 from .rollout_bank import MEGATRON_RL
 from .skyrl import SKYRL
 from .slime_dumps import MILES, SLIME
@@ -106,7 +106,7 @@ TORCHTITAN = Format(
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, MEGATRON, VLLM, SGLANG, TGI, NEMO_GYM,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, MEGATRON_RL, MEGATRON, VLLM, SGLANG, NEMO_GYM,
         OPEN_INSTRUCT, TORCHTITAN, SCALARS,
     )
 }  # fmt: skip
