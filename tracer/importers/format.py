@@ -172,7 +172,6 @@ class Format:
     """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
     """Regular expression matched against the end of each file's path. Its group, if any, captures the step."""
-    needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass, a note on why files may lack its logprobs and how to get them."""
     contracts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -205,7 +204,7 @@ class Format:
         return self.read(reading) if self.read else read_rows(reading, self.rows or self._one_row)
 
     def _one_row(self, fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-        for column in self.needs:
+        for column in ("step", "response_ids"):
             fields.required(column)
         return [fields.cells()]
 

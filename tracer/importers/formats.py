@@ -34,7 +34,6 @@ OPEN_INSTRUCT = Format(
     },
     alignment="logprobs are aligned with response_tokens",
     pattern=r"[^/]*_rollouts_\d+\.jsonl",
-    needs=("step", "response_ids"),
     lacks={
         "rollout": "the lines have no logprobs",
         "train": "open-instruct writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
@@ -57,7 +56,8 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
     if cells["step"] is None:
         raise ImportFailed(f"{fields.where} has neither a step nor a policy version")
     found = [turn for fields in each if (turn := _turn(fields)) is not None]
-    for row in turn_rows(found) if len(found) == len(each) else [{}]:
+    rows = [*turn_rows(found)] if len(found) == len(each) else []
+    for row in rows or [{}]:
         yield cells | row
 
 
@@ -92,7 +92,8 @@ TORCHTITAN = Format(
         "finish_reason": ("status",),
     },
     alignment="completion_logprobs are aligned with a turn's completion_token_ids. Turns that continue "
-    "each other are one sequence, in which tokens between turns are masked and have no logprobs. The newest policy version is used as the step. Validation rollouts are skipped",
+    "each other are one sequence, in which tokens between turns are masked and have no logprobs. The newest policy "
+    "version is used as the step. Validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
     lacks={

@@ -88,7 +88,7 @@ def masked_row(
 
 
 def turn_rows(turns: list[Turn]) -> Iterator[dict[str, Any]]:
-    """Yield the cells of all turns as one sequence if each continues the previous turn, else of each turn."""
+    """Yield one row for all turns if each turn continues the previous one, otherwise one row per turn."""
     for tokens, mask, values in [_joined(turns)] if _is_chain(turns) else turns:
         if mask.any():
             yield masked_row(tokens, mask, {"rollout_logprobs": values})
