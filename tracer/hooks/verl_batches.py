@@ -31,7 +31,7 @@ UPDATE_KEY = "tim_trace_update"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A batch row, keyed `<uid>_<sample>_<output>`."""
+    """A batch row. Its key has the form `<uid>_<sample>_<output>`."""
 
     index: int
     key: str
@@ -102,7 +102,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, keyed `<uid>_<sample>_0`.
+    """Return a DataProto's rows, with keys of the form `<uid>_<sample>_0`.
 
     `sampled_by` is the number of the last weight transfer before sampling, or None to read it from the batch.
     """

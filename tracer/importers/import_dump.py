@@ -213,7 +213,7 @@ def _add_parts(
 
 
 _KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=VALUES.type, convert=lambda array: array)}
-"""Kinds of columns in dumps. Router choices are not converted here, because `routed` has checked them."""
+"""Kinds of columns in dumps. Router choices are not converted here, because `routed` has already checked them."""
 
 
 def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = _KINDS) -> None:

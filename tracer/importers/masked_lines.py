@@ -16,7 +16,7 @@ from .format import DumpFolder, Format, Part, read_rows
 
 _EXPORTS = r"step_(\d+)/rank_\d+\.jsonl"
 _MARKER = "STABLE"
-_WAITS = "step {} has no STABLE file yet, so it was skipped. Import again later, or use --partial"
+_WAITS = "step {} has no STABLE file yet, so the step was skipped. Import again later, or use --partial"
 _VERSION = 1
 Turn = tuple[np.ndarray, np.ndarray, Values]
 """(tokens, mask, logprobs) of a turn, each of shape [T]."""
