@@ -31,6 +31,7 @@ COLUMNS = {
     "entropy": ("entropy",),
     "advantage": ("advantages",),
     "reward": ("rewards",),
+    "temperature": ("temperature",),
 }
 
 
@@ -60,7 +61,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     tokens, mask = _tokens(fields)
     positions = fields.ids("positions")
     per_token = (*PER_TOKEN, *fields.added_per_token)
-    found = {name: fields.values(name) for name in (*per_token, "reward")}
+    found = {name: fields.values(name) for name in (*per_token, "reward", "temperature")}
     lengths = {"loss_mask": mask, "position_ids": positions, **found}
     odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
     if odd is not None:
@@ -70,7 +71,8 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
         if not mask[start:end].any():
             continue
         row = masked_row(tokens, mask, {name: found[name] for name in per_token}, start, end)
-        yield row | {"reward": _last(found["reward"], mask, start, end)}
+        row |= {name: _last(found[name], mask, start, end) for name in ("reward", "temperature")}
+        yield row
 
 
 def masked_row(

@@ -126,7 +126,9 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
 
 
 def _number(record: Mapping[str, Any], name: str, default: int, where: str) -> int:
-    value = record.get(name)
-    if value is not None and type(value) is not int:
+    value = record.get(name, default)
+    if value is None:
+        return default
+    if type(value) is not int:
         raise ImportFailed(f"{where}: {name} is not an integer")
-    return default if value is None else value
+    return value

@@ -185,8 +185,8 @@ def _aligned(fields: Fields, column: str, shape: tuple[int, ...], where: str, nu
     found = _array(fields, column, num_axes)
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
-            f"{where}: {column} has shape {list(found.shape)}, but its first two dimensions must be {list(shape)}. Leave "
-            "its field out with --map FIELD="
+            f"{where}: {column} has shape {list(found.shape)}, expected {list(shape)}. Leave its field out with --map "
+            "FIELD="
         )
     return found
 
