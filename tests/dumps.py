@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 
+import msgspec
 import numpy as np
 import torch
 
@@ -400,6 +401,127 @@ def write_prime_rl(folder, steps, *, stable=True, ranks=2, packed=False):
             write_lines(place / f"rank_{rank}.jsonl", records)
         if stable:
             (place / "STABLE").touch()
+
+
+class EncodedTensor(msgspec.Struct, array_like=True, gc=False):
+    """The structs of prime-rl 559b447, src/prime_rl/transports/rollouts/types.py."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    data: bytes
+    shape: list[int]
+    dtype: str
+
+
+class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
+    input_ids: list[int]
+    loss_mask: list[bool]
+    advantages: list[float]
+    inference_logprobs: list[float]
+    position_ids: list[int]
+    sequence_lengths: list[int]
+    temperatures: list[float]
+    env_names: list[str]
+    seq_lens: list[int]
+    ref_logprobs: list[float] | None = None
+    routed_experts: RoutedExperts | None = None
+    mm_kwargs: dict[str, EncodedTensor] | None = None
+    mm_token_type_ids: list[int] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
+
+
+def micro_batch(samples, *, pad=4, experts=None):
+    """Samples packed into one micro-batch, padded by `pad` (trainer/batch.py: prepare_sample, _materialize_bin,
+    pad_micro_batch). Tokens outside the mask have a temperature that does not matter."""
+    lengths, num = [len(s.tokens) for s in samples], pad + sum(len(s.tokens) for s in samples)
+    choices = (
+        None if experts is None else np.concatenate([experts(s) for s in samples] + [np.zeros((pad, 2, 2), np.uint8)])
+    )
+    return MicroBatch(
+        input_ids=_joined(s.tokens.tolist() for s in samples) + [1] * pad,
+        loss_mask=_joined([False] * len(s.prompt) + s.mask.tolist() for s in samples) + [False] * pad,
+        advantages=_joined([s.advantage] * len(s.tokens) for s in samples) + [0.0] * pad,
+        inference_logprobs=_joined(_shifted(s, np.where(s.mask, s.rollout, 0), 0.0) for s in samples) + [0.0] * pad,
+        position_ids=_joined(list(range(n)) for n in lengths) + list(range(pad)),
+        sequence_lengths=[*lengths[:-1], lengths[-1] + pad], seq_lens=[*lengths[:-1], lengths[-1] + pad],
+        temperatures=_joined([0.0] * len(s.prompt) + np.where(s.mask, 0.75, 0).tolist() for s in samples) + [1.0] * pad,
+        env_names=["math"] * (num - pad) + [""] * pad,
+        ref_logprobs=_joined(_shifted(s, np.where(s.mask, s.reference, 0), 0.0) for s in samples) + [0.0] * pad,
+        routed_experts=None if choices is None else RoutedExperts(choices.tobytes(), list(choices.shape), "uint8"),
+        rl_weights=[1.0] * num if experts else None,
+    )  # fmt: skip
+
+
+def write_micro_batches(folder, steps, *, ranks=2, **options):
+    """rollouts/step_<N>/rank_<r>.bin (transports/rollouts/filesystem.py), the last one with a batch that fills it up."""
+    for step, samples in steps.items():
+        place = folder / "rollouts" / f"step_{step}"
+        place.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks):
+            own = samples[rank::ranks]
+            batches = [micro_batch(own[at : at + 2], **options) for at in range(0, len(own), 2)]
+            dummy = micro_batch(own[:1], **options)
+            dummy.loss_mask, dummy.advantages = [False] * len(dummy.input_ids), [0.0] * len(dummy.input_ids)
+            (place / f"rank_{rank}.bin").write_bytes(msgspec.msgpack.Encoder().encode([*batches, dummy]))
+
+
+def episode_record(samples, step, **trace):
+    """An episode as verifiers 0.4.1.dev86 writes it (v1/episode.py: to_record), of what prime-rl's reader uses. Each
+    sample is a branch after a prompt of its own."""
+    nodes = []
+    for s in samples:
+        user = {
+            "semantic_parents": [],
+            "message": {"role": "user", "content": "q"},
+            "sampled": False,
+            "is_content": [],
+            "logprobs": [],
+        }
+        nodes.append(user | {"token_ids": s.prompt.tolist(), "mask": [False] * len(s.prompt)})
+        per_token = {
+            "logprobs": s.rollout,
+            "advantages": np.full(len(s.mask), s.advantage),
+            "trainer_logprobs": s.train,
+            "entropies": s.entropy,
+        }
+        nodes.append(
+            {
+                "parent": len(nodes) - 1,
+                "semantic_parents": [],
+                "message": {"role": "assistant", "content": "a"},
+                "sampled": True,
+                "token_ids": s.response.tolist(),
+                "mask": s.mask.tolist(),
+                "is_content": [],
+                **{name: [round(float(value), 4) for value in values[s.mask]] for name, values in per_token.items()},
+            }
+        )
+    calls = [
+        {"node": 2 * n + 1, "sampling": {"temperature": 0.75}, "finish_reason": "stop"} for n in range(len(samples))
+    ]
+    own = {
+        "version": 1, "id": "t", "agent": {"config": {}, "name": "agent", "trainable": True}, "nodes": nodes, "calls": calls,
+        "rewards": {"correct": {"score": samples[0].reward, "weight": 2.0}, "format": {"score": 0.5, "weight": 1.0}},
+    }  # fmt: skip
+    return {
+        "id": "e", "env": {"id": "math"}, "task": {"type": "T", "data": {}}, "group": {"id": "g"}, "ok": True, "errors": [],
+        "run": {"type": "train", "id": "r", "work": {"type": "train", "step": step - 1, "policy": {"start": step - 2, "end": step - 1}}},
+        "traces": [own | trace],
+    }  # fmt: skip
+
+
+def write_traces(folder, steps):
+    """rollouts/step_<N>/<kind>/<subset>/traces.jsonl (monitors/file.py): all episodes, and those that are trained on."""
+    for step, samples in steps.items():
+        records = [episode_record([s], step) for s in samples]
+        for kind, subset in (("train", "effective"), ("train", "all"), ("eval", "effective")):
+            write_lines(folder / "rollouts" / f"step_{step}" / kind / subset / "traces.jsonl", records)
 
 
 def bank_turns(samples):

@@ -1,6 +1,6 @@
 """Import files from prime-rl and NeMo-RL. Both contain token ids and a loss mask, and the response begins at the first
-token that the loss mask includes. A prime-rl line may pack several sequences. NeMo-RL wraps values in one-element
-lists."""
+token that the loss mask includes. A prime-rl line or micro-batch may pack several sequences. NeMo-RL wraps values in
+one-element lists."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
+from .columns import RowBatch
+from .dump_rows import routed
+from .episodes import branches_of
 from .fields import PER_TOKEN, Fields, Values
-from .format import DumpFolder, Format, Part, read_rows
+from .format import DumpFolder, Format, Part, Reading, read_rows
+from .micro_batches import read_micro_batches
 
 _EXPORTS = r"step_(\d+)/rank_\d+\.jsonl"
+_KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/traces\.jsonl")
+"""Patterns for files that hold the same sequences, best first: files with the trainer's logprobs, with all of the
+engine's logprobs, or with rounded logprobs."""
 _MARKER = "STABLE"
 _WAITS = "step {} has no STABLE file yet, so the step was skipped. Import again later, or use --partial"
 _VERSION = 1
@@ -22,26 +29,31 @@ Turn = tuple[np.ndarray, np.ndarray, Values]
 """(tokens, mask, logprobs) of a turn, each of shape [T]."""
 
 COLUMNS = {
-    "tokens": ("token_ids",),
+    "tokens": ("token_ids", "input_ids"),
     "positions": ("position_ids",),
-    "response_mask": ("loss_mask",),
-    "rollout_logprobs": ("inference_logprobs",),
+    "response_mask": ("loss_mask", "mask"),
+    "rollout_logprobs": ("inference_logprobs", "logprobs"),
     "train_logprobs": ("trainer_logprobs",),
     "reference_logprobs": ("ref_logprobs", "reference_logprobs"),
-    "entropy": ("entropy",),
+    "entropy": ("entropy", "entropies"),
     "advantage": ("advantages",),
     "reward": ("rewards",),
-    "temperature": ("temperature",),
+    "temperature": ("temperature", "temperatures"),
+    "top_p": ("top_p",),
+    "max_tokens": ("max_tokens",),
+    "finish_reason": ("finish_reason",),
+    "rollout_expert_ids": ("routed_experts",),
 }
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
+    kind = next((kind for kind in _KINDS if next(folder.matching(kind), None)), _EXPORTS)
     steps: dict[int, list[str]] = {}
-    for name, found in folder.matching(_EXPORTS):
+    for name, found in folder.matching(kind):
         steps.setdefault(int(found[1]), []).append(name)
     parts = []
     for step, names in sorted(steps.items()):
-        is_stable = all(folder.beside(name, _MARKER) for name in names)
+        is_stable = kind != _EXPORTS or all(folder.beside(name, _MARKER) for name in names)
         waits_for = None if is_stable else _WAITS.format(step)
         parts.append(Part(files=tuple(names), step=step, waits_for=waits_for))
     return parts
@@ -59,10 +71,10 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)
-    positions = fields.ids("positions")
+    positions, experts = fields.ids("positions"), fields.array("rollout_expert_ids", 3)
     per_token = (*PER_TOKEN, *fields.added_per_token)
     found = {name: fields.values(name) for name in (*per_token, "reward", "temperature")}
-    lengths = {"loss_mask": mask, "position_ids": positions, **found}
+    lengths = {"loss_mask": mask, "position_ids": positions, "routed_experts": experts, **found}
     odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
     if odd is not None:
         raise ImportFailed(f"{fields.where}: {odd} must have one entry per token ({len(tokens)})")
@@ -72,6 +84,8 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
             continue
         row = masked_row(tokens, mask, {name: found[name] for name in per_token}, start, end)
         row |= {name: _last(found[name], mask, start, end) for name in ("reward", "temperature")}
+        if experts is not None:
+            row["rollout_expert_ids"] = routed(experts[start:end], end - start, fields.where)
         yield row
 
 
@@ -111,6 +125,11 @@ def _joined(turns: list[Turn]) -> Turn:
     return tokens, mask, values
 
 
+def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    for cells, tokens, mask, values in branches_of(fields):
+        yield cells | masked_row(tokens, mask, values)
+
+
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
     """Return the values of the response. A sequence's first token has no context and therefore no value."""
     if values is None or not values.known[first:end].any():
@@ -126,16 +145,26 @@ def _last(values: Values | None, mask: np.ndarray, start: int, end: int) -> floa
     return None if known is None or not len(known) else float(known[-1])
 
 
+def _read(reading: Reading) -> Iterator[RowBatch]:
+    name = reading.part.files[0]
+    if name.endswith(".bin"):
+        return read_rows(reading, _prime_rows, records=read_micro_batches, unit="micro-batch", at_once=64)
+    return read_rows(reading, _episode_rows if name.endswith("traces.jsonl") else _prime_rows, at_once=64)
+
+
 PRIME_RL = Format(
     name="prime-rl",
-    writes="`trainer.enable_token_export = true`",
-    files="token_exports/step_<N>/rank_<r>.jsonl",
+    writes="`trainer.enable_token_export = true`, the filesystem transport and the file monitor",
+    files="token_exports/step_<N>/rank_<r>.jsonl, else rollouts/step_<N>/rank_<r>.bin, else "
+    "rollouts/step_<N>/train/effective/traces.jsonl",
     columns=COLUMNS,
     alignment="the value at index i belongs to token_ids[i]. A sequence's first token has no logprob. null means "
-    "no logprob. The response begins at the first token in the loss mask",
-    pattern=_EXPORTS,
+    "no logprob. The response begins at the first token in the loss mask. In traces.jsonl, each path through the nodes is "
+    "a sequence, logprobs belong to the tokens in a node's mask, and verifiers 0.4 rounds them to 4 decimals",
+    pattern="|".join(_KINDS),
     parts=_parts,
-    read=lambda reading: read_rows(reading, _prime_rows, at_once=64),
+    read=_read,
+    lacks={"train": "only token exports and traces.jsonl have trainer logprobs. Set trainer.enable_token_export=true"},
 )
 
 
