@@ -558,10 +558,10 @@ tim-trace import auto outputs/token_exports -o runs/mine
 def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, megatron-lm, vllm, sglang, tgi,
-    nemo-gym, trl, areal, open-instruct, torchtitan, ms-swift, or metrics for logged scalars without tokens (CSV, JSON,
-    logs, TensorBoard, W&B). docs/reference/import-formats.md lists the files that are read for each format. Importing a
-    folder again is incremental. No code in the files is executed.
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, megatron-lm, vllm, sglang,
+    nemo-gym, open-instruct, torchtitan, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard,
+    W&B). docs/reference/import-formats.md lists the files that are read for each format. Importing a folder again is
+    incremental. No code in the files is executed.
 
     Pass several paths if they hold different engines' values for the same prompts. Each path becomes a pass, and
     sequences are matched by prompt.

@@ -12,8 +12,6 @@ from io import BytesIO
 
 import msgspec
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 
@@ -679,29 +677,6 @@ def write_megatron(folder, steps):
         write_golden(folder, case, *requests)
 
 
-def tgi_response(prompt, prompt_logprobs, tokens, logprobs):
-    """A response of `/generate`, with the fields of text-generation-inference's router/src/lib.rs."""
-
-    def listed(ids, values, **more):
-        return [{"id": int(i), "text": "x", "logprob": v, **more} for i, v in zip(ids, values, strict=True)]
-
-    details = {
-        "finish_reason": "length", "generated_tokens": len(tokens), "seed": None, "best_of_sequences": None,
-        "prefill": listed(prompt, prompt_logprobs), "tokens": listed(tokens, logprobs, special=False),
-    }  # fmt: skip
-    return {"generated_text": "x", "details": details}
-
-
-def write_tgi(folder, steps):
-    (samples,) = steps.values()
-    responses = [
-        tgi_response(s.prompt, [None, *[-1.5] * (len(s.prompt) - 1)], s.response, s.rollout.astype(float).tolist())
-        for s in samples
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "saved.json").write_text(json.dumps(responses))
-
-
 def gym_rollout(sample, **more):
     """A rollout with two turns, with the fields of NeMo-Gym's openai_utils.py."""
     half = len(sample.response) // 2 or 1
@@ -725,25 +700,6 @@ def gym_rollout(sample, **more):
 def write_nemo_gym(folder, steps):
     (samples,) = steps.values()
     write_lines(folder / "rollouts.jsonl", [gym_rollout(s) for s in samples])
-
-
-def write_trl(folder, steps):
-    (step,) = steps
-    columns = {
-        "step": [step] * 2,
-        "prompt": ["p"] * 2,
-        "completion": ["c"] * 2,
-        "good": [1.0, 0.0],
-        "advantage": [1.0, -1.0],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), folder / f"completions_{step:05d}.parquet")
-
-
-def write_areal(folder, steps):
-    (step,) = steps
-    record = {"task_id": 5, "head_version": step, "tail_version": step, "reward": 1.0, "prompt": "p", "completion": "c"}
-    write_lines(folder / str(step) / "5.jsonl", [record, record])
 
 
 def write_open_instruct(folder, steps):
@@ -776,23 +732,12 @@ def write_torchtitan(folder, steps):
     )
 
 
-def write_ms_swift(folder, steps):
-    line = {
-        "step": 1,
-        "prompt": ["p", "q"],
-        "completion": ["a", "b"],
-        "Accuracy": [1.0, 0.0],
-        "advantages": [1.0, -1.0],
-    }
-    write_lines(folder / "completions.jsonl", [line])
-
-
 def write_verl_text(folder, steps):
     write_lines(folder / "1.jsonl", [{"input": "a", "output": "b", "score": 1.0, "step": 1, "uid": "g"}] * 3)
 
 
 ONE_SIDED = {
-    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "tgi": write_tgi, "nemo-gym": write_nemo_gym, "trl": write_trl, "areal": write_areal,
-    "open-instruct": write_open_instruct, "torchtitan": write_torchtitan, "ms-swift": write_ms_swift,
+    "megatron-rl": write_rollout_bank, "megatron-lm": write_megatron, "vllm": write_vllm, "sglang": write_sglang, "nemo-gym": write_nemo_gym,
+    "open-instruct": write_open_instruct, "torchtitan": write_torchtitan,
 }  # fmt: skip
 """The other formats, and what writes them."""

@@ -204,14 +204,14 @@ def test_verify_reads_no_more_than_the_account_says(tmp_path, pattern):
             ("1.pt", "slime", b"\x80\x04", "bytes of memory, but this machine has"),
             ("rows.jsonl", "parquet", b"{", "line 1 is longer than"),
             ("rows.json", "parquet", b"[", "bytes of memory, but this machine has"),
-            ("completions.jsonl", "ms-swift", b"{", "line 1 is longer than"),
-            ("1.jsonl", "areal", b"{", "line 1 is longer than"),
+            ("run_rollouts_0.jsonl", "open-instruct", b"{", "line 1 is longer than"),
+            ("1.jsonl", "verl", b"{", "line 1 is longer than"),
         ],
         3,
     ),
 )
 def test_an_import_reads_no_file_that_claims_terabytes(tmp_path, name, format, begins, said):
-    place = {"slime": "rollout_data", "areal": "3"}.get(format, ".")
+    place = {"slime": "rollout_data"}.get(format, ".")
     (tmp_path / "dump" / place).mkdir(parents=True)
     (tmp_path / "dump" / place / name).write_bytes(begins)
     grown(tmp_path / "dump" / place / name, 4 << 40)

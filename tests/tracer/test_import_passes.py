@@ -6,7 +6,7 @@ import dumps
 import numpy as np
 import pytest
 from builders import tim_trace
-from dumps import golden_request, gym_rollout, make_samples, tgi_response, write_golden
+from dumps import golden_request, gym_rollout, make_samples, write_golden
 from tim_trace import compare, connect, import_dump, info, stats
 from tim_trace.schemas.errors import ImportFailed
 from tim_trace.tracer.importers.shared_rows import named_settings, pass_names
@@ -230,44 +230,6 @@ def test_rows_without_prompt_ids_cannot_be_matched(tmp_path, place):
     with pytest.raises(ImportFailed, match=r"a\.jsonl, response \d has no prompt token ids"):
         import_dump("vllm", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_details_of_tgi_are_what_the_engine_returned(tmp_path):
-    a, b = (tgi_response([1, 2, 3], [None, *values(2)], [7, 8], values(2)) for _ in range(2))
-    best = a["details"] | {"best_of_sequences": [b["details"] | {"generated_text": "x"}]}
-    (tmp_path / "one.json").write_text(json.dumps({"generated_text": "x", "details": best}))
-    imported = import_dump("auto", tmp_path / "one.json", output=tmp_path / "run")
-    assert (imported.format, imported.num_sequences) == ("tgi", 2)
-    listed = [[token["logprob"] for token in each["details"]["tokens"]] for each in (a, b)]
-    assert [row[1] for row in whole(tmp_path / "run", "rollout")] == listed
-    query = "SELECT DISTINCT prompt_ids, response_ids, finish_reason FROM sequences"
-    assert connect(tmp_path / "run").execute(query).fetchall() == [([1, 2, 3], [7, 8], "length")]
-    for name, one in (("x", a), ("y", b)):
-        (tmp_path / f"{name}.json").write_text(json.dumps([one]))
-    import_dump("tgi", [tmp_path / "x.json", tmp_path / "y.json"], output=tmp_path / "both")
-    for name, one in (("x", a), ("y", b)):
-        tokens = [*one["details"]["prefill"][1:], *one["details"]["tokens"]]
-        assert known(tmp_path / "both", name) == [token["logprob"] for token in tokens]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"details": 3}, "has no details"),
-        ({"details": {"tokens": 3}}, "not a list of tokens"),
-        ({"details": {"tokens": [3]}}, "not a list of tokens"),
-        ({"details": {}}, "has no tokens"),
-        ({"details": {"tokens": [{"id": "a", "logprob": -1.0}]}}, "expected"),
-        ({"details": {"tokens": [{"id": 1, "logprob": "a"}]}}, "expected"),
-        ({"details": {"tokens": [], "best_of_sequences": 3}}, "best_of_sequences"),
-        ({"details": {"tokens": [], "best_of_sequences": [3]}}, "not a record"),
-    ],
-)
-def test_hostile_details_are_one_sentence(tmp_path, change, message):
-    (tmp_path / "a.json").write_text(json.dumps({"generated_text": "x", **change}))
-    with pytest.raises(ImportFailed, match=message) as raised:
-        import_dump("tgi", tmp_path / "a.json", output=tmp_path / "run")
-    assert "\n" not in str(raised.value)
 
 
 def test_turns_of_nemo_gym_are_rows(tmp_path):

@@ -543,25 +543,6 @@ def test_workers_that_are_not_hooked_are_named_at_the_start(session, capfd, work
         assert f"workers in {workers[0]} are" in line
 
 
-def test_of_trainers_that_have_no_function_for_an_update_the_way_by_dumps_is_told(session, monkeypatch):
-    """verl 0.4 to 0.6."""
-    for name in ("verl", "verl.utils", "verl.utils.tracking"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["verl"].__version__ = "0.6.1"
-    sys.modules["verl.utils"].tracking = sys.modules["verl.utils.tracking"]
-    sys.modules["verl.utils.tracking"].Tracking = type("Tracking", (), {"log": lambda self, data, step: None})
-    trainer = type("RayPPOTrainer", (), {"fit": lambda self: None})
-    told = []
-    monkeypatch.setattr(TrainerHooks, "_describe", lambda hooks, trainer: told.append(hooks.sentence))
-    patches = verl.install_older(session, SimpleNamespace(RayPPOTrainer=trainer))
-    trainer().fit()
-    patches.restore()
-    (sentence,) = told
-    assert sentence.startswith("verl 0.6.1: only metrics are recorded")
-    assert "trainer.rollout_data_dir=DIR" in sentence
-    assert "tim-trace import verl DIR -o RUN" in sentence
-
-
 def test_a_program_that_is_run_as_main_is_imported_where_ray_runs_it(session, monkeypatch):
     """Ray sends a class of `__main__` by value: no hook would see it there."""
     program = ModuleType("verl.trainer.main_ppo_sync")

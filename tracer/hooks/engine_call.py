@@ -1,4 +1,4 @@
-"""Ask an engine for the logprobs to record, but return only what the caller requested."""
+"""Request the logprobs to record from an engine, but give the caller only what it requested."""
 
 from __future__ import annotations
 

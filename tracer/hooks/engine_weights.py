@@ -22,9 +22,9 @@ _ROW_BYTES = 256
 _NUM_ROWS = 64
 _MAX_VALUES = 256  # maximum number of distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values per row, original to copy, at which the copy counts as rounded."""
+"""A copy counts as rounded if the original has at least this many times its number of distinct values per row."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine similarity of original and copy, in standard deviations of unrelated tensors' similarity."""
+"""A copy must exceed this cosine similarity to the original, in standard deviations between unrelated tensors."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -103,7 +103,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors that are sent to the engine, and hash each of them."""
+        """Yield the tensors that are sent to the engine, and hash each tensor."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -114,7 +114,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors gathered for the engine. If the trainer is sharded, hash each of them."""
+        """Yield the tensors that the trainer gathers for the engine. If the trainer is sharded, hash each tensor."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -126,7 +126,7 @@ class EngineWeights:
         self._own[name] = digest(tensor, self._dtype, self._device)
 
     def hold(self, trainer: Any) -> None:
-        """Hash the trainer's weights before they are sent to the engine, once per policy version."""
+        """Hash an unsharded trainer's weights before they are sent to the engine, once per policy version."""
         version = int(trainer.state.global_step)
         if not self.is_on or self._version == version:
             return

@@ -169,7 +169,7 @@ def _problem(model: Any) -> str | None:
         return f"DeepSpeed ZeRO-3 shards cannot be read here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 parameters that are also sharded another way cannot be read here (use FSDP2); {_REMEDY}"
+        return f"FSDP1 parameters that are also sharded in another way cannot be read here (use FSDP2); {_REMEDY}"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 _MISSING = object()
 Original = Callable[..., Any]
 Points = Mapping[str, tuple[str, str]]
-"""Maps a function's name to the hook method that wraps it and the data recorded from its calls."""
+"""Maps a function's name to two names: the hook method that wraps it, and the data recorded from its calls."""
 
 
 class Patches:
@@ -39,7 +39,7 @@ class Patches:
         return True
 
     def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`, or with `around`, which then gets the method first.
+        """Wrap a class's functions with methods of `hooks`, or with `around`, whose first argument is then the method.
 
         Returns the missing functions, each mapped to the data that is lost without it.
         """
@@ -95,7 +95,7 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Releases (major.minor) of each library that `make matrix` tests."""
+"""Tested releases (major.minor) of each library. Other releases are noted in the trace."""
 
 
 def untested(library: str, version: str) -> bool:
@@ -115,7 +115,5 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
     found = f"not recorded: {lost}" if missing else "all functions needed for recording were found"
-    return (
-        f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
-        f"{found}"
-    )
+    status = f" is not a tested version (tested: {tested_releases(library)})" if untested(library, version) else ""
+    return f"{library} {version}{status}; training is not affected; {found}"

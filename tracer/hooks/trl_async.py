@@ -1,4 +1,4 @@
-"""Record TRL's AsyncGRPO trainers. Queued samples are packed into rows, and old logprobs come from the engine.
+"""Record TRL's AsyncGRPO trainers, which pack queued samples into rows and use the engine's logprobs as old logprobs.
 
 Shapes: S samples per row, T tokens in the longest response, M loss terms.
 """
@@ -56,7 +56,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Number of optimizer updates by weight version, for each trainer."""
+        """For each trainer, maps a weight version to the number of optimizer updates it includes."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True

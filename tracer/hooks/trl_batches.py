@@ -17,14 +17,14 @@ from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, fi
 from .trl_state import Generation, Loss, Recorded, Scoring
 
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""Positional arguments of a scoring call that follow the model."""
+"""Positional arguments that follow the model in a scoring call."""
 ROW_KEY = "tim_trace_row"
 """Batch key for row indices or encoded samples, by which rows are recognised after shuffling."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Pair each scoring with its pass name. The name depends on the output tensor that holds the logprobs or, for
-    RLOO, on the call order."""
+    """Pair each scoring call with its pass name, found by the output tensor that holds its logprobs or, for RLOO, by
+    the call order."""
     named = []
     for index, scoring in enumerate(scorings):
         is_reference = scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps")

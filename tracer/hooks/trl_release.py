@@ -30,7 +30,7 @@ ASYNC_POINTS = _ALWAYS | {
     "_sync_weight": ("sync_weights", "policy versions"),
     "_streaming_iter": ("send_weights", "the engine's weights"),
 }
-"""Functions of trainers that generate their own samples, and of those with a queue. See patches.Points."""
+"""Functions to hook in trainers that generate their own samples, and in trainers with a queue. See patches.Points."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions required to record a trainer's sequences."""
@@ -53,7 +53,7 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths where a tokenizer attribute may be: TRL 1.3 and newer, older releases, multimodal processors."""
+    """Return a tokenizer attribute's possible paths: in TRL 1.3 and newer, older releases, multimodal processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 

@@ -82,7 +82,7 @@ class Recorded:
     response_width: int
     train_scored: np.ndarray
     masks_attention: bool
-    """True if whole rows may be masked out. Such rows have no logprobs."""
+    """True if the trainer may mask out whole rows, which then have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
         place = np.arange(len(rows))

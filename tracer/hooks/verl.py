@@ -49,12 +49,6 @@ _NOT_HOOKED = (
 )
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
-_DUMPS_ALONE = (
-    "verl {}: only metrics are recorded, because this release's trainer has no actor-update function to hook. For text "
-    "and rewards, use verl 0.7 or newer, or set trainer.rollout_data_dir=DIR and run "
-    "`tim-trace import verl DIR -o RUN` afterwards"
-)
-
 _NO_DISTRIBUTIONS = "verl's passes are recorded as sampled-token logprobs, without distributions (--capture {})"
 
 
@@ -75,8 +69,6 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
     hooks, patches = TrainerHooks(session), Patches()
     missing = patches.wrap_points(trainer, hooks, points) | patches.wrap_points(tracking, hooks, _LOGGED)
     hooks.sentence = version_sentence("verl", verl.__version__, missing)
-    if points is _OLDER_POINTS and f"{trainer.__qualname__}._update_actor" in missing:
-        hooks.sentence = _DUMPS_ALONE.format(verl.__version__)
     return patches
 
 

@@ -21,7 +21,7 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed, because rejection sampling then shrinks the response mask."""
+"""Columns read before verl computes advantages, because rejection sampling in that step shrinks the response mask."""
 ESTIMATED = ("advantages",)
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
@@ -31,12 +31,12 @@ UPDATE_KEY = "tim_trace_update"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A batch row, keyed `<uid>_<sample>_<output>`."""
+    """A batch row. Its key has the form `<uid>_<sample>_<output>`."""
 
     index: int
     key: str
     oldest_weights: int | None
-    """Global step of the oldest weights that sampled the row, or None if unknown."""
+    """Global step of the oldest weights used to sample the row, or None if unknown."""
 
     @property
     def group_id(self) -> str:
@@ -102,7 +102,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, keyed `<uid>_<sample>_0`.
+    """Return a DataProto's rows, with keys of the form `<uid>_<sample>_0`.
 
     `sampled_by` is the number of the last weight transfer before sampling, or None to read it from the batch.
     """

@@ -18,7 +18,7 @@ _ENGINE = (
 """Engine settings (FSDP or Megatron) that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
-"""Strategies that cast parameters to the forward pass's dtype."""
+"""verl's strategies that use FSDP, which casts parameters to the forward pass's dtype."""
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

@@ -17,10 +17,10 @@ from .session import Session
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Name of the method added to vLLM's worker, which writes digests."""
+"""Name of the method added to vLLM's worker class. The method writes digests of the worker's weights."""
 
 NAIVE = "naive"
-"""verl's name for the weight transfer to an engine on the same devices."""
+"""verl's name for a direct transfer of weights to an engine on the same devices."""
 
 _APART = (
     "the engine's weights are not compared: verl's checkpoint engine {} sends them to other processes; use "
@@ -28,7 +28,7 @@ _APART = (
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
 _STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own tensor names and shards"
-_NOT_HELD = "the engine's own weights cannot be read ({}), but the weights sent to it are still recorded"
+_NOT_HELD = "the engine's own weights cannot be read ({}), but the weights sent to it are still compared"
 
 
 class VerlEngineWeights(EngineWeights):

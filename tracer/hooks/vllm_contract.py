@@ -60,8 +60,8 @@ class Conditions:
     @property
     def sentences(self) -> list[str]:
         found = [
-            f"the weights of LoRA adapter {name}, used in vLLM's requests, are not recorded. The rollout contract "
-            "contains its name and path"
+            f"the weights of LoRA adapter {name}, used in vLLM's requests, are not recorded; the rollout contract "
+            "contains the adapter's name and path"
             for name, _, _ in self.adapters
         ]
         return found + [_GRAMMAR] * self.has_grammar

@@ -196,7 +196,7 @@ class RowBatch:
     """One value per row for each column, by the column's name in the file."""
     numbers: Sequence[int]
     unit: str = "row"
-    """What messages call a row: row, line, sample, ..."""
+    """Word for a row in messages: row, line, sample, ..."""
     num_bytes: int = 0
 
     def place(self, row: int) -> str:

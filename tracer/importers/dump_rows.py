@@ -19,6 +19,7 @@ from .columns import RowBatch
 from .fields import Fields, Values
 
 _MOST_EXPERTS = np.iinfo(np.int16).max
+_WEIGHTED = ("advantage", "response_mask")
 
 
 class DumpRows:
@@ -98,12 +99,14 @@ def padded_columns(
         **{name: list_column(values, responded.lengths) for name, values in flat.items()},
     }
     if "advantage" in flat:
-        columns["advantage"] = advantage_column(flat["advantage"], responded.lengths, flat.get("response_mask"))
+        ends = np.cumsum(responded.lengths)
+        rows = (np.split(flat[name], ends)[:-1] if name in flat else [None] * num_rows for name in _WEIGHTED)
+        columns["advantage"] = _column(_advantages(*rows), "advantage")
     return columns
 
 
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
-    """Return the columns that `map` adds to a padded batch, except `own`. Their fields must have one value per row."""
+    """Return the columns that `map` adds to a padded batch, except `own`. Mapped fields must have one value per row."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
     found = {name: values for name, values in found.items() if values is not None}
     for name, values in found.items():
@@ -113,6 +116,7 @@ def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[s
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
+    """Return one advantage per row if each row's advantage is constant over its loss mask, else `cells`."""
     found: list[Any] = []
     for cell, mask in zip(cells, masks, strict=True):
         if isinstance(cell, np.ndarray):
@@ -124,23 +128,6 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
             cell = float(values[0]) if len(values) else None
         found.append(cell)
     return found
-
-
-def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return one advantage per row if each row's advantage is constant over its loss mask, else one list per row."""
-    rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
-    if mask_N is not None:
-        rows_N, counted = rows_N[mask_N], values_N[mask_N]
-    else:
-        counted = values_N
-    counts_B = np.bincount(rows_N, minlength=len(lengths_B))
-    has = counts_B > 0
-    first = counted[(np.cumsum(counts_B) - counts_B)[has]]
-    if (counted != np.repeat(first, counts_B[has])).any():
-        return list_column(values_N, lengths_B)
-    found = np.zeros(len(lengths_B))
-    found[has] = first
-    return pa.array(found, mask=~has)
 
 
 def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from .arrays import HELD
 from .pickles import Budget, Foreign
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
-"""Columns that dumps have one value per token for."""
+"""Columns for which dumps have one value per token."""
 
 
 class Values(NamedTuple):
@@ -112,7 +112,7 @@ class Fields:
             return Values(*self._flat(name, value))
         found = self._array(name, value, 1)
         self.budget.take(found.nbytes)
-        return Values(found, _all_known(len(found)))
+        return Values(found, np.ones(len(found), bool))
 
     def ids(self, column: str) -> np.ndarray | None:
         found = self.values(column)
@@ -197,7 +197,7 @@ class Fields:
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
         self.budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
-            return packed, _all_known(len(items))
+            return packed, np.ones(len(items), bool)
         kinds = set(map(type, items))
         if not kinds <= {int, float, bool, type(None)}:
             raise self._refuse(name, items, "a list of numbers")
@@ -239,14 +239,6 @@ def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
         return np.frombuffer(struct.pack(f"{len(items)}{code}", *items), dtype)
     except (IndexError, OverflowError, struct.error):
         return None
-
-
-_KNOWN = np.ones(1 << 16, bool)
-_KNOWN.flags.writeable = False
-
-
-def _all_known(length: int) -> np.ndarray:
-    return _KNOWN[:length] if length <= len(_KNOWN) else np.ones(length, bool)
 
 
 def _one(value: Any) -> Any:

@@ -29,7 +29,7 @@ class DumpFolder:
     is_file: bool = False
 
     passes: Mapping[str, str] = field(default_factory=dict)
-    """Name of the pass that each file belongs to, if several paths were given. Each path becomes a pass."""
+    """Each file's pass name if several paths were given, because each path becomes a pass. Otherwise empty."""
 
     @classmethod
     def of_paths(cls, paths: Sequence[str | os.PathLike[str]], names: Sequence[str]) -> DumpFolder:
@@ -130,7 +130,7 @@ class Reading:
     """Number of the last complete line in each JSON Lines file, counted from 1. Set by the reader."""
     partial: bool = False
     added: tuple[str, ...] = ()
-    """Columns that `map` reads from other fields than the format does."""
+    """Columns that `map` reads from fields other than the format's."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""
@@ -172,9 +172,6 @@ class Format:
     """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
     """Regular expression matched against the end of each file's path. Its group, if any, captures the step."""
-    keys: frozenset[str] = frozenset()
-    """Keys that a file's first object must have. Needed if another format uses the same file names."""
-    needs: tuple[str, ...] = ()
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass, a note on why files may lack its logprobs and how to get them."""
     contracts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -182,7 +179,7 @@ class Format:
     lines: bool = False
     """True if a file holds several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Function that detects this format in a folder. None if `pattern` and `keys` suffice."""
+    """Function that detects this format in a folder. None if `pattern` suffices."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
     """Function that groups a folder's files by step. None if each file is read on its own."""
     passes: Callable[[DumpFolder], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
@@ -195,8 +192,7 @@ class Format:
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:
             return self.recognises(folder)
-        name = next((name for name, _ in folder.matching(self.pattern)), None)
-        return name is not None and (not self.keys or self.keys <= first_object(folder, name).keys())
+        return next(folder.matching(self.pattern), None) is not None
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
         if self.parts is not None:
@@ -208,7 +204,7 @@ class Format:
         return self.read(reading) if self.read else read_rows(reading, self.rows or self._one_row)
 
     def _one_row(self, fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-        for column in self.needs:
+        for column in ("step", "response_ids"):
             fields.required(column)
         return [fields.cells()]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.checksums import SealedFile
-from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
+from ...schemas.errors import DamagedTrace, ImportFailed, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
@@ -213,7 +213,7 @@ def _add_parts(
 
 
 _KINDS = KINDS | {"rollout_expert_ids": Kind(wants="", type=VALUES.type, convert=lambda array: array)}
-"""Kinds of columns in dumps. Router choices are not converted here, because `routed` has checked them."""
+"""Kinds of columns in dumps. Router choices are not converted here, because `routed` has already checked them."""
 
 
 def _add(rows: RowImport, batch: RowBatch, kinds: Mapping[str, Kind] = _KINDS) -> None:
@@ -237,20 +237,14 @@ class _Before:
             manifest = store.manifest()
         except (TraceNotFound, DamagedTrace, OSError, ValueError):
             return None
-        if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
-            raise TraceExists(
-                f"{output} is a recorded run, but a {format.name} dump has no ids that match its rows to the recorded "
-                "sequences. The recording already has the rewards and advantages. To import the dump anyway, choose "
-                "another folder"
-            )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
             return None
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output} was imported with {_shown_options(found)}, not {_shown_options(options)}. Pass the same "
-                f"options, or choose another folder"
+                f"{output} was imported with {_shown_options(found)}, but this import has "
+                f"{_shown_options(options)}. Pass the same options, or choose another folder"
             )
         passes = set(store.folders("passes"))
         # A file that grew between imports has one entry per import. Sort by size, so that `dict` keeps the longest.

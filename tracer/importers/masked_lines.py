@@ -5,6 +5,7 @@ one-element lists."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ _KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/tr
 """Patterns for files that hold the same sequences, best first: files with the trainer's logprobs, with all of the
 engine's logprobs, or with rounded logprobs."""
 _MARKER = "STABLE"
-_WAITS = "step {} has no STABLE file yet, so it was skipped. Import again later, or use --partial"
+_WAITS = "step {} has no STABLE file yet, so the step was skipped. Import again later, or use --partial"
 _VERSION = 1
+Turn = tuple[np.ndarray, np.ndarray, Values]
+"""(tokens, mask, logprobs) of a turn, each of shape [T]."""
 
 COLUMNS = {
     "tokens": ("token_ids", "input_ids"),
@@ -74,7 +77,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     lengths = {"loss_mask": mask, "position_ids": positions, "routed_experts": experts, **found}
     odd = next((name for name, each in lengths.items() if each is not None and len(each) != len(tokens)), None)
     if odd is not None:
-        raise ImportFailed(f"{fields.where}: {odd} must be as long as token_ids ({len(tokens)})")
+        raise ImportFailed(f"{fields.where}: {odd} must have one entry per token ({len(tokens)})")
     again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
     for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
         if not mask[start:end].any():
@@ -98,6 +101,28 @@ def masked_row(
         "response_mask": mask[first:end],
         **{name: _part(each, start, first, end) for name, each in values.items()},
     }
+
+
+def turn_rows(turns: list[Turn]) -> Iterator[dict[str, Any]]:
+    """Yield one row for all turns if each turn continues the previous one, otherwise one row per turn."""
+    for tokens, mask, values in [_joined(turns)] if _is_chain(turns) else turns:
+        if mask.any():
+            yield masked_row(tokens, mask, {"rollout_logprobs": values})
+
+
+def _is_chain(turns: list[Turn]) -> bool:
+    """Return True if each turn begins with the previous turn's tokens, so that all turns form one sequence."""
+    whole = all((mask == values.known).all() for _, mask, values in turns[:-1] if values.known.any())
+    return whole and all(np.array_equal(a, b[: len(a)]) for (a, *_), (b, *_) in pairwise(turns))
+
+
+def _joined(turns: list[Turn]) -> Turn:
+    tokens, mask, values = turns[-1]
+    for _, one, own in turns[:-1]:
+        at = np.flatnonzero(own.known)
+        mask[: len(one)] |= one
+        values.values[at], values.known[at] = own.values[at], True
+    return tokens, mask, values
 
 
 def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
@@ -208,7 +233,7 @@ NEMO_RL = Format(
     files="train_data_step<N>.jsonl",
     columns=_NEMO_RL_COLUMNS,
     alignment="the value at index i belongs to token_ids[i]. Index 0 has no value. Values are 0 for prompt and tool "
-    "tokens. If all prev_logprobs are 0, they were not computed (force_on_policy_ratio)",
+    "tokens. If all prev_logprobs are 0, NeMo-RL did not compute them (force_on_policy_ratio=true)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _nemo_rl_rows, at_once=64),
     lacks={"train": "prev_logprobs are all 0. NeMo-RL computes them only with force_on_policy_ratio=false"},

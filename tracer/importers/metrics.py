@@ -143,7 +143,7 @@ class _Scalars:
     def check(self, url: str) -> None:
         if self._by_counter and self._differs:
             raise ImportFailed(
-                f"{self._by_counter} has no step but W&B's _step, which differs from {self._differs} in other rows. "
+                f"{self._by_counter} has no step except W&B's _step, which differs from {self._differs} in other rows. "
                 "Map the column to use as the step, e.g. _step=step"
             )
         if self._unread:

@@ -33,9 +33,9 @@ def how_to_dump(folder: DumpFolder, formats: Mapping[str, Format]) -> str | None
     name = next((name for name, pattern in _LEFT.items() if next(folder.matching(f"(?:{pattern})"), None)), None)
     if name is None:
         return None
-    if name not in formats:
-        return f"{name} writes no tokens. Record its batches with tim_trace.Recorder"
     record = ", or record the run: tim-trace record -o RUN -- python train.py" if name in _CAN_RECORD else ""
+    if name not in formats:
+        return f"{name} writes no tokens. Record its batches with tim_trace.Recorder{record}"
     return f"{name} writes {formats[name].files} with {formats[name].writes.replace('`', '')}{record}"
 
 

@@ -29,7 +29,7 @@ class Placeholders:
     clamped: int = 0
     masked_zeros: int = 0
     all_zero: int = 0
-    """Number of zeros that became NULL because their list contains nothing else."""
+    """Number of zeros that became NULL because their list contains only zeros."""
     certain: int = 0
     """Number of zeros kept because another pass gives the token probability 1. Lists of a single zero do not count."""
 
@@ -88,13 +88,10 @@ class ZeroLists:
     def _judged(
         self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        ends = np.cumsum(lengths)
-        known: dict[str, np.ndarray] = {}
-        far: dict[str, np.ndarray] = {}
+        known, far = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for name, part in passes.items():
-            cells = cells_of(part.rows, lengths)
-            valid = part.logprobs.known
-            known[name], far[name] = np.zeros(int(lengths.sum()), bool), np.zeros(int(lengths.sum()), bool)
+            cells, valid = cells_of(part.rows, lengths), part.logprobs.known
+            known[name], far[name] = np.zeros((2, int(lengths.sum())), bool)
             known[name][cells] = valid
             far[name][cells] = valid & ~(np.abs(part.logprobs.values) <= CERTAIN_NATS)
         found = {}
@@ -104,10 +101,10 @@ class ZeroLists:
                 zero_B = np.zeros(len(lengths), bool)
                 zero_B[part.rows] = zero_R[name]
                 others = [other for other in POLICY if other != name and other in passes]
-                witnesses = _any([known[name] & known[other] for other in others], known[name])
-                doubts = _any([known[name] & far[other] for other in others], known[name])
-                is_long = _sums(known[name], lengths, ends) >= 2
-                certain = (_sums(witnesses, lengths, ends) > 0) & (_sums(doubts, lengths, ends) == 0)
+                witnesses = known[name] & np.any([known[other] for other in others], axis=0)
+                doubts = known[name] & np.any([far[other] for other in others], axis=0)
+                is_long = _sums(known[name], lengths) >= 2
+                certain = (_sums(witnesses, lengths) > 0) & (_sums(doubts, lengths) == 0)
                 verdict_B[zero_B] = KEPT if name in self.filled else OPEN
                 verdict_B[zero_B & is_long & ~certain] = HOLES
             found[name] = verdict_B[part.rows]
@@ -122,7 +119,7 @@ def num_certain(logprobs: Ragged) -> int:
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
-    counts = _sums(logprobs.known, logprobs.lengths, np.cumsum(logprobs.lengths))
+    counts = _sums(logprobs.known, logprobs.lengths)
     return int(counts[zeros & (counts >= 2)].sum())
 
 
@@ -135,15 +132,10 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
         return np.zeros(len(logprobs), bool)
-    ends = np.cumsum(logprobs.lengths)
-    counts = _sums(known, logprobs.lengths, ends)
-    return np.asarray((counts > 0) & (counts == _sums(is_zero, logprobs.lengths, ends)))
+    counts = _sums(known, logprobs.lengths)
+    return np.asarray((counts > 0) & (counts == _sums(is_zero, logprobs.lengths)))
 
 
-def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    counts = np.concatenate([[0], np.cumsum(flags_N)])
+def _sums(flags_N: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    counts, ends = np.concatenate([[0], np.cumsum(flags_N)]), np.cumsum(lengths)
     return np.asarray(counts[ends] - counts[ends - lengths])
-
-
-def _any(flags: list[np.ndarray], like: np.ndarray) -> np.ndarray:
-    return np.logical_or.reduce(flags) if flags else np.zeros(len(like), bool)

@@ -1,7 +1,6 @@
-"""Import responses saved from vLLM, SGLang, text-generation-inference or NeMo-Gym, as JSON Lines or a JSON array.
+"""Import responses saved from vLLM, SGLang or NeMo-Gym, as JSON Lines or a JSON array.
 
-They have only the engine's logprobs. The fields of text-generation-inference are those in router/src/lib.rs
-(huggingface/text-generation-inference, db931fcf), and those of NeMo-Gym are in nemo_gym/openai_utils.py
+Responses contain only the engine's logprobs. The fields of NeMo-Gym are those in nemo_gym/openai_utils.py
 (NVIDIA-NeMo/Gym, 07d6b0d0).
 """
 
@@ -238,49 +237,6 @@ VLLM = response_format(
     writes="your client from `/v1/completions` or `/v1/chat/completions` responses, requested with logprobs and return_token_ids=true",
     alignment="logprobs are aligned with the choice's token_ids, or with tokens written as token_id:<id>",
     rollout="the responses have no logprobs. Request them with logprobs=1 (chat: logprobs=true)",
-)
-
-
-def _tgi_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    details = response.get("details")
-    if not isinstance(details, Mapping):
-        raise ImportFailed(f"{fields.where} has no details. Request them with details=true")
-    others = details.get("best_of_sequences") or []
-    if not isinstance(others, list):
-        raise ImportFailed(f"{fields.where}: best_of_sequences is not a list")
-    for place, sequence in enumerate([details, *others]):
-        own = fields.of(sequence, f"{fields.where}, sequence {place}")
-        prompt, tokens = (_id_logprobs(own, column) for column in ("prompt", "response_ids"))
-        if tokens is None:
-            raise ImportFailed(f"{own.where} has no tokens. Request them with details=true")
-        before, prompt_ids = prompt if prompt is not None and len(prompt[1]) else (None, None)
-        yield {
-            "prompt_ids": prompt_ids,
-            PROMPT_LOGPROBS: before,
-            "response_ids": tokens[1],
-            "rollout_logprobs": tokens[0],
-            "finish_reason": own.text("finish_reason"),
-        }
-
-
-def _id_logprobs(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
-    found = fields.get(column)
-    if found is None:
-        return None
-    if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
-        raise ImportFailed(f"{fields.where}: {column} is not a list of tokens, each with an id and a logprob")
-    return _triples(fields.of({"t": [[one.get("logprob"), one.get("id")] for one in found]}, fields.where, t="t"), "t")
-
-
-TGI = response_format(
-    "details",
-    _tgi_rows,
-    {"prompt": ("prefill",), "response_ids": ("tokens",), "finish_reason": ("finish_reason",)},
-    name="tgi",
-    writes="your client from text-generation-inference's `/generate` responses, requested with details=true and "
-    "decoder_input_details=true",
-    alignment="each token in tokens and prefill has an id and a logprob. Each of best_of_sequences is a row",
-    rollout="the responses have no logprobs. Request them with details=true",
 )
 
 

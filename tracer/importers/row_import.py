@@ -59,21 +59,10 @@ KINDS: dict[str, Kind] = {
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
 _OPTIONAL = {name for name, column in ARRAYS.items() if column.null}
-_PADDING = "Rows in a file are not padded. Remove the padding from their lists"
-NOT_COLUMNS = {
-    "routing": "Map its arrays, e.g. to rollout_expert_ids and rollout_expert_weights",
-    "distribution": "Map its arrays, e.g. to rollout_topk_ids and rollout_topk_logprobs, or to rollout_logits",
-    "captured_rows": "Write NULL for each sequence without a distribution",
-    "hidden": "A file has no contract, which says how hidden states become logits. Record them with Recorder.add_scores",
-    "forward": "Files do not say which rows shared a forward pass. Record that with Recorder.add_scores",
-    "scored_mask": "Write NULL in a pass's list for each token without a logprob",
-    **dict.fromkeys(("attention_mask", "prompt_attention_mask", "response_attention_mask"), _PADDING),
-}
-"""Recorder arguments that a file cannot have as columns, with advice on what to do instead."""
 
 
 def cannot_map(theirs: str, ours: str, reason: str) -> ImportFailed:
-    return ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {NOT_COLUMNS.get(ours, reason)}", option="map")
+    return ImportFailed(f"{theirs!r} cannot be mapped to {ours!r}. {reason}", option="map")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +85,7 @@ class Imported:
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
     notes: tuple[str, ...] = ()
-    """What was changed or skipped, one sentence each."""
+    """Notes on changed or skipped data, one sentence each."""
 
 
 class RowImport:

@@ -39,13 +39,11 @@ def is_of_scalars(folder: DumpFolder) -> bool:
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
         return folder.is_file and name.endswith(_SUFFIXES)
-    try:  # accept JSON or Parquet whose first record has only numbers or is a NeMo-RL batch
+    try:  # accept JSON or Parquet whose first record has only numbers
         nested: dict[str, None] = {}
-        _, step, values = next(rows_of(folder.path(folder.files[0]), [], nested), ("", None, {}))
+        _, _, values = next(rows_of(folder.path(folder.files[0]), [], nested), ("", None, {}))
     except ImportFailed:
         return False
-    if step is not None:
-        return True
     return bool(values) and not nested and all(isinstance(value, (int, float, NoneType)) for value in values.values())
 
 
@@ -113,16 +111,7 @@ def _line_rows(path: Path, notes: list[str], _ignored: dict[str, None]) -> Itera
                     raise
                 notes.append(f"{where} is incomplete and was not read")
                 return
-            values = as_object(record, where, _LINES)
-            yield where, _harness_step(values), values
-
-
-def _harness_step(values: Mapping[str, Any]) -> int | None:
-    """Return the step (the batch number) of a row from NeMo-RL's gen_kl_harness_results.jsonl (pull request 3531)."""
-    if "gen_kl_error" not in values or not isinstance(tag := values.get("tag"), str):
-        return None
-    found = re.fullmatch(r"batch(\d{1,18})", tag)
-    return int(found[1]) + 1 if found else None
+            yield where, None, as_object(record, where, _LINES)
 
 
 def _csv_rows(path: Path, _notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:

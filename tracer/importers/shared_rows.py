@@ -71,8 +71,8 @@ class _Prompt:
 class SharedRows:
     """Matches sequences from several passes by step and prompt.
 
-    If a file repeats a prompt, the prompt's n-th distinct response is matched with its n-th response in the other
-    files. If the file repeats the response too, the first repetition becomes a pass of its own, named `<pass>.1`.
+    If a file repeats a prompt, the prompt's n-th distinct response is matched with the n-th distinct response in the
+    other files. If the file repeats the response too, the first repetition becomes a pass of its own, named `<pass>.1`.
     """
 
     def __init__(self) -> None:

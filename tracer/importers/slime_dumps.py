@@ -8,10 +8,8 @@ and `qkv_format`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
@@ -56,7 +54,7 @@ def _usual(names: dict[str, int]) -> dict[str, int]:
 def framework_of(folder: DumpFolder) -> str | None:
     """Return "slime", "miles" or None. Dumps that match both (rank files of old releases) count as slime's."""
     kinds = {re.sub(r"\d+", "", name): name for names in reversed(dump_files(folder)) for name in reversed(names)}
-    is_dump = False
+    is_dump = False  # rollout dumps and the rank files of old releases do not say which framework wrote them
     for name in kinds.values():
         try:
             record = read_pickled(folder.path(name))
@@ -64,30 +62,20 @@ def framework_of(folder: DumpFolder) -> str | None:
             continue
         if isinstance(record, dict) and record.keys() & {"samples", "rollout_data"}:
             is_dump = True
-            if (owner := _owner(record) or ("miles" if "metadata" in record else None)) is not None:
-                return owner
+            if "format_version" in record:
+                return "slime"
+            if record.keys() & {"cp_size", "qkv_format", "metadata"}:
+                return "miles"
     return "slime" if is_dump else None
 
 
-def _owner(record: Mapping[str, Any]) -> str | None:
-    """Return the framework that wrote a train dump.
-
-    Returns None for a rollout dump, and for a train dump that either framework could have written.
-    """
-    if "format_version" in record:
-        return "slime"
-    return "miles" if record.keys() & {"cp_size", "qkv_format"} else None
-
-
-def _read(framework: str, reading: Reading) -> Iterator[RowBatch]:
+def _read(reading: Reading) -> Iterator[RowBatch]:
     step = reading.part.step
     assert step is not None
     samples, names, budget = StepSamples(step), list[str](), reading.budget()
     ranks = Ranks(reading, budget)
     for path, content in reading.contents():
         record = top_level(unpickled(content, str(path)), str(path))
-        if (owner := _owner(record)) not in (None, framework):
-            raise ImportFailed(f"{path} is a {owner} train dump. Import it with: tim-trace import {owner} PATH -o RUN")
         if "rollout_data" in record:
             ranks.add(record, str(path))
         elif "format_version" in record:
@@ -107,7 +95,7 @@ SLIME = Format(
     alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
     recognises=lambda folder: framework_of(folder) == "slime",
     parts=dump_parts,
-    read=partial(_read, "slime"),
+    read=_read,
     lacks={
         "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
         "train": "the folder has no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
@@ -120,8 +108,8 @@ MILES = replace(
     name="miles",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
     alignment="same as slime, except that each context-parallel rank has its zig-zag part of the response. "
-    "Tensor-parallel ranks have the same data. Old releases wrote slime's files, and `auto` imports them as slime",
+    "Tensor-parallel ranks have the same data. Old releases of miles wrote the same files as slime, "
+    "so `auto` imports these as slime",
     recognises=lambda folder: framework_of(folder) == "miles",
-    read=partial(_read, "miles"),
     lacks={name: note.replace("slime", "miles") for name, note in SLIME.lacks.items()},
 )

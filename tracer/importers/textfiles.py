@@ -28,7 +28,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if reading it, which takes `times` as much memory as its size, would exceed the machine's memory."""
+    """Return a file's content. Raises ImportFailed if the file's size times `times` exceeds the machine's memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}. Split the file, or import it on a larger machine")
@@ -86,24 +86,21 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
                 if number < first:
                     continue
                 where = f"{path}, line {number}"
-                if not line.endswith(b"\n") and not _is_whole(line):
+                try:
+                    value = parsed(line, where, _LINE)
+                except ImportFailed:
+                    if line.endswith(b"\n"):
+                        raise
                     return
-                yield number, as_object(parsed(line, where, _LINE), where, _LINE)
+                yield number, as_object(value, where, _LINE)
     except OSError as error:
         raise ImportFailed(f"{path} cannot be read ({error.strerror or error}). Check its permissions") from error
 
 
-def _is_whole(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
-        if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
+        begins = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if name.removesuffix(".gz").endswith(".json") and begins[:1] == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
                 raise ImportFailed(f"{name}: {said}. Write one object per line in a .jsonl file")
@@ -118,14 +115,6 @@ def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[
             where = f"{name}, line {number}"
             record = as_object(parsed(line, where, _LINES), where, "each line must be an object with one sequence")
             yield number, record, "line", len(line)
-
-
-def _first_character(file: Any) -> bytes:
-    while block := file.read(4096):
-        text = block.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if text:
-            return bytes(text[:1])
-    return b""
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:

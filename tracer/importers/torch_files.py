@@ -54,10 +54,6 @@ def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth:
         )
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
-    if content[257:262] == b"ustar":
-        raise ImportFailed(
-            f"{where} is in torch's old tar format, which is not supported. Save it again with a newer torch"
-        )
     if content[:1] != b"\x80":
         raise ImportFailed(f"{where} is neither a pickle (protocol 2 or later) nor a torch.save file")
     content = bytes(content)
@@ -180,7 +176,7 @@ class _StorageKind(Known):
 
 
 class _DtypeName(_StorageKind):
-    """Stands for a torch dtype, which pickles refer to but never call."""
+    """Stand-in for a torch dtype, which pickles refer to but never call."""
 
 
 def _item_size(dtype: str | None) -> int:
