@@ -28,7 +28,7 @@ class NemoRl(Framework):
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
     """None means 0, but `icepop` and `seq-mask-tis` require a value."""
     train_micro_batch_size: int = option_field(
-        1, "Sequences per micro-batch, a factor in mean sequence ratios (1).", metavar="N", at_least=1
+        1, "Sequences per micro-batch; mean sequence ratios are multiplied by N (1).", metavar="N", at_least=1
     )
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0

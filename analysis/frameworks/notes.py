@@ -88,7 +88,7 @@ def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
         }
         if other:
             told.append(
-                f"{source.run}: was trained with different options; to reproduce its logged numbers: "
+                f"{source.run} was trained with different options; to reproduce its logged numbers, use "
                 f"{options({'by': 'step'} | other)}"
             )
     return told

@@ -40,7 +40,7 @@ class Slime(Framework):
     tis_clip: float = option_field(2.0, "Upper bound for token ratios (2.0).", metavar="C")
     tis_clip_low: float = option_field(0.0, "Lower bound for token ratios (0).", metavar="C")
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    use_tis: bool = option_field(False, "Use weights and rejections as in the mis.py example.")
+    use_tis: bool = option_field(False, "Weight and reject as slime's example mis.py does.")
     tis_level: str = option_field("token", "Level at which weights are computed (token; mis.py).", choices=LEVELS)
     tis_mode: str = option_field(
         "truncate", "What to do with weights outside the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)

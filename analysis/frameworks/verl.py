@@ -97,7 +97,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Merge the rows of each run or step, one per option, into a single row with columns `<option>_<statistic>`."""
+    """Merge each run's or step's rows (one row per option) into one row with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}

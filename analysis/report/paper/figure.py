@@ -30,7 +30,7 @@ WIDTHS: dict[str, tuple[float, float]] = {
 """Widths in inches by style: of a single figure (one column), and of the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""Dash patterns of lines. Because 5 patterns and 8 colours have no common divisor, the first 40 lines differ."""
+"""Dash patterns of lines. The first 40 lines differ, because 5 patterns and 8 colours have no common factor."""
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
