@@ -239,11 +239,11 @@ class _FrameworkOption(click.Option):
     def __init__(self, declared: DeclaredOption):
         self.declared = [declared]
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
-        is_switch, is_on = declared.type is bool, declared.default is True
+        is_switch = declared.type is bool
         super().__init__(
-            [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"],
+            [f"--{flag}"],
             is_flag=is_switch,
-            default=False if is_switch and not is_on else None,
+            default=False if is_switch else None,
             type=types or declared.type,
             metavar=declared.metavar,
         )
@@ -739,10 +739,7 @@ def query_(
         form.table(found)
 
 
-@_example(
-    "tim-trace stats runs/demo --by step\n"
-    "tim-trace stats runs/demo --like verl --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.99_1.01"
-)
+@_example("tim-trace stats runs/demo --by step\ntim-trace stats runs/demo --like verl")
 @main.command(cls=_OfFrameworks)
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair

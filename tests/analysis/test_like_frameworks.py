@@ -85,34 +85,27 @@ def agree(steps, framework, rendering, rel=1e-9, **options):
             assert row[name] == pytest.approx(float(value), rel=rel, abs=1e-13, nan_ok=True), name
 
 
-def slime(
-    mask, rollout, train, current, *_, tis_clip=2.0, tis_clip_low=0.0, calculate_per_token_loss=False, **of_weights
-):
+def slime(mask, rollout, train, current, *_, tis_clip=2.0, tis_clip_low=0.0, calculate_per_token_loss=False):
     """Every metric goes through the reducer: sums of samples over their own count, by the batch's size."""
     counts = mask.sum(1).clamp_min(1)
 
-    def reduced(values, kept=True):
-        sums = torch.where(mask.bool() & torch.as_tensor(kept), values, 0.0).sum(1)
+    def reduced(values):
+        sums = torch.where(mask.bool(), values, 0.0).sum(1)
         return sums.sum() / counts.sum() if calculate_per_token_loss else (sums / counts).mean()
 
     ratio = (train - rollout).exp()
-    of_mis, kept = mis(mask.bool(), train, rollout, reduced, **of_weights)
-    return of_mis | {
-        "train_rollout_logprob_abs_diff": reduced((train - rollout).abs(), kept),
+    return mis(mask.bool(), train, rollout, reduced) | {
+        "train_rollout_logprob_abs_diff": reduced((train - rollout).abs()),
         "tis": reduced(ratio),
         "tis_clipfrac": reduced((ratio.clamp(tis_clip_low, tis_clip) != ratio).double()),
         "tis_abs": reduced((ratio - 1).abs()),
-        "ppo_kl": reduced(train - current, kept),
+        "ppo_kl": reduced(train - current),
         "ois": reduced((current - train).exp()),
     }
 
 
-def mis(
-    mask, train, rollout, reduced, use_tis=False, tis_level="token", tis_mode="truncate", tis_lower_bound=None,
-    tis_upper_bound=2.0, tis_batch_normalize=True, use_rs=True, rs_level="token", rs_lower_bound=None,
-    rs_upper_bound=None, rs_veto_threshold=1e-4,
-):  # fmt: skip
-    """The measures of slime's example mis.py, and which tokens it keeps, [B, T]. `reduced` is what takes means of [B, T]."""
+def mis(mask, train, rollout, reduced):
+    """The measures of slime's example mis.py. `reduced` is what takes means of [B, T]."""
     counts = mask.sum(1, keepdim=True).clamp_min(1)
 
     def mean(values):
@@ -132,46 +125,7 @@ def mis(
         "mis_chi2_token": mean(torch.expm1(2 * d.clamp(-20, 20))),
         "mis_chi2_seq": torch.expm1(2 * d.sum(1, keepdim=True).clamp(-20, 20)).expand_as(d),
     }
-    if not use_tis:
-        return {name: reduced(values) for name, values in found.items()}, True
-    sums = d.sum(1, keepdim=True)
-    levels = {"token": d, "sequence": sums.expand_as(d), "geometric": (sums / counts).expand_as(d)}
-    ratios = {level: values.clamp(-20, 20).exp() for level, values in levels.items()}
-    lower = 1 / tis_upper_bound if tis_lower_bound is None else tis_lower_bound
-    weights, low, high = ratios[tis_level], ratios[tis_level] < lower, ratios[tis_level] > tis_upper_bound
-    found["mis_tis_weight_before_bound"] = weights
-    if tis_mode == "truncate":
-        found["mis_tis_truncate_fraction"] = high
-        weights = weights.clamp(0, tis_upper_bound)
-    else:
-        found |= {f"mis_tis_{tis_mode}_fraction_low": low, f"mis_tis_{tis_mode}_fraction_high": high}
-    kept = torch.ones_like(mask)
-    if tis_mode == "clip":
-        weights = weights.clamp(lower, tis_upper_bound)
-    if tis_mode == "mask":
-        kept = (weights >= lower) & (weights <= tis_upper_bound)
-    found["mis_tis_weight_after_bound"] = weights
-    if use_rs:
-        rs_lower = lower if rs_lower_bound is None else rs_lower_bound
-        rs_upper = tis_upper_bound if rs_upper_bound is None else rs_upper_bound
-        rejecting = ratios[rs_level]
-        found |= {"mis_rs_mask_fraction_low": rejecting < rs_lower, "mis_rs_mask_fraction_high": rejecting > rs_upper}
-        catastrophic = mask & (d < torch.tensor(rs_veto_threshold).log())
-        of_sequence = catastrophic.any(1, keepdim=True).expand_as(d)
-        found["mis_rs_catastrophic_token_fraction"] = catastrophic
-        found["mis_rs_catastrophic_seq_fraction"] = of_sequence
-        kept = kept & (rejecting >= rs_lower) & (rejecting <= rs_upper) & ~of_sequence
-    found["mis_is_ratio_mean_after_tis_rs"] = weights
-    if tis_batch_normalize:
-        factor = weights[mask].mean() if tis_level == "token" else mean(weights)[:, 0].mean()
-        factor = factor if factor > 1e-8 else torch.tensor(1.0)
-        found["mis_batch_norm_factor"] = factor.expand_as(d)
-        weights = weights / factor
-    found["mis_is_ratio_mean_final"] = mean(weights)
-    for name, fill in {"min": math.inf, "max": -math.inf}.items():
-        ends = getattr(torch.where(mask, weights, fill), f"a{name}")(1, keepdim=True)
-        found[f"mis_is_ratio_{name}_final"] = ends.expand_as(d)
-    return {name: reduced(values.double()) for name, values in found.items()}, kept
+    return {name: reduced(values) for name, values in found.items()}
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -179,38 +133,6 @@ def mis(
 def test_slime(steps, per_token, bounds):
     options = {"tis_clip": bounds[0], "tis_clip_low": bounds[1], "calculate_per_token_loss": per_token}
     agree(steps, "slime", slime, **options)
-
-
-@pytest.mark.parametrize("per_token", rest_slow([False, True]))
-@pytest.mark.parametrize(
-    "options",
-    rest_slow(
-        [
-            {},
-            {"use_rs": False, "tis_batch_normalize": False},
-            {"tis_mode": "clip", "tis_upper_bound": 1.1, "rs_veto_threshold": 0.4},
-            {"tis_mode": "mask", "tis_lower_bound": 0.9, "tis_upper_bound": 1.2, "use_rs": False},
-            {"tis_mode": "mask", "rs_lower_bound": 0.99, "rs_upper_bound": 1.01, "rs_level": "geometric"},
-            {"tis_level": "sequence", "tis_upper_bound": 5.0, "rs_level": "sequence", "rs_veto_threshold": 0.0},
-            {"tis_level": "geometric", "tis_batch_normalize": False, "tis_lower_bound": 0.99, "tis_upper_bound": 1.02},
-        ],
-        2,
-    ),
-    ids=lambda options: "-".join(str(value) for value in options.values()) or "defaults",
-)
-def test_slime_s_example_mis(steps, per_token, options):
-    agree(steps, "slime", slime, use_tis=True, calculate_per_token_loss=per_token, **options)
-
-
-@pytest.mark.slow
-def test_weights_of_mean_0_are_not_divided_by_it(tmp_path):
-    # exp(-20) is the smallest weight: its mean is above 0, and below slime's bound of 1e-8.
-    there, mask, rollout, _, *rest = batch(3, 0.1)
-    given = (there, mask, rollout, rollout - np.float32(30), *rest)
-    record(tmp_path / "run", [given])
-    agree((tmp_path / "run", [given]), "slime", slime, use_tis=True)
-    (row,) = stats(tmp_path / "run", like="slime", use_tis=True, calculate_per_token_loss=True).dicts()
-    assert row["mis_is_ratio_mean_final"] == pytest.approx(row["mis_tis_weight_before_bound"], rel=1e-12)
 
 
 def nemo_rl(
@@ -551,10 +473,9 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     record(tmp_path / "sound", [given])
     given[3][0, 0] = math.nan  # which counts, unless it is rejected
     record(tmp_path / "odd", [given])
-    for name, options in {"slime": {"use_tis": True}, "nemo-rl": {"seq_logprob_error_threshold": 1.1}}.items():
-        assert likeness(tmp_path / "odd", like=name)[1:] == []
-        (told,) = likeness(tmp_path / "odd", like=name, **options)[1:]
-        assert told.startswith("1 logprobs at 1 steps are NaN or infinite on tokens that are masked or may be rejected")
+    assert likeness(tmp_path / "odd", like="nemo-rl")[1:] == []
+    (told,) = likeness(tmp_path / "odd", like="nemo-rl", seq_logprob_error_threshold=1.1)[1:]
+    assert told.startswith("1 logprobs at 1 steps are NaN or infinite on tokens that are masked or may be rejected")
     assert [likeness(tmp_path / "sound", like=name)[1:] for name in ("slime", "nemo-rl", "openrlhf")] == [[], [], []]
 
 
@@ -674,8 +595,8 @@ def test_the_macros_give_the_same(steps):
     [
         (
             "slime",
-            {"rollout_is": "token"},
-            "rollout_is: slime has no such option; it belongs to verl; drop it or",
+            {"ipo_threshold": 0.1},
+            "ipo_threshold: slime has no such option; it belongs to prime-rl; drop it or",
         ),
         ("verl", {"tis_clip": 3.0}, "tis_clip: verl has no such option; it belongs to slime"),
         ("openrlhf", {"ipo_threshold": 0.1}, "ipo_threshold: openrlhf has no such option"),
@@ -694,26 +615,6 @@ def test_the_macros_give_the_same(steps):
             {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
             "icepop needs truncated_importance_sampling_ratio_min",
         ),
-        ("slime", {"tis_mode": "mask"}, "tis_mode needs use_tis"),
-        ("slime", {"use_rs": False}, "use_rs needs use_tis"),
-        ("slime", {"use_tis": True, "rs_level": "row"}, "got 'row'; slime has token, sequence, geometric"),
-        (
-            "slime",
-            {"use_tis": True, "tis_level": "geometric"},
-            "slime does not normalize with tis_level geometric; turn normalization off",
-        ),
-        (
-            "slime",
-            {"use_tis": True, "tis_mode": "clip", "tis_lower_bound": 3.0},
-            "got 3; it must be below tis_upper_bound",
-        ),
-        (
-            "slime",
-            {"use_tis": True, "rs_lower_bound": 3.0},
-            "rs_lower_bound: got 3; it must be below rs_upper_bound, 2",
-        ),
-        ("slime", {"use_tis": True, "tis_upper_bound": 0.0}, "tis_upper_bound: got 0; pass a number above 0"),
-        ("slime", {"use_tis": True, "rs_veto_threshold": -1.0}, "got -1; pass 0 or more"),
         ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; pass 1 or more"),
         ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; pass 0 or more"),
         (
