@@ -219,7 +219,7 @@ def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Conc
 
 
 def core_files() -> list[MacroFile[Database]]:
-    names = ("macros", "pair", "context", "views", "loss", "objective")
+    names = ("macros", "pair", "context", "views", "loss")
     grouped = sql_file("group_statistics").format(rows=sql_file("grouped_by_windows"))
     return [
         *(MacroFile[Database](name=name, sql=sql_file(name)) for name in names),
