@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from shared import rest_slow
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import likeness, stats
@@ -137,17 +136,10 @@ def test_slime(steps, per_token, bounds):
 
 def nemo_rl(
     mask, rollout, train, current, *_, reference_policy_kl_type="k3", sequence_level_importance_ratios=False,
-    truncated_importance_sampling_type=None, truncated_importance_sampling_ratio=None,
-    truncated_importance_sampling_ratio_min=None, train_micro_batch_size=1, seq_logprob_error_threshold=None,
-    ratio_clip_min=0.2, ratio_clip_max=0.2, disable_ppo_ratio=False,
+    train_micro_batch_size=1, ratio_clip_min=0.2, ratio_clip_max=0.2, disable_ppo_ratio=False,
 ):  # fmt: skip
-    """A micro-batch adds its sums over the batch's counts of tokens or of sequences; masked sequences are in no sum."""
-    given, of_all = mask, train - rollout
-    mask, is_kept = kept_by_error(mask, of_all, seq_logprob_error_threshold)
-    rollout, train, current = rollout[is_kept], train[is_kept], current[is_kept]
-    num_tokens, num_sequences = mask.sum(), len(mask)
-    lower, upper = truncated_importance_sampling_ratio_min, truncated_importance_sampling_ratio
-    kind, of_sequences = truncated_importance_sampling_type, sequence_level_importance_ratios
+    """A micro-batch adds its sums over the batch's counts of tokens or of sequences."""
+    num_tokens, num_sequences, of_sequences = mask.sum(), len(mask), sequence_level_importance_ratios
 
     def mean(values):
         return (values * mask).sum() / num_tokens
@@ -163,15 +155,6 @@ def nemo_rl(
     weights = (difference * mask).sum(1, keepdim=True).exp() if of_sequences else difference.exp()
     weights = torch.nan_to_num(weights, nan=0.0, posinf=0.0, neginf=0.0)
     found = {}
-    if kind in ("tis", "icepop"):
-        outside = (weights < (lower or 0.0)) | (weights > upper)
-        found["is_oob_ratio"] = mean(outside.double())
-        weights = weights.clamp(lower or 0.0, upper) if kind == "tis" else weights * ~outside
-    elif kind == "seq-mask-tis":
-        geometric = ((difference * mask).sum(1) / mask.sum(1).clamp_min(1)).exp()
-        inside = ((geometric >= lower) & (geometric <= upper)).double()
-        found["is_oob_ratio"] = 1 - inside.mean()
-        weights = weights * inside[:, None]
     if of_sequences:  # [b, 1] weights by [b] masks: every sequence is counted b times
         importance = sum(
             (part * torch.ones(len(part))).sum() / num_sequences for part in weights.split(train_micro_batch_size)
@@ -189,15 +172,8 @@ def nemo_rl(
         for end in ("min", "max"):
             ends = [value for value in (getattr(row, end)() for row in of_rows) if not value.isinf()]
             found[f"{name}_{end}"] = getattr(torch.stack(ends), end)() if ends else -1
-    whole, kept = sequence_errors(given, of_all), sequence_errors(mask, difference)
-    num_masked = int((~is_kept).sum())
-    found |= {
-        "num_masked_seqs_by_logprob_error": num_masked,
-        "masked_correct_pct": rewards(len(given))[~is_kept.numpy()].sum() / max(num_masked, 1),
-    }
-    for end in ("max", "mean", "min"):
-        found[f"{end}_seq_mult_prob_error"] = getattr(whole, end)()
-        found[f"{end}_seq_mult_prob_error_after_mask"] = getattr(kept, end)()
+    errors = sequence_errors(mask, difference)
+    found |= {f"{end}_seq_mult_prob_error": getattr(errors, end)() for end in ("max", "mean", "min")}
     return found | {
         "token_mult_prob_error": mean(difference.abs().exp()),
         "gen_kl_error": kl(rollout, train),
@@ -214,38 +190,15 @@ def sequence_errors(mask, difference):
     return sums[counts > 0] / counts[counts > 0]
 
 
-def kept_by_error(mask, difference, threshold):
-    """The mask less the sequences whose error is above the threshold, and which sequences are kept, [B]."""
-    is_kept = torch.ones(len(mask), dtype=torch.bool)
-    if threshold is not None:
-        is_kept[mask.sum(1) > 0] = sequence_errors(mask, difference) <= threshold
-    return mask[is_kept], is_kept
-
-
 @pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
 def test_nemo_rl(steps, kl_type):
     agree(steps, "nemo-rl", nemo_rl, reference_policy_kl_type=kl_type)
 
 
-@pytest.mark.parametrize(
-    ("kind", "lower", "upper", "of_sequences", "micro_batch"),
-    rest_slow(
-        [
-            ("tis", None, 1.05, False, 1),
-            ("tis", 0.9, 1.1, False, 1),
-            ("icepop", 0.9, 1.1, False, 1),
-            ("seq-mask-tis", 0.98, 1.02, False, 1),
-            ("tis", None, 1.5, True, 1),
-            ("icepop", 0.5, 1.5, True, 5),
-            (None, None, None, True, 5),
-        ],
-        4,
-    ),
-)
-def test_nemo_rl_s_truncations(steps, kind, lower, upper, of_sequences, micro_batch):
-    options = {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": upper}
-    options |= {"truncated_importance_sampling_ratio_min": lower, "sequence_level_importance_ratios": of_sequences}
-    agree(steps, "nemo-rl", nemo_rl, train_micro_batch_size=micro_batch, **options)
+@pytest.mark.parametrize("micro_batch", [1, 5])
+def test_nemo_rl_s_sequence_ratios(steps, micro_batch):
+    options = {"sequence_level_importance_ratios": True, "train_micro_batch_size": micro_batch}
+    agree(steps, "nemo-rl", nemo_rl, **options)
 
 
 @pytest.mark.parametrize("options", [{"ratio_clip_min": 0.05, "ratio_clip_max": 0.01}, {"disable_ppo_ratio": True}])
@@ -254,56 +207,16 @@ def test_nemo_rl_s_ratios(steps, options, of_sequences):
     agree(steps, "nemo-rl", nemo_rl, sequence_level_importance_ratios=of_sequences, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    rest_slow([
-        {},
-        {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 1.1,
-         "truncated_importance_sampling_ratio_min": 0.9},
-        {"truncated_importance_sampling_type": "seq-mask-tis", "truncated_importance_sampling_ratio": 1.05,
-         "truncated_importance_sampling_ratio_min": 0.95},
-        {"sequence_level_importance_ratios": True},
-    ], 2),
-    ids=["", "icepop", "seq-mask-tis", "sequences"],
-)  # fmt: skip
-def test_nemo_rl_masks_sequences_that_lie_too_far_off(tmp_path, options):
-    batches = [batch(seed, spread) for seed, spread in enumerate([0.01, 0.05, 0.08])]
-    record(tmp_path / "run", batches)
-    agree((tmp_path / "run", batches), "nemo-rl", nemo_rl, seq_logprob_error_threshold=1.05, **options)
-    masked = [
-        row["num_masked_seqs_by_logprob_error"]
-        for row in stats(tmp_path / "run", by="step", like="nemo-rl", seq_logprob_error_threshold=1.05).dicts()
-    ]
-    assert masked[0] == 0 < masked[1] < masked[2] < 24
-
-
-def test_nemo_rl_has_no_numbers_of_a_step_that_is_masked_as_a_whole(tmp_path):
-    given = batch(5, 0.5)
-    record(tmp_path / "run", [given])
-    (row,) = stats(tmp_path / "run", like="nemo-rl", seq_logprob_error_threshold=0.5).dicts()
-    has_token = given[1].any(axis=1)
-    assert row["num_masked_seqs_by_logprob_error"] == has_token.sum() < 25
-    assert row["masked_correct_pct"] == rewards(25)[has_token].sum() / has_token.sum()
-    assert row["max_seq_mult_prob_error"] > 1
-    assert row["max_seq_mult_prob_error_after_mask"] == 0.0  # as NeMo-RL writes it
-    assert {row[name] for name in ("token_mult_prob_error", "sampling_importance_ratio", "probs_ratio")} == {None}
-
-
 @pytest.mark.parametrize("odd", [math.nan, -math.inf])
-@pytest.mark.parametrize("kind", [None, "icepop"])
-def test_nemo_rl_gives_a_sequence_no_weight_whose_masked_tokens_are_not_finite(tmp_path, odd, kind):
+def test_nemo_rl_gives_a_sequence_no_weight_whose_masked_tokens_are_not_finite(tmp_path, odd):
     # The sum over a sequence is of d times the mask, and NaN * 0 is NaN, which becomes a weight of 0.
-    options = {"sequence_level_importance_ratios": True}
-    if kind is not None:
-        options |= {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": 1.5,
-                    "truncated_importance_sampling_ratio_min": 0.5}  # fmt: skip
-    given, names = batch(9, 0.1), ["sampling_importance_ratio", *(["is_oob_ratio"] if kind else [])]
+    given = batch(9, 0.1)
     rows, places = np.nonzero(given[0] & ~given[1])
     given[2][rows[2], places[2]] = given[2][rows[-1], places[-1]] = odd
     record(tmp_path / "run", [given])
-    (row,) = stats(tmp_path / "run", like="nemo-rl", **options).dicts()
-    expected = nemo_rl(*tensors(given), **options)
-    assert {name: row[name] for name in names} == pytest.approx({name: float(expected[name]) for name in names})
+    (row,) = stats(tmp_path / "run", like="nemo-rl", sequence_level_importance_ratios=True).dicts()
+    expected = nemo_rl(*tensors(given), sequence_level_importance_ratios=True)["sampling_importance_ratio"]
+    assert row["sampling_importance_ratio"] == pytest.approx(float(expected))
 
 
 @pytest.mark.slow
@@ -471,11 +384,9 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     assert "do not count" not in " ".join(likeness(path, like="prime-rl"))  # which selects
     given = batch(9, 0.1)
     record(tmp_path / "sound", [given])
-    given[3][0, 0] = math.nan  # which counts, unless it is rejected
+    given[3][0, 0] = math.nan  # which counts
     record(tmp_path / "odd", [given])
     assert likeness(tmp_path / "odd", like="nemo-rl")[1:] == []
-    (told,) = likeness(tmp_path / "odd", like="nemo-rl", seq_logprob_error_threshold=1.1)[1:]
-    assert told.startswith("1 logprobs at 1 steps are NaN or infinite on tokens that are masked or may be rejected")
     assert [likeness(tmp_path / "sound", like=name)[1:] for name in ("slime", "nemo-rl", "openrlhf")] == [[], [], []]
 
 
@@ -604,28 +515,8 @@ def test_the_macros_give_the_same(steps):
         (None, {"tis_clip": 3.0}, "tis_clip: needs a framework; it belongs to slime"),
         ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it must be between 0 and tis_clip, 2"),
         ("nemo-rl", {"reference_policy_kl_type": "k4"}, "got 'k4'; nemo-rl has k1, k2, k3"),
-        ("nemo-rl", {"truncated_importance_sampling_type": "tis"}, "needs truncated_importance_sampling_ratio above 0"),
-        (
-            "nemo-rl",
-            {"truncated_importance_sampling_ratio": 2.0},
-            "needs truncated_importance_sampling_type: one of tis, icepop",
-        ),
-        (
-            "nemo-rl",
-            {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 2.0},
-            "icepop needs truncated_importance_sampling_ratio_min",
-        ),
         ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; pass 1 or more"),
         ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; pass 0 or more"),
-        (
-            "nemo-rl",
-            {
-                "seq_logprob_error_threshold": 1.1,
-                "sequence_level_importance_ratios": True,
-                "train_micro_batch_size": 4,
-            },
-            "depends on how sequences were grouped into micro-batches",
-        ),
         ("openrlhf", {"policy_loss_type": "grpo"}, "got 'grpo'; openrlhf has ppo, gspo"),
         (
             "openrlhf",
