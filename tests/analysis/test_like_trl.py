@@ -366,7 +366,6 @@ def test_the_defaults_are_trl_s(trl, steps):
     assert connection.execute("SELECT * FROM trl_steps('train', 'rollout')").fetchall()[2] == (
         *found.values(),
         None,
-        None,
     )
     for option in ("trainer", "loss_type", "importance_sampling_level"):
         with pytest.raises(duckdb.InvalidInputException, match=f"{option}: "):
