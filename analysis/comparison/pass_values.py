@@ -1,13 +1,15 @@
-"""Read the logprobs of all passes, and hand them out in blocks of tokens.
+"""Copy the logprobs of all passes to a temporary file, so that a comparison can read them in blocks of tokens.
 
 Shapes: P passes, C passes in a block, R sequences, T tokens in all sequences, B tokens in a block.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from io import FileIO
 
 import numpy as np
 import pyarrow as pa
@@ -27,14 +29,14 @@ SELECT "pass", number, start, logprobs FROM scores JOIN (
 ) USING (step, seq_id)
 WHERE iteration = 0 AND len(logprobs) = num AND NOT starts_with("pass", '{REPLAY_PREFIX}')
 """
-_NUM_PASSES = f'SELECT count(DISTINCT "pass") FROM scores WHERE NOT starts_with("pass", \'{REPLAY_PREFIX}\')'
 CELLS = 1 << 20
 """Maximum number of values in a block."""
 BYTES_PER_TOKEN = 33
-"""Memory that a comparison needs per token, besides 4 bytes per pass (bytes). It holds the classes' median and three
-copies of one class's differences, all float64."""
+"""Memory that a comparison needs per token (bytes). It holds the classes' median and three copies of one class's
+differences, all float64."""
 _MISSING = np.uint32(0x7FEDCBA9)
-"""Bits of a NaN that stands for a missing value."""
+"""Bits of a NaN that stands for a missing value. The file stores bits ^ _MISSING, so that parts never written, which
+read as 0, are missing values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +55,52 @@ class Block:
 
 
 class PassValues:
-    """Logprobs by pass and token. Raises QueryFailed if this machine's memory is too small."""
+    """Logprobs by pass and token. Memory does not grow with the number of passes.
 
-    def __init__(self, database: Database):
+    Raises QueryFailed if this machine's memory, or the temporary folder, is too small.
+    """
+
+    def __init__(self, database: Database, file: FileIO):
         self.rows: list[tuple[int, str, str, int]] = database.connection.execute(_SEQUENCES).fetchall()
         """[R] step, seq_id, prompt and number of tokens."""
         self.starts = np.cumsum([0, *(row[3] for row in self.rows)])
         """[R + 1] first token of each sequence."""
         self.num_tokens = int(self.starts[-1])
-        ((num_passes,),) = database.connection.execute(_NUM_PASSES).fetchall()
-        bytes_per_token = BYTES_PER_TOKEN + 4 * num_passes
-        if too_large(self.num_tokens, bytes_per_token) is not None:
+        if too_large(self.num_tokens, BYTES_PER_TOKEN) is not None:
             raise QueryFailed(
                 f"{database.given[0]}: comparing {self.num_tokens:,} response tokens takes "
-                f"{bytes_per_token * self.num_tokens:,} bytes of memory, more than this machine has. Compare fewer steps"
+                f"{BYTES_PER_TOKEN * self.num_tokens:,} bytes of memory, more than this machine has. Compare fewer steps"
             )
-        self._bits: dict[str, np.ndarray] = {}
-        """Pass -> [T] uint32 bits of the float32 logprobs."""
+        self._file = file
+        self._slots: dict[str, int] = {}
         self.has: dict[str, np.ndarray] = {}
         """Pass -> [R] bool: sequences with any value."""
-        for batch in database.connection.batches(_SCORES, 128):
-            self._add(*batch.columns)
+        try:
+            for batch in database.connection.batches(_SCORES, 128):
+                self._write(*batch.columns)
+            file.truncate(4 * self.num_tokens * len(self._slots))
+        except OSError as error:
+            raise QueryFailed(
+                f"{database.given[0]}: a temporary file with 4 bytes per token and pass could not be written "
+                f"({error.strerror}). Set TMPDIR to a folder with more space, or compare fewer steps"
+            ) from error
         self.has = {name: has for name, has in sorted(self.has.items()) if has.any()}
 
-    def _add(self, names: pa.Array, rows: pa.Array, starts: pa.Array, lists: pa.Array) -> None:
+    def _write(self, names: pa.Array, rows: pa.Array, starts: pa.Array, lists: pa.Array) -> None:
         flat = lists.flatten()
         known = flat.is_valid().to_numpy(zero_copy_only=False)
-        bits = flat.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float32).view(np.uint32)
-        # A logprob with the bits that stand for a missing value becomes another NaN.
-        stored = np.where(known, np.where(bits == _MISSING, bits ^ np.uint32(1), bits), _MISSING)
+        bits = flat.fill_null(0).to_numpy(zero_copy_only=False).astype(np.float32).view(np.uint32) ^ _MISSING
+        stored = np.where(known, np.where(bits == 0, np.uint32(1), bits), np.uint32(0))
         ends = np.cumsum(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
         places = (each.to_pylist() for each in (names, rows, starts))
         for name, row, start, end, num in zip(*places, ends, np.diff(ends, prepend=0), strict=True):
+            slot = self._slots.setdefault(name, len(self._slots))
             if name not in self.has:
-                self._bits[name] = np.full(self.num_tokens, _MISSING)
                 self.has[name] = np.zeros(len(self.rows), bool)
             self.has[name][row] |= known[end - num : end].any()
-            self._bits[name][start : start + num] = stored[end - num : end]
+            self._file.seek(4 * (slot * self.num_tokens + start))
+            if self._file.write(stored[end - num : end].data) < 4 * num:
+                raise OSError(errno.ENOSPC, "no space left")
 
     def blocks(self, names: Sequence[str]) -> Iterator[Block]:
         """Yield the passes' values at all tokens, in blocks of consecutive tokens."""
@@ -102,8 +113,11 @@ class PassValues:
         return self._read(names, token, 1).values_CB[:, 0]
 
     def _read(self, names: Sequence[str], start: int, num: int) -> Block:
-        bits_CB = np.stack([self._bits[name][start : start + num] for name in names])
-        return Block(start, bits_CB, bits_CB != _MISSING)
+        stored = np.empty((len(names), num), np.uint32)
+        for name, values in zip(names, stored, strict=True):
+            self._file.seek(4 * (self._slots[name] * self.num_tokens + start))
+            self._file.readinto(values.data)
+        return Block(start, stored ^ _MISSING, stored != 0)
 
     def digest(self, name: str) -> bytes:
         found = sha256()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, combinations_with_replacement, product
+from tempfile import TemporaryFile
 
 import numpy as np
 
@@ -152,26 +153,28 @@ def compare_passes(database: Database, against: str | None = None) -> PassCompar
 
     Replays are not compared. `against` names the reference pass. By default, it is a pass from the largest class.
 
-    Raises NothingToCompare if no two passes share a sequence, InvalidOption, and QueryFailed if there is too little memory.
+    Raises NothingToCompare if no two passes share a sequence, InvalidOption, and QueryFailed if there is too little memory
+    or temporary disk space (4 bytes per token and pass).
     """
     settings = {
         name: flat_contract({key: value for key, value in json.loads(text).items() if key not in ("source", "path")})
         for name, text in database.connection.execute('SELECT "pass", contract_json FROM passes').fetchall()
     }
-    values = PassValues(database)
-    if against is not None and against not in values.has:
-        raise InvalidOption(
-            f"no pass {against!r} with logprobs; choose one of {', '.join(values.has)}", option="against"
-        )
-    connected = _connected(values.has)
-    groups = [_Group(values, names, settings, against) for names in connected if len(names) > 1]
-    if not groups:
-        raise NothingToCompare(
-            f"{database.given[0]}: no two passes share a sequence (passes with logprobs: {len(values.has)}); import "
-            "several engines' logprobs for the same prompts, or pass a second run"
-        )
-    keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
-    found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]
+    with TemporaryFile(buffering=0) as file:
+        values = PassValues(database, file)
+        if against is not None and against not in values.has:
+            raise InvalidOption(
+                f"no pass {against!r} with logprobs; choose one of {', '.join(values.has)}", option="against"
+            )
+        connected = _connected(values.has)
+        groups = [_Group(values, names, settings, against) for names in connected if len(names) > 1]
+        if not groups:
+            raise NothingToCompare(
+                f"{database.given[0]}: no two passes share a sequence (passes with logprobs: {len(values.has)}); import "
+                "several engines' logprobs for the same prompts, or pass a second run"
+            )
+        keeps = _by_setting(relation for group in groups for relation in group.relations if relation.is_same)
+        found = [group.measured(against, keeps) for group in sorted(groups, key=lambda group: -len(group.settings))]
     alone = tuple(names[0] for names in connected if len(names) == 1)
     return PassComparison(run=database.given[0], steps=database.steps, groups=tuple(found), alone=alone)
 

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import resource
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -318,8 +320,28 @@ def test_the_size_of_a_block_never_changes_the_result(tmp_path, monkeypatch):
     assert parts.contradictions
 
 
-def test_a_run_beyond_the_memory_is_refused(tmp_path, monkeypatch):
+def test_memory_does_not_grow_with_the_number_of_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(pass_values, "CELLS", 1 << 12)
+    base, peaks = make(num=50_000), []
+    for num in (3, 18):
+        run = record(tmp_path / str(num), {f"p{seed}": noisy(base, seed) for seed in range(num)}, lengths=(500,) * 100)
+        tracemalloc.start()
+        compare(run)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_a_run_beyond_the_memory_or_the_temporary_folder_is_refused(tmp_path, monkeypatch):
     run = record(tmp_path / "run", {"a": make(), "b": make()})
     monkeypatch.setattr(pass_values, "BYTES_PER_TOKEN", 1 << 50)
     with pytest.raises(QueryFailed, match=r"comparing 100 response tokens takes .* Compare fewer steps"):
         compare(run)
+    monkeypatch.undo()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(QueryFailed, match=r"temporary file .* could not be written .* Set TMPDIR"):
+            compare(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
