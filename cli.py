@@ -231,11 +231,11 @@ class _FrameworkOption(click.Option):
     def __init__(self, declared: DeclaredOption):
         self.declared: list[DeclaredOption] = []
         flag, types = declared.name.replace("_", "-"), get_args(declared.type)
-        is_switch, is_on = declared.type is bool, declared.default is True
+        is_switch = declared.type is bool
         super().__init__(
-            [f"--{flag}/--no-{flag}" if is_switch and is_on else f"--{flag}"],
+            [f"--{flag}"],
             is_flag=is_switch,
-            default=False if is_switch and not is_on else None,
+            default=False if is_switch else None,
             type=types or declared.type,
             metavar=declared.metavar,
         )
@@ -649,18 +649,13 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     Views: sequences, scores, passes, metrics, steps, tokens, changes (everything that changed during a run), and
     operators and patches (results from locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps and pair_runs,
     where d = logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without
-    QUERY, queries are read from stdin or a prompt.
+    QUERY, the query is read from stdin.
     """
-    from .analysis.query import Session, prompt, split_arguments
-
-    traces, query = split_arguments(arguments)
-    session = Session(traces, **options)
-    if query is None and sys.stdin.isatty():
-        prompt(session, form.table)
-        return
-    text = sys.stdin.read() if query is None else query
+    *traces, last = arguments
+    is_trace = os.path.exists(last) or "://" in last.split(maxsplit=1)[0] or not (traces or " " in last)
+    query = sys.stdin.read() if is_trace else last
     with _ended_after(options["timeout"]):
-        found = session.ask(text)
+        found = analysis.sql([*traces, last] if is_trace else traces, query, **options)
     form.table(found)
 
 
@@ -710,18 +705,11 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
         form.table(found)
 
 
-@_example(
-    "tim-trace stats runs/demo --by step\n"
-    "tim-trace stats runs/demo --like verl --rollout-is token --rollout-rs seq_mean_k1 --rollout-rs-threshold 0.99_1.01"
-)
+@_example("tim-trace stats runs/demo --by step\ntim-trace stats runs/demo --like verl")
 @main.command(cls=_OfFrameworks)
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair_and_steps
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
-@click.option(
-    "--exact", is_flag=True,
-    help="Compute exact quantiles. By default, quantiles of over 33,554,432 tokens are approximate (within 0.1%).",
-)  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="Print this framework's metrics as it defines them. The framework's options are listed below.",
@@ -734,14 +722,12 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
     If the trace is local, finished and writable, stats stores per-sequence sums in it (sums/ and index/), so that the
     next call does not have to read tokens.
     """
-    from .analysis.stats import approximate, likeness
+    from .analysis.stats import likeness
     from .analysis.views import open_database
 
     database = open_database(list(traces), steps, ray=ray)
     rows = _asked(analysis.stats, database, held_back=ray, like=like, **options)
     form.table(rows, "" if like else "stats")
-    for sentence in approximate(rows):
-        _tell(sentence)
     for sentence in likeness(database, like=like, **options):
         _tell(sentence)
 
@@ -1183,33 +1169,27 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
-@click.option("--card", metavar="FILE.png", help="Image to write (1200 x 630 pixels): verdict, mismatch, reward.")
 @click.option("--markdown", metavar="FILE.md|-", help="Markdown file to write for an issue or a chat (- prints it).")
 @click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
 @click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
-@click.option(
-    "--pdf", metavar="FILE.pdf|DIR",
-    help="File with one page per figure, or folder with one PDF per figure. Also writes CSV files.",
-)  # fmt: skip
+@click.option("--pdf", metavar="DIR", help="Folder for a PDF and a CSV file per figure.")
 @click.option(
     "--width", default="column", metavar="INCHES|NAME",
     help="Figure width: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
-@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font for exported figures.")
-@click.option("--title", is_flag=True, help="Put a title above each exported figure.")
 @_control
 @_pair_and_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def report(traces: Sequence[str], **options: Any) -> None:
-    """Write everything known about a run to a single HTML page, a shareable image, Markdown, or figures for papers.
+    """Write everything known about a run to a single HTML page, Markdown, or figures for papers.
 
     The report covers the first RUN, and its charts also show the other runs. The page works offline and contains the
     verdict, series, mismatch, tokens and provenance, plus the query behind each figure.
     """
-    paths = [options[name] for name in ("output", "card", "markdown", "png", "svg", "pdf")]
+    paths = [options[name] for name in ("output", "markdown", "png", "svg", "pdf")]
     if not any(paths):
         raise click.UsageError(
-            "choose what to write: -o FILE.html, --card FILE.png, --markdown FILE.md, --png DIR, --svg DIR or --pdf FILE.pdf"
+            "choose what to write: -o FILE.html, --markdown FILE.md, --png DIR, --svg DIR or --pdf DIR"
         )
     is_printed = options["markdown"] == "-"
     made = _asked(analysis.report, list(traces), **options | ({"markdown": None} if is_printed else {}))

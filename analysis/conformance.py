@@ -50,7 +50,7 @@ Deviation = tuple[str, str, str, str, str, int | None]
 def conformance(store: Store, database: Database | None) -> Rows:
     """Return one row (see COLUMNS) for each file, field, column or row of a trace that deviates from the format.
 
-    `database` is None if the trace cannot be opened. Its rows are then not checked.
+    If the trace cannot be opened, `database` is None and no row is checked.
     """
     found = [*_documents(store), *_tables(store)]
     if database is not None:

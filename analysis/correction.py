@@ -27,7 +27,7 @@ class Correction:
     rule: str
     """Weight and bounds, as the paper or framework writes them."""
     bound_on: str
-    """Ratio that the paper or framework bounds, e.g. a/b or b/a. Empty if it bounds none."""
+    """Ratio that the paper or framework bounds, e.g. a/b or b/a. Empty if there is no bound."""
     kept: str
     """Condition on rho = exp(d) for keeping a token or sequence."""
     level: str = "none"

@@ -55,13 +55,13 @@ def corrections(
       advantage above or below 0, and are NULL if there are none.
     - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), where n is the number of tokens or sequences. ess_verl:
       1 / mean((w / mean w)^2) over all tokens, as verl 0.9.0 logs it, with the weights before rejection.
-    - mass_cut_*: rho summed over the tokens or sequences that are cut, divided by its sum over all tokens or sequences.
-      This is how much of pass a's probability is lost, and so the bias that masking causes (richardli.xyz/rl-collapse:
-      the bias of Seq-MIS is -E_a[f 1(rho > C)]).
+    - mass_cut_*: the sum of rho over cut tokens or sequences, divided by the sum over all tokens or sequences. This
+      share of pass a's probability is lost, which is the bias that masking causes (richardli.xyz/rl-collapse: the bias
+      of Seq-MIS is -E_a[f 1(rho > C)]).
     - bias_*: mean |rho - w|, the largest possible error in a function's mean if the function's values lie in [-1, 1],
-      because E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1 it is twice the total variation. variance_*: mean w^2, an
-      upper bound on a single weighted sample's variance. The columns per sequence are NULL if token ratios set the
-      weight, those per token if sequence ratios do.
+      because E_a[f] - E_b[w f] = E_b[(rho - w) f]. With w = 1, bias_* is twice the total variation. variance_*: mean
+      w^2, an upper bound on a single weighted sample's variance. If token ratios set the weight, the columns per
+      sequence are NULL. If sequence ratios set it, the columns per token are NULL.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 

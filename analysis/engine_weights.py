@@ -57,8 +57,8 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""Selects the steps sampled by a process that recorded no digests. Digests without a dtype
-come from an engine in another process, which all processes share."""
+"""Selects the steps sampled by a process that recorded no digests. Digests without a dtype come from an engine in its
+own process, which serves all training processes."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -190,7 +190,7 @@ class _Engine:
             else:
                 has = self._has[tensor]
                 holds, is_loaded = had[tensor].get(has), self._given.get(tensor, has) == has
-                # If the engine never received weights, its initial ones may be dummy values, so report only STALE.
+                # If the engine never received weights, its initial weights may be dummy values, so report only STALE.
                 causes = _causes(holds, has == unmerged, cast, is_new=has == given) if self._was_given else (STALE,)
                 differences.append(
                     EngineTensor(tensor=tensor, causes=causes, holds_version=holds, cast=cast, is_loaded=is_loaded)

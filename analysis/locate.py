@@ -80,6 +80,6 @@ def question_id(question: LocateQuestion) -> str:
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
-    if question.operators is None:  # keep the ids of earlier releases, which had no such option
+    if question.operators is None:  # earlier releases lacked this option, and their ids must not change
         del asked["operators"]
     return short_hash(canonical_json(asked).encode())

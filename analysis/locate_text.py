@@ -15,7 +15,7 @@ _TRIES = {
 }  # fmt: skip
 """For each kind of operator, the replay option that computes it more precisely."""
 _UNCHECKED = (
-    "           other operators are checked as usual; to check these too, run code that computes each operator "
+    "           all other operators are checked; to check the unchecked ones, run code that computes each operator "
     "separately, such as transformers"
 )
 

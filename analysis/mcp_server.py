@@ -54,7 +54,7 @@ _COLUMNS = f"""
 """
 _MACROS = """
     SELECT function_name, parameters FROM duckdb_functions()
-    WHERE function_type = 'table_macro' AND regexp_matches(function_name, '^(pair|correction|objective|loss)_?|_(runs|steps)$')
+    WHERE function_type = 'table_macro' AND regexp_matches(function_name, '^(pair|correction)_?|_(runs|steps)$')
     ORDER BY length(function_name), function_name
 """
 _METRICS = """

@@ -15,7 +15,7 @@ from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.pair_sums import KEYS
 from .trace.source import Pair, Traces, find_sums
-from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
+from .trace.sums import CHUNK_TOKENS, ensure, keep, summarize
 from .trace.tokens import packed
 from .views import open_database
 
@@ -35,7 +35,6 @@ def stats(
     pair: str = "train:rollout",
     by: str = "run",
     steps: str = ALL_STEPS,
-    exact: bool = False,
     like: str | None = None,
     ray: str | None = None,
     progress: Progress = no_progress,
@@ -55,7 +54,7 @@ def stats(
     gives one row per layer, with the columns from the SQL macro `pair_routing_layers`.
 
     Above 33,554,432 tokens, quantiles come from per-step histograms. `quantile_error` bounds their relative error:
-    2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time to compute exact quantiles.
+    2^-10 (0.1%), or 0 if exact.
 
     `ray` is the address of a Ray cluster to spread the tokens over: `auto`, `host:port`, or `local` to start one here.
 
@@ -71,8 +70,6 @@ def stats(
         raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     database = open_database(traces, steps, ray)
     if like is not None:
-        if exact:
-            raise InvalidOption("a framework's metrics include no quantiles; drop the option", option="exact")
         if database.ray is not None:
             raise InvalidOption("a framework's metrics are computed in a single process; drop the option", option="ray")
         return _like(database, names, by, framework_of(like, options))
@@ -91,12 +88,10 @@ def stats(
             )
         return database.ask(query)
     of_run = by == "run"
-    if (exact and of_run) or not all(database.sums.covers(names, runs=runs) for runs in {False, of_run}):
+    if not all(database.sums.covers(names, runs=runs) for runs in {False, of_run}):
         with connected(database.ray):
             if ensure(database, names, of_run=of_run, progress=progress):
                 keep(database, names)
-            if exact and of_run:
-                make_exact(database, names, progress)
     if routed:
         query = f"""
             SELECT * FROM ({query}) LEFT JOIN (
@@ -136,16 +131,6 @@ def _like(database: Database, names: Pair, by: str, framework: Framework) -> Row
     return rows
 
 
-def approximate(rows: Rows) -> list[str]:
-    error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
-    if not error:
-        return []
-    return [
-        f"p50_abs_d, p95_abs_d and p99_abs_d are accurate to {error:.1%}; for exact values, use {option('exact')}, which "
-        f"reads the tokens a second time"
-    ]
-
-
 def likeness(
     traces: Traces | Database, *, pair: str = "train:rollout", steps: str = ALL_STEPS, like: str | None = None,
     **options: Any,
@@ -154,7 +139,7 @@ def likeness(
     empty."""
     if like is None:
         return []
-    options = {name: value for name, value in options.items() if name not in ("by", "exact")}
+    options = {name: value for name, value in options.items() if name != "by"}
     framework = framework_of(like, options)
     return [
         f"as {framework.name} {framework.version} defines them: {framework.source}",

@@ -290,7 +290,8 @@ class ErrorSums:
     """Sums over all tokens, by name.
 
     The names are num_sequences, num_tokens, square_d, spacing (distance between float32 values at the replay's logprob,
-    in nats), and for e, |e| and e^2 `train error`, `train abs_error` and `train square`, and the same for rollout.
+    in nats), `train error`, `train abs_error` and `train square` (sums of e, |e| and e^2), and the same three for
+    rollout.
     """
 
     @classmethod

@@ -48,8 +48,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     - `pair(a, b)`, `pair_sequences(a, b)`, `pair_steps(a, b)` and `pair_runs(a, b)`;
     - `pair_distributions(a, b)`, one row per response token whose distribution both passes captured, and its summaries
       `pair_distribution_sequences(a, b)`, `pair_distribution_steps(a, b)` and `pair_distribution_runs(a, b)`;
-    - `pair_routing(a, b)` and related macros, if router choices were recorded;
-    - `objective_tokens(train, rollout, now, ...)` and `loss_shares(now, ...)` for the effect of the mismatch on a loss.
+    - `pair_routing(a, b)` and related macros, if router choices were recorded.
 
     All views and macros have a `run` column. `like` adds the macros of frameworks, such as `verl_runs(a, b)`. If a
     trace is still being written, the connection shows the rows recorded so far.

@@ -32,8 +32,8 @@ def option(name: str, value: object = True) -> str:
     >>> option("force"), option("by", "step")
     ('force=True', "by='step'")
     >>> with speaking_options():
-    ...     option("force"), option("by", "step"), option("use_rs", False)
-    ('--force', '--by step', '--no-use-rs')
+    ...     option("force"), option("by", "step"), option("keep", False)
+    ('--force', '--by step', '--no-keep')
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -92,7 +92,6 @@ NAMED = [
     "worst-tokens",
     "by-prompt",
     "unique-responses",
-    "staleness",
     "entropy",
 ]
 FRAMEWORKS = ["verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf"]

@@ -1,4 +1,4 @@
-"""Which terms of a loss have a gradient, stated in Python beside the SQL macro `loss_has_gradient`."""
+"""Which terms of a loss have a gradient."""
 
 import numpy as np
 from tim_trace.analysis.statistics.loss import is_clipped

@@ -22,7 +22,7 @@ from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.example import example
 from tim_trace.analysis.export.export import export_run
-from tim_trace.analysis.frameworks.registry import FRAMEWORKS
+from tim_trace.analysis.frameworks.registry import FRAMEWORKS, declared_options
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.info import info
 from tim_trace.analysis.locate import locate
@@ -328,10 +328,10 @@ def test_a_thing_has_one_option_name():
 def test_options_of_a_framework_stand_in_a_section_of_their_own():
     shown = tim_trace("stats", "--help").stdout
     general, *sections = shown.split("with --like ")
-    verl = next(section for section in sections if section.startswith("verl:"))
-    assert "--rollout-is" in verl
-    assert "--rollout-is" not in general
-    assert shown.count("with --like ") == len(FRAMEWORKS)
+    slime = next(section for section in sections if section.startswith("slime:"))
+    assert "--tis-clip" in slime
+    assert "--tis-clip" not in general
+    assert len(sections) == len({declared.framework for declared in declared_options()})
 
 
 def test_python_dash_m_is_the_same_program():
@@ -480,12 +480,8 @@ def test_what_libraries_print_is_shown_only_where_they_fail(way, code, is_shown)
 
 
 def test_stats_say_whose_definition_they_are(trace):
-    done = tim_trace(
-        "stats", trace, "--like", "verl", "--rollout-rs", "token_k1", "--rollout-rs-threshold", "2", "--json"
-    )
-    assert done.json()[0]["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
+    done = tim_trace("stats", trace, "--like", "verl", "--json")
     assert "as verl 0.9.0 defines them: verl/trainer/ppo/rollout_corr_helper.py" in done.stderr
-    assert "k1 bounds 1 / rho" in done.stderr
     assert "do not count" not in done.stderr
     refused = tim_trace("stats", trace, "--like", "trl", "--tis-clip", "2")
     assert refused.code == 2
@@ -493,10 +489,9 @@ def test_stats_say_whose_definition_they_are(trace):
 
 
 @pytest.mark.slow
-def test_options_of_a_framework_are_turned_off_and_given_in_pairs(trace):
-    done = tim_trace("stats", trace, "--like", "slime", "--use-tis", "--no-use-rs", "--json")
-    assert {"mis_tis_truncate_fraction", "mis_batch_norm_factor"} <= set(done.json()[0])
-    assert "mis_rs_mask_fraction_low" not in done.json()[0]
+def test_options_of_a_framework_are_switches_and_given_in_pairs(trace):
+    done = tim_trace("stats", trace, "--like", "slime", "--calculate-per-token-loss", "--json")
+    assert {"tis_clipfrac", "mis_chi2_seq"} <= set(done.json()[0])
     assert "run: no pass 'current' recorded, so ppo_kl, ois are NULL" in done.stderr
     done = tim_trace("stats", trace, "--like", "openrlhf", "--eps-clip-low-high", "0.1", "0.3", "--json")
     assert set(done.json()[0]) == {"run", "vllm_kl", "ppo_kl", "ppo_clip_ratio"}
@@ -513,8 +508,8 @@ def test_nan_outside_of_the_mask_is_told_of_beside_a_framework_s_numbers(tmp_pat
 
 
 def test_sql_knows_the_frameworks_macros(trace):
-    query = "SELECT count(*) AS kept FROM verl_rs_mask('train', 'rollout', 'token_k3', '1.0') WHERE keep"
-    assert tim_trace("sql", trace, query, "--json").json()[0]["kept"] > 0
+    query = "SELECT count(*) AS steps FROM verl_steps('train', 'rollout')"
+    assert tim_trace("sql", trace, query, "--json").json()[0]["steps"] > 0
 
 
 def test_an_error_is_also_json_if_json_is_asked_for(tmp_path):

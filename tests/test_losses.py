@@ -265,21 +265,6 @@ def used_by_objective(database, loss):
     return totals["w_used_positive"].sum() + totals["w_used_negative"].sum()
 
 
-def used_by_sql(database, loss):
-    names = (
-        "kind", "level", "clip_low", "clip_high", "clip_hard", "denominator", "correction", "correction_low", "correction_high",
-        "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
-    )  # fmt: skip
-    given = [(name, getattr(loss, name)) for name in names]
-    options = ", ".join(f"{name} := {'NULL' if value is None else repr(value)}" for name, value in given)
-    shares = f"'current', aggregation := {loss.aggregation!r}, constant := {loss.max_tokens or 'NULL'}"
-    ((found,),) = database.ask(
-        f"SELECT sum(share * term_applied) FROM objective_tokens('train', 'rollout', 'current', {options}) "
-        f"JOIN loss_shares({shares}) USING (run, step, seq_id, iteration)"
-    ).rows
-    return found
-
-
 def wanted_use(loss, step, losses, gradient):
     """What TRL's own numbers say of the sum of w f(rho_used)."""
     if loss.kind in WEIGHTS:
@@ -328,7 +313,6 @@ def check(trl, config, step, path, database, loss):
         return
     wanted = pytest.approx(wanted_use(loss, step, losses, gradient), **CLOSE)
     assert used_by_objective(database, loss) == wanted
-    assert used_by_sql(database, loss) == wanted
 
 
 @pytest.mark.parametrize(
@@ -390,7 +374,6 @@ def test_gradient_objective_and_sql_make_the_same_loss(traces, scenario, **given
     losses, gradient = our_loss(path, loss, step)
     wanted = pytest.approx(wanted_use(loss, step, losses, gradient), **CLOSE)
     assert used_by_objective(database, loss) == wanted
-    assert used_by_sql(database, loss) == wanted
 
 
 def given_of(loss):
@@ -412,7 +395,6 @@ def test_a_generation_batch_of_several_optimizer_steps_comes_back(trl, tmp_path,
     # The objective's update is both optimizer steps, of which its sum is the mean.
     wanted = pytest.approx(wanted_use(loss, step, losses, gradient) / 2, **CLOSE)
     assert used_by_objective(open_database(path), loss) == wanted
-    assert used_by_sql(open_database(path), loss) == wanted
 
 
 @pytest.mark.parametrize("loss_type", rest_slow(["grpo", "dr_grpo", "luspo", "sapo", "gspo", "rloo"], 3))
@@ -437,7 +419,6 @@ def test_masked_rows_stay_in_the_mean_of_a_recorded_run(trl, tmp_path, loss_type
     assert found.value("bias") == pytest.approx(true.sum() - losses.sum(), **CLOSE)
     wanted = pytest.approx(wanted_use(loss, step, losses, gradient), **CLOSE)
     assert found.value("used") == wanted
-    assert used_by_sql(open_database(path), loss) == wanted
     assert our_loss(path, loss, step)[0] == pytest.approx(losses, **CLOSE)
     assert (found.num_rows, found.num_sequences) == (8, 5)
     assert found.steps.dicts()[0]["num_rows"] == 8

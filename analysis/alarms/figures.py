@@ -27,14 +27,14 @@ OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics that `read_series` does not return. They are computed from tokens."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
 NOT_FINITE = "num_not_finite"
-"""Metric: number of loss tokens in a step whose logprob is NaN or infinite in either pass."""
+"""Metric: number of a step's loss tokens with a NaN or infinite logprob in either pass."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read the metrics in OF_TOKENS, and NOT_FINITE, at each step.
+    """Read each step's token metrics: NOT_FINITE and the two in OF_TOKENS.
 
     OF_TOKENS are the means of |exp(a) - exp(b)| and exp(|d|), where a and b are a token's logprobs in the two passes.
-    They cover the same tokens as `read_series`.
+    These means cover the same tokens as `read_series`.
     """
     if not tokens_by_step(database, run):
         return read_averages(database, run)
@@ -66,7 +66,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Metric: share of repeated responses whose reward differs from the previous occurrence's (see `repeats`)."""
+"""Metric: share of repeated responses that got a different reward than last time (see repeats.py)."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
 

@@ -87,7 +87,7 @@ _PUBLISHED = (
     ("miles_abs_d", "Miles", "mean_abs_d", 0.8, "mean |d|", "chat templates differ", "Miles docs, debug"),
     ("prime_rl_kl", "prime-rl", "k3", 0.15, "mismatch_kl: mean(exp(d) - d - 1)", "prime-rl's own CI fails",
      "prime-rl CI"),
-    ("tinker_kl", "Tinker", "k3", 0.01, "KL between sampler and trainer (compared with k3)", "investigate",
+    ("tinker_kl", "Tinker", "k3", 0.01, "KL between sampler and trainer, estimated as k3", "investigate",
      "tinker-feedback#22"),
     ("tinker_k1", "Tinker", "k1", 0.01, "|optim/kl_sample_train_v1|: mean(rollout - train)",
      "training may be unstable", "tinker-cookbook, skills/research"),

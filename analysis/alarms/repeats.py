@@ -44,10 +44,10 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return, for each step, the share of the last WINDOW steps' repeated responses that got a different reward.
+    """Return, for each step, the share of repeated responses in the last WINDOW steps that got a different reward.
 
-    The reward is compared with that of the response's previous occurrence. Rows are in recording order.
-    `place` [N] is the step index, and `whole` [N] is a hash of prompt and response.
+    Each reward is compared with the reward at the response's previous occurrence. Rows are in recording order. `place`
+    [N] holds step indices, and `whole` [N] hashes of prompt and response.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

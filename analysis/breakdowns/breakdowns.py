@@ -25,8 +25,8 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Number of entropy bins. The last one also covers all higher entropies: 16 nats correspond to nine million equally
-likely tokens."""
+"""Number of entropy bins, up to 16 nats (nine million equally likely tokens). The last bin also covers all higher
+entropies."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -80,7 +80,7 @@ class Queries:
                 "(2 ** floor(log2(num_response_tokens)))::BIGINT", f"{pair}\nJOIN {_LENGTHS}", self._compared,
             ),
             "entropy": (
-                f"entropy of the sampled distribution, one row per quarter of a nat, then {last:g} and more",
+                f"entropy of the sampled distribution, one row per quarter of a nat, the last for {last:g} and above",
                 "entropy_from",
                 f"{entropy} / {ENTROPIES_PER_NAT:.1f}", f"pair_entropies({self._pair})", f"{self._compared} AND isfinite(entropy)",
             ),
@@ -99,9 +99,9 @@ def _literal(number: float) -> str:
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL hash for sampling sequences. `rows` is an optional table prefix, such as `s.`."""
+"""SQL expression for the hash by which sequences are sampled. `rows` is empty or a table prefix, e.g. `s.`."""
 SMALLEST = 1e-6
-"""Half-width (nats) for the d axis if every d is 0."""
+"""Half-width (nats) of the d axis if every d is 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})

@@ -26,7 +26,7 @@ class RunDifference:
     name: str
     """Setting, contract field (`pass.field`), pass or series. Empty for other kinds."""
     step: int
-    """First step where the runs differ (beyond noise for a series)."""
+    """First step where the runs differ. In a series, differences within noise do not count."""
     a: Measured | None
     """Value in run A at `step` (for a series, the median from `step` to the next change), or None if missing."""
     b: Measured | None

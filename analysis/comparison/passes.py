@@ -27,10 +27,10 @@ SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", 
 passes have equal bits, but differ in a setting that changes the bits in other pairs of passes. `inert_setting`: passes
 have different bits, but differ only in a setting that does not change the bits in other pairs."""
 TAIL = 16
-"""A class that differs from the median at more tokens than this is judged by the tail of its own differences. Any other
-class is judged by the tail of the other classes' differences."""
+"""If a class differs from the median at more tokens than this, its odd tokens are found from the tail of its own
+differences. Otherwise, they are found from the tail of the other classes' differences."""
 CHANCE = 1e-3
-"""A token is reported as odd if, over all tokens and classes, fewer than this many are expected to differ as much. On
+"""A token is reported as odd if fewer than this many tokens, over all classes, are expected to differ as much. On
 simulated differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2%
 of the classes had a token reported."""
 MOST_ODD = 1000
@@ -87,7 +87,7 @@ class SettingContradiction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddToken:
-    """A token at which one class is much farther from the other classes than it usually is."""
+    """A token at which one class is much farther from the other classes than at its other tokens."""
 
     passes: tuple[str, ...]
     seq_id: str
@@ -120,7 +120,7 @@ class PassGroup:
     num_sequences: int
     num_tokens: int
     classes: tuple[PassClass, ...]
-    """The reference class first, then the other classes, those with the most passes first."""
+    """The reference class first, then the other classes by descending number of passes."""
     contradictions: tuple[SettingContradiction, ...]
     odd_tokens: tuple[OddToken, ...]
     """Largest ratio first."""
@@ -128,7 +128,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """A trace's passes grouped by equal bits, odd tokens, and passes whose bits contradict their settings."""
+    """A trace's passes, grouped by equal bits, with odd tokens and contradictions between bits and settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -230,7 +230,7 @@ class _Group:
         self.settings = _differing([name for passes in self.classes for name in passes], settings)
         self.odd_tokens: list[OddToken] = []
         self.not_judged: dict[int, np.ndarray] = {}
-        """Odd tokens of each class. Their bits do not count as contradicting the settings."""
+        """Odd tokens of each class. They are left out when bits are compared with settings."""
         self._find_odd_tokens()
         self.relations = list(self._relations())
 
@@ -372,7 +372,7 @@ class _Group:
         num_tested, num_different = int(num_finite.sum()), int(num_above.sum())
         most = num_different // 8 + 3 * TAIL
         largest = np.empty(0)
-        """Differences of all classes, used to judge classes with few of their own."""
+        """Differences of all classes, used to judge classes with few differences."""
         for number in range(len(self.classes)) if (num_above <= TAIL).any() else ():
             abs_T = self._abs(number, median_T)
             largest = np.sort(np.concatenate([largest, abs_T[abs_T > 0]]))[::-1][:most]

@@ -98,9 +98,9 @@ def passes_rows(found: PassComparison) -> Rows:
 
 def odd_sentence(one: OddToken) -> str:
     odd = "" if one.num_others > 1 else " Either of the two may be wrong."
-    size = "the only token at which it differs"
+    size = "the only token at which this class differs"
     if one.typical is not None and one.expected is not None:
-        size = f"{one.ratio:,.0f} times its median elsewhere (such tokens expected by chance: {one.expected:.2g})"
+        size = f"{one.ratio:,.0f} times the class's median elsewhere (tokens expected to be as odd: {one.expected:.2g})"
     others = f"the median of {one.num_others} other classes" if one.num_others > 1 else "the other class"
     return (
         f"Token {one.token} of {one.seq_id}: {one.value:.6g} in {_named(one.passes)}, but {one.others:.6g} in {others}. "

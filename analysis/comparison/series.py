@@ -37,7 +37,7 @@ def series_differences(
 ) -> Iterator[RunDifference]:
     """Yield the series that differ.
 
-    Append the names of bitwise equal series to `same`, and of series that differ only by noise to `within`.
+    The names of bitwise equal series are appended to `same`, and those of series that differ only by noise to `within`.
     """
     for name in a:
         if name not in b:

@@ -19,7 +19,7 @@ _LARGEST_VOCABULARY = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions of which only the logprobs of K tokens and the total mass of all other tokens are known."""
+    """Distributions known only by the logprobs of K tokens and the total mass of all other tokens."""
 
     ids_CK: Array
     logprobs_CK: Array

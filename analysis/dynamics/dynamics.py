@@ -42,9 +42,10 @@ def dynamics(
 ) -> Dynamics:
     """Report when each series of a run changed, and which changed first.
 
-    Changes have 95% intervals. If two overlap, their order is undecided. The result also contains k3's growth rate and
-    the questions that the trace cannot answer. A collapse is reported at the onset found by `attribute`. `steps` (3:80,
-    :100, 2:200:2) restricts the report to part of the run. Steps outside that part still help to find changes.
+    Changes have 95% intervals. If two intervals overlap, the order of the changes is undecided. The result also
+    contains k3's growth rate and the questions that the trace cannot answer. A collapse is reported at the onset found
+    by `attribute`. `steps` (3:80, :100, 2:200:2) restricts the report to part of the run. Steps outside that part still
+    help to find changes.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -226,7 +227,7 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Codes in text.SUMMARY."""
     fall: Fall | None
-    """The collapse found by `attribute`. None if there is none, or if it begins after `steps`."""
+    """The collapse found by `attribute`. None if the run has none, or if the collapse begins after `steps`."""
     later: Fall | None = None
     """A collapse that begins after `steps`."""
     series: tuple[SeriesSummary, ...]

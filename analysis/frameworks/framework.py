@@ -35,8 +35,9 @@ class Framework:
             value, at_least = getattr(self, option.name), option.metadata["at_least"]
             if value is None:
                 continue
-            if option.metadata["choices"]:
-                check_choice(self.name, option.name, value, option.metadata["choices"])
+            choices = option.metadata["choices"]
+            if choices and value not in choices:
+                raise InvalidOption(f"got {value!r}; {self.name} has {', '.join(choices)}", option=option.name)
             if at_least is not None and not value >= at_least:
                 raise InvalidOption(f"got {value:g}; pass {at_least:g} or more", option=option.name)
         self.check()
@@ -49,7 +50,10 @@ class Framework:
 
         `only` selects columns of the macro `<name>_<by>s`. If it is empty, all columns are returned.
         """
-        rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
+        columns = ", ".join(f'"{name}"' for name in only) or "*"
+        options = "".join(f", {name} := {literal(value)}" for name, value in options_of(self).items())
+        macro = f"{self.name.replace('-', '_')}_{by}s"
+        rows = database.ask(f"SELECT {columns} FROM {macro}({quoted_pair(pair)}{options})")
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
@@ -73,23 +77,11 @@ class Framework:
         return []
 
 
-def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
-
-
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
-
-
-def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query over `<macro>_steps` or `<macro>_runs`. An empty `only` selects all columns."""
-    columns = ", ".join(f'"{name}"' for name in only) or "*"
-    arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
-    return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
 
 
 def options_of(framework: Framework) -> dict[str, Any]:

@@ -17,9 +17,9 @@ FROM (
     SELECT s.run, s.step, unnest(s.response_mask) AS mask, unnest(scores.logprobs) AS logprob
     FROM sequences AS s
     JOIN scores ON scores.run = s.run AND scores.step = s.step AND scores.seq_id = s.seq_id
-    WHERE scores."pass" IN ({passes}){within}
+    WHERE scores."pass" IN ({passes}) AND list_contains(s.response_mask, false)
 )
-WHERE NOT isfinite(logprob){where}
+WHERE NOT isfinite(logprob) AND NOT mask
 """
 
 _IN_HALF = """
@@ -43,25 +43,19 @@ def null_without(
 
 
 def masked_out(
-    database: Database, passes: Sequence[str], framework: str, *, rejects: bool = False,
+    database: Database, passes: Sequence[str], framework: str, *,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:  # fmt: skip
     """Warn about non-finite logprobs on masked tokens, for frameworks that multiply by the mask.
 
-    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it. If
-    the framework also masks tokens that it rejects (`rejects`), all tokens are searched, because any may be rejected.
+    NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it.
     """
-    query = _NOT_FINITE.format(
-        passes=", ".join(quoted(name) for name in passes),
-        within="" if rejects else " AND list_contains(s.response_mask, false)",
-        where="" if rejects else " AND NOT mask",
-    )
+    query = _NOT_FINITE.format(passes=", ".join(quoted(name) for name in passes))
     ((num_logprobs, num_steps),) = database.connection.execute(query).fetchall()
     if not num_logprobs:
         return []
-    which = "tokens that are masked or may be rejected" if rejects else "masked tokens"
     return [
-        f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
+        f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on masked tokens: {framework} multiplies by a "
         f"mask of 0, which gives NaN, so {effect}; tim-trace leaves such tokens out"
     ]
 
@@ -88,7 +82,7 @@ def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
         }
         if other:
             told.append(
-                f"{source.run}: was trained with different options; to reproduce its logged numbers: "
+                f"{source.run} was trained with different options; to reproduce its logged numbers, use "
                 f"{options({'by': 'step'} | other)}"
             )
     return told

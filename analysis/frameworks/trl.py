@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
 """Loss types that clip ratios on both sides."""
 
-_SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio", "off_policy_mask_ratio"
+_SAMPLING, _CLIPS, _CISPO = "sampling/", "clip_ratio/", "cispo_clip_ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,6 @@ class Trl(Framework):
         None, "Clip ratios above 1 + E, or for cispo above E (epsilon).", metavar="E", at_least=0
     )
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    off_policy_mask_threshold: float | None = option_field(
-        None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
-    )
     logging_steps: int | None = option_field(
         None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
@@ -65,10 +62,8 @@ class Trl(Framework):
             )
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")
-        if self.trainer == "rloo":
-            for name in ("delta", "off_policy_mask_threshold"):
-                if getattr(self, name) is not None:
-                    raise InvalidOption("TRL's RLOO trainer does not have this option; use trainer grpo", option=name)
+        if self.trainer == "rloo" and self.delta is not None:
+            raise InvalidOption("TRL's RLOO trainer does not have this option; use trainer grpo", option="delta")
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         from ..trace.columns import num_scored, why_nothing  # loads DuckDB, which help pages do not need
@@ -89,14 +84,11 @@ class Trl(Framework):
             self.vllm_importance_sampling_clip_min,
         )  # fmt: skip
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        clips = (
-            self.trainer == "rloo", self.importance_sampling_level, self.epsilon, high, self.delta,
-            self.off_policy_mask_threshold,
-        )  # fmt: skip
+        clips = (self.trainer == "rloo", self.importance_sampling_level, self.epsilon, high, self.delta)
         return (
             f"trl_rows({quoted_pair(pair)}, {literals(bounds)})",
             f"trl_updates({quoted(pair[0])})",
-            f"trl_clips({quoted_pair(pair)}, {literals(clips)})",
+            f"trl_clips({quoted(pair[0])}, {literals(clips)})",
         )
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
@@ -119,9 +111,7 @@ class Trl(Framework):
             return self.trainer == "rloo"
         if column.startswith(_CLIPS):
             return not self._clips
-        if column == _CISPO:
-            return self.trainer == "rloo" or self.loss_type != "cispo"
-        return column == _MASK and self.off_policy_mask_threshold is None
+        return column == _CISPO and (self.trainer == "rloo" or self.loss_type != "cispo")
 
     def _effective(self) -> dict[str, object]:
         options = options_of(self)

@@ -12,8 +12,6 @@
 --   is the share of tokens (or sequences), low_min and high_max the smallest and largest share of a sequence. If all responses
 --   of a micro-batch are one token long, TRL's shares include masked tokens; here, they do not.
 --   cispo_clip_ratio: share of ratios above epsilon_high with a positive advantage.
---   off_policy_mask_ratio: share of sequences dropped by off_policy_mask_threshold, because the advantage is negative and the
---   mean of b - current is above the threshold (of a - current if the engine has no logprobs). TRL does not log this share.
 -- Here, one step is one batch. With logging_steps, a row is what TRL logs over that many steps: the mean of the generation
 -- batches' mismatch, where each batch is a mean over processes, and the mean of the micro-batches' loss numbers.
 
@@ -98,8 +96,8 @@ CREATE OR REPLACE MACRO trl_updates(a) AS TABLE
 CREATE OR REPLACE MACRO trl_capped(ratio, delta) AS
     CASE WHEN isnan(ratio) OR delta IS NULL THEN ratio ELSE least(ratio, delta) END;
 
--- trl_clips(...): number of clipped ratios per use, and whether the use is dropped; NULL without an advantage.
-CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_high, delta, threshold) AS TABLE
+-- trl_clips(...): number of clipped ratios per use.
+CREATE OR REPLACE MACRO trl_clips(a, of_rloo, level, epsilon_low, epsilon_high, delta) AS TABLE
     SELECT run, step, seq_id, update, forward_id,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
            CASE WHEN of_tokens THEN coalesce(num_unknown, 0) ELSE (advantage IS NULL)::INTEGER END AS num_unknown,
@@ -108,10 +106,7 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
            CASE WHEN of_tokens THEN coalesce(num_high, 0)
                 ELSE (above(ratio, 1 + epsilon_high) AND above(advantage, 0))::INTEGER END AS num_high,
            CASE WHEN of_tokens THEN coalesce(num_cispo, 0)
-                ELSE (above(uncapped, epsilon_high) AND above(advantage, 0))::INTEGER END AS num_cispo,
-           CASE WHEN threshold IS NOT NULL
-                THEN (NOT ((advantage >= 0 AND NOT isnan(advantage)) OR coalesce(mean_kl, mean_drift, 0.0) <= threshold))::INTEGER
-           END AS is_dropped
+                ELSE (above(uncapped, epsilon_high) AND above(advantage, 0))::INTEGER END AS num_cispo
     FROM (
         SELECT *,
                CASE level WHEN 'token' THEN NOT of_rloo WHEN 'sequence' THEN false
@@ -121,7 +116,7 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
         FROM trl_updates(a)
         LEFT JOIN (
             SELECT run, step, seq_id, iteration_a AS iteration, count(*) AS num_tokens, sum(d) AS sum_d, avg(d) AS mean_d,
-                   avg(-trl_finite(d)) AS mean_drift, count(*) FILTER (advantage IS NULL) AS num_unknown,
+                   count(*) FILTER (advantage IS NULL) AS num_unknown,
                    count(*) FILTER (below(trl_capped(exp(d), delta), 1 - epsilon_low) AND below(advantage, 0)) AS num_low,
                    count(*) FILTER (above(trl_capped(exp(d), delta), 1 + epsilon_high) AND above(advantage, 0)) AS num_high,
                    count(*) FILTER (above(exp(d), epsilon_high) AND above(advantage, 0)) AS num_cispo
@@ -129,21 +124,15 @@ CREATE OR REPLACE MACRO trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_hig
             WHERE mask AND d IS NOT NULL AND (a <> 'current' OR iteration_a = iteration_b)
             GROUP BY run, step, seq_id, iteration_a
         ) USING (run, step, seq_id, iteration)
-        LEFT JOIN (
-            SELECT run, step, seq_id, iteration_a AS iteration, avg(-trl_finite(d)) AS mean_kl
-            FROM pair('current', b)
-            WHERE mask AND d IS NOT NULL AND threshold IS NOT NULL
-            GROUP BY ALL
-        ) USING (run, step, seq_id, iteration)
     );
 
 -- trl_clipping(...): the loss numbers, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_clipping(
-    a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps, logging_first_step
+    a, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, logging_steps, logging_first_step
 ) AS TABLE
     SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step,
            avg(low_mean) AS low_mean, avg(low_min) AS low_min, avg(high_mean) AS high_mean, avg(high_max) AS high_max,
-           avg(region_mean) AS region_mean, avg(cispo) AS cispo, avg(dropped) AS dropped
+           avg(region_mean) AS region_mean, avg(cispo) AS cispo
     FROM (
         SELECT run, batch, micro_batch,
                CASE WHEN num_unknown = 0 THEN num_low / greatest(num_ratios, 1) END AS low_mean,
@@ -151,16 +140,14 @@ CREATE OR REPLACE MACRO trl_clipping(
                CASE WHEN num_unknown = 0 THEN num_high / greatest(num_ratios, 1) END AS high_mean,
                CASE WHEN num_unknown = 0 THEN high_max END AS high_max,
                CASE WHEN num_unknown = 0 THEN (num_low + num_high) / greatest(num_ratios, 1) END AS region_mean,
-               CASE WHEN num_unknown = 0 THEN num_cispo / greatest(num_ratios, 1) END AS cispo,
-               dropped
+               CASE WHEN num_unknown = 0 THEN num_cispo / greatest(num_ratios, 1) END AS cispo
         FROM (
             SELECT run, CASE WHEN logging_steps IS NOT NULL THEN update WHEN by_step THEN step END AS batch,
                    CASE WHEN logging_steps IS NOT NULL THEN forward_id END AS micro_batch,
                    sum(num_ratios) AS num_ratios, sum(num_unknown) AS num_unknown, sum(num_low) AS num_low,
                    sum(num_high) AS num_high, sum(num_cispo) AS num_cispo,
-                   min(num_low / nullif(num_ratios, 0)) AS low_min, max(num_high / nullif(num_ratios, 0)) AS high_max,
-                   CASE WHEN count(is_dropped) = count(*) THEN avg(is_dropped) END AS dropped
-            FROM trl_clips(a, b, of_rloo, level, epsilon_low, epsilon_high, delta, threshold)
+                   min(num_low / nullif(num_ratios, 0)) AS low_min, max(num_high / nullif(num_ratios, 0)) AS high_max
+            FROM trl_clips(a, of_rloo, level, epsilon_low, epsilon_high, delta)
             GROUP BY ALL
         )
     )
@@ -176,7 +163,7 @@ CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
 -- trl_groups(...): the mismatch and loss numbers side by side; NULL if TRL does not log them. The last row of a run may
 -- cover fewer than logging_steps steps; its step is the last step.
 CREATE OR REPLACE MACRO trl_groups(
-    a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta, threshold,
+    a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta,
     logging_steps, logging_first_step
 ) AS TABLE
     SELECT run, CASE WHEN logging_steps IS NULL THEN step ELSE least(step, last_step) END AS step,
@@ -190,13 +177,12 @@ CREATE OR REPLACE MACRO trl_groups(
            CASE WHEN trl_clips_both(of_rloo, loss_type) THEN high_mean END AS "clip_ratio/high_mean",
            CASE WHEN trl_clips_both(of_rloo, loss_type) THEN high_max END AS "clip_ratio/high_max",
            CASE WHEN trl_clips_both(of_rloo, loss_type) THEN region_mean END AS "clip_ratio/region_mean",
-           CASE WHEN NOT trl_clips_both(of_rloo, loss_type) THEN cispo END AS cispo_clip_ratio,
-           dropped AS off_policy_mask_ratio
+           CASE WHEN NOT trl_clips_both(of_rloo, loss_type) THEN cispo END AS cispo_clip_ratio
     FROM (
         SELECT coalesce(sampling.run, clipping.run) AS run, coalesce(sampling.step, clipping.step) AS step, *
                EXCLUDE (run, step)
         FROM trl_sampling(a, b, by_step, mode, clip_max, clip_min, logging_steps, logging_first_step) AS sampling
-        FULL JOIN trl_clipping(a, b, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, threshold, logging_steps,
+        FULL JOIN trl_clipping(a, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, logging_steps,
                                logging_first_step) AS clipping
                ON clipping.run = sampling.run AND clipping.step IS NOT DISTINCT FROM sampling.step
         WHERE logging_steps IS NOT NULL OR num_tokens IS NULL OR num_tokens > 0
@@ -210,10 +196,10 @@ CREATE OR REPLACE MACRO trl_groups(
 
 -- trl_numbers(...): trl_groups, called with TRL's own options. A whole run is treated as one batch, whatever logging_steps is.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
-                                    threshold, logging_steps, logging_first_step) AS TABLE
+                                    logging_steps, logging_first_step) AS TABLE
     SELECT * FROM trl_groups(
         a, b, by_step, mode, clip_max, clip_min,
         CASE trainer WHEN 'grpo' THEN false WHEN 'rloo' THEN true ELSE error('trainer: grpo or rloo') END,
-        loss_type, level, epsilon, coalesce(epsilon_high, epsilon), delta, threshold,
+        loss_type, level, epsilon, coalesce(epsilon_high, epsilon), delta,
         CASE WHEN by_step THEN logging_steps::BIGINT END, by_step AND logging_first_step
     );

@@ -42,7 +42,7 @@ TAILS = {
 """Lowest measured coverage of a 95% interval, for metrics that a few tokens can dominate. Coverage is lowest
 if logit errors are heavy-tailed (no fourth moment) or differ in scale between groups (docs/evidence/intervals.md)."""
 
-_OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
+_OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq")
 """Metrics based on the sequence weights exp(sum d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0

@@ -44,7 +44,7 @@ _SIZES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     code: str
-    """Identifies the answer: the code of a finding or cause, a key in _EFFECTS or _SIZES, or e.g. `valid`."""
+    """Identifies the answer: a code of a finding or cause, a key of _EFFECTS or _SIZES, or a word such as `valid`."""
     severity: str
     short: str
     figure: str = ""

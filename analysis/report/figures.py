@@ -18,8 +18,6 @@ def figures(
     traces: Traces,
     *,
     width: str | float = "column",
-    font: str = "DejaVu Sans",
-    title: bool = False,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
     steps: str = ALL_STEPS,
@@ -33,6 +31,6 @@ def figures(
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    style = paper_style(width, font, title)
+    style = paper_style(width)
     made = analyzed(traces, control=control, pair=pair, steps=steps, progress=progress)
     return {chart.key: draw(chart, style) for chart in figures_of(made.charts, made.run)}

@@ -1,11 +1,10 @@
-"""Report on one or several runs: every analysis, as an HTML page, a card, Markdown or figures for papers."""
+"""Report on one or several runs: every analysis, as an HTML page, Markdown or figures for papers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...schemas.errors import InvalidOption, option
 from ...schemas.steps import ALL_STEPS
@@ -18,29 +17,23 @@ from .markdown import report_markdown
 from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse
 
-if TYPE_CHECKING:
-    from .paper.figure import PaperStyle
-
 
 def report(
     traces: Traces,
     *,
     output: str | os.PathLike[str] | None = None,
-    card: str | os.PathLike[str] | None = None,
     markdown: str | os.PathLike[str] | None = None,
     png: str | os.PathLike[str] | None = None,
     svg: str | os.PathLike[str] | None = None,
     pdf: str | os.PathLike[str] | None = None,
     width: str | float = "column",
-    font: str = "DejaVu Sans",
-    title: bool = False,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
     steps: str = ALL_STEPS,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known about a run to a single HTML page, a shareable image, Markdown, or figures for papers.
+    """Write everything known about a run to a single HTML page, Markdown, or figures for papers.
 
     The report is about the first trace. Its charts show the other traces for comparison. For `pair` a:b, d = logprob(a)
     - logprob(b) in nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80,
@@ -48,49 +41,41 @@ def report(
     is the HTML file to write. An existing file is replaced only with `force`. A notebook displays the page, and
     printing the report prints the verdict.
 
-    `card` is a PNG file of 1200 x 630 pixels with the headline, the five answers, the mismatch and the reward.
     `markdown` is a file for an issue or a chat (`-` prints it): the headline, the answers, the next commands and the
-    series. `png` and `svg` are folders for one image and one CSV file per figure. `pdf` is either a file (NAME.pdf) with
-    one page per figure, whose CSV files go to a folder next to it, or a folder for one PDF per figure. `width` is
-    a number of inches, or a name that sets the column width and the text width: column (3.4 and 7 inches), aaai, acl,
-    acm, iclr, icml, ieee, jmlr, nature or neurips. `font` names an installed font. `title` adds a title to each figure.
+    series. `png`, `svg` and `pdf` are folders for one image and one CSV file per figure. `width` is a number of inches,
+    or a name that sets the column width and the text width: column (3.4 and 7 inches), aaai, acl,
+    acm, iclr, icml, ieee, jmlr, nature or neurips.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     kind = os.path.splitext(output or "")[1][1:].lower()
     if kind in ("png", "svg", "pdf"):
-        raise InvalidOption(
-            f"{output}: the page is HTML; write figures with {option(kind, 'FILE.pdf' if kind == 'pdf' else 'DIR')}",
-            option="output",
-        )
-    pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
+        raise InvalidOption(f"{output}: the page is HTML; write figures with {option(kind, 'DIR')}", option="output")
+    pictures: dict[Path, list[str]] = {}
+    for kind, folder in (("png", png), ("svg", svg), ("pdf", pdf)):
+        if folder is not None:
+            pictures.setdefault(local(folder), []).append(kind)
     is_printed = markdown is not None and os.fspath(markdown) == "-"
-    if card is not None and os.path.splitext(card)[1].lower() != ".png":
-        raise InvalidOption(
-            f"got {os.fspath(card)!r}; the card is a PNG file, so pass a name that ends in .png", option="card"
-        )
-    files = [local(path) for path in (output, card, None if is_printed else markdown) if path is not None]
-    files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]
-    refuse(files, force)
+    files = (output, None if is_printed else markdown)
+    refuse([local(path) for path in files if path is not None], force)
     if pictures:
         from .paper.figure import paper_style  # deferred: importing matplotlib takes a second
 
-        style = paper_style(width, font, title)
+        style = paper_style(width)
     made = analyzed(traces, control=control, pair=pair, steps=steps, progress=progress)
     if output is not None:
         from .page.page import page  # deferred: importing Bokeh takes a second
 
         _write_text(output, page(made))
-    if card is not None:
-        from .paper.card import write_card
-
-        write_card(made, card)
     if is_printed:
         print(report_markdown(made), end="")
     elif markdown is not None:
         _write_text(markdown, report_markdown(made))
     if pictures:
-        _write_figures(made, pictures, style, force)
+        from .paper.files import figures_of, write_figures
+
+        for folder, kinds in pictures.items():
+            write_figures(figures_of(made.charts, made.run), folder, *kinds, style=style, force=force)
     return made
 
 
@@ -115,26 +100,6 @@ def analyzed(
 def _write_text(place: str | os.PathLike[str], text: str) -> None:
     with explained(place), whole_file(local(place)) as path:
         path.write_text(text, encoding="utf-8", errors="replace")
-
-
-def _is_file(kind: str, place: str | os.PathLike[str]) -> bool:
-    return kind == "pdf" and os.path.splitext(place)[1].lower() == ".pdf"
-
-
-def _write_figures(
-    made: Report, pictures: Mapping[str, str | os.PathLike[str]], style: PaperStyle, force: bool
-) -> None:
-    from .paper.files import figures_of, write_figures, write_pdf
-
-    figures = figures_of(made.charts, made.run)
-    folders: dict[Path, list[str]] = {}
-    for kind, place in pictures.items():
-        if _is_file(kind, place):
-            write_pdf(figures, place, title=made.title, style=style, force=force)
-        else:
-            folders.setdefault(local(place), []).append(kind)
-    for folder, kinds in folders.items():
-        write_figures(figures, folder, *kinds, style=style, force=force)
 
 
 def _names(urls: Sequence[str]) -> list[str]:

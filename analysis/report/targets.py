@@ -15,7 +15,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
-    more = f" ({len(there) - 1} more of the outputs exist, too)" if len(there) > 1 else ""
+    more = f" ({len(there) - 1} more outputs exist)" if len(there) > 1 else ""
     way = (
         "pass the path of a file in it"
         if there[0].is_dir()

@@ -43,22 +43,3 @@ CREATE OR REPLACE MACRO loss_term(
 CREATE OR REPLACE MACRO loss_clips(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
 ) AS advantage <> 0 AND (ratio > clip_top(advantage, kind, clip_high, clip_hard) OR ratio < clip_bottom(advantage, kind, clip_low));
-
--- loss_has_gradient(...): true if a token has a gradient. A clipped token has none under ppo_clip; under cispo, the bound is its
--- weight.
-CREATE OR REPLACE MACRO loss_has_gradient(
-    ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
-) AS advantage <> 0 AND NOT (kind = 'ppo_clip' AND loss_clips(
-    ratio, advantage, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard
-));
-
--- correction_weight(...): the loss's correction weight for a token's term; log_ratio is d of the token or the sequence.
-CREATE OR REPLACE MACRO correction_weight(log_ratio, correction, correction_low, correction_high) AS
-    CASE WHEN correction = 'none' THEN 1.0
-         WHEN correction IN ('token_truncate', 'sequence_truncate')
-         THEN greatest(least(clamped_exp(log_ratio), coalesce(correction_high, 'inf'::DOUBLE)), coalesce(correction_low, 0.0))
-         WHEN correction NOT IN ('token_mask', 'sequence_mask')
-         THEN error('correction: none, token_truncate, token_mask, sequence_truncate or sequence_mask')
-         WHEN clamped_exp(log_ratio) BETWEEN coalesce(correction_low, 0.0) AND coalesce(correction_high, 'inf'::DOUBLE)
-         THEN clamped_exp(log_ratio)
-         ELSE 0.0 END;

@@ -231,7 +231,7 @@ def choice_text(
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
             f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} "
-            "(each under the first reason for its choice)."
+            "(each sequence is counted once, by the first reason)."
         )
     return " ".join(sentences)
 

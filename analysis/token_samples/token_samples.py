@@ -210,7 +210,8 @@ class TokenSample:
     advantages: np.ndarray | None
     """[T] float32 if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32 (nats), from pass b, or from pass a if b has none. NaN if missing, None if neither has any."""
+    """[T] float32 (nats), from pass b, or from pass a if b has none. NaN if missing, None if neither pass recorded
+    any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,7 +247,7 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text.replace(" ", SPACE)
     parts: list[str] = []
-    marks = MOST_MARKS  # as if the limit were reached: a mark at the start has no base letter
+    marks = MOST_MARKS  # escape a mark at the start of the text, because it has no base letter
     before = ""
     for char in text:
         category = unicodedata.category(char)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from threading import Event, Thread
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import duckdb
@@ -29,8 +28,6 @@ from .table_views import TableViews, step_condition
 
 Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
-
-_LOOK_EVERY_S = 0.1
 
 
 class Database:
@@ -88,29 +85,10 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        if self.progress is no_progress:
+        """Report one long query, whose progress is unknown until it ends."""
+        with self.progress(what, 1) as advance:
             yield
-            return
-        raw, ended = self.connection.raw, Event()
-        raw.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
-        with self.progress(what, 100) as advance:
-            told = 0
-
-            def tell() -> None:
-                nonlocal told
-                while not ended.wait(_LOOK_EVERY_S):
-                    if (now := int(raw.query_progress())) > told:
-                        advance(now - told)
-                        told = now
-
-            watcher = Thread(target=tell, name="following", daemon=True)
-            watcher.start()
-            try:
-                yield
-            finally:
-                ended.set()
-                watcher.join()
-            advance(100 - told)
+            advance(1)
 
     @property
     def damaged(self) -> tuple[str, ...]:
@@ -140,7 +118,7 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # reuse the Database of these steps, with the results cached in it
+        if key not in self.memory:  # otherwise, reuse the Database of these steps and its cached results
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress
@@ -219,7 +197,7 @@ def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Conc
 
 
 def core_files() -> list[MacroFile[Database]]:
-    names = ("macros", "pair", "context", "views", "loss", "objective")
+    names = ("macros", "pair", "context", "views", "loss")
     grouped = sql_file("group_statistics").format(rows=sql_file("grouped_by_windows"))
     return [
         *(MacroFile[Database](name=name, sql=sql_file(name)) for name in names),

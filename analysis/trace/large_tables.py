@@ -41,7 +41,7 @@ class _LargeTable:
     files: Sequence[TableFile]
     folder: str
     no_columns: str = ""
-    """SELECT list with a typed NULL per column, for queries that only count rows and therefore need no file."""
+    """SELECT list with a typed NULL per column. Queries that only count rows read it instead of files."""
 
     @property
     def marker(self) -> str:

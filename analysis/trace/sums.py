@@ -212,19 +212,6 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
-def make_exact(database: Database, pair: Pair, progress: Progress) -> None:
-    """Replace the approximate run quantiles from `ensure` with exact ones, which are never stored in the trace."""
-    query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
-    runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
-    if not runs:
-        return
-    if not database.sums.is_computed(pair, runs=True):
-        for spec in OF_RUNS:
-            _take_kept(database, spec, pair, [source.run for source in database.sources])
-    _put_run_quantiles(database, pair, [_read_again(database, pair, run, progress) for run in runs])
-    database.supersede(pair, runs=True)
-
-
 def _histogram_rows(pair: Pair, steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
     schema = pa.schema([STEP_HISTOGRAMS.schema.field(name) for name in without_pair(STEP_HISTOGRAMS)])
     parts = [

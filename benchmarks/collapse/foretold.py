@@ -75,8 +75,13 @@ def _by_corrections(trace: str, changes: Mapping) -> float:
 
 
 _GAPS = """
-SELECT sum(abs(bias)) / sum(abs(term_true)), avg(abs(d))
-FROM objective_tokens('train', $scored, $now, kind := $kind) WHERE step % $every = 0
+SELECT sum(abs(used - correct)) / sum(abs(correct)), avg(abs(d))
+FROM (
+    SELECT d, loss_term(clamped_exp(stale), advantage, kind := $kind) AS used,
+           loss_term(clamped_exp(d + stale), advantage, kind := $kind) AS correct
+    FROM pair_now('train', $scored, $now)
+    WHERE mask AND isfinite(d) AND isfinite(stale) AND isfinite(advantage) AND step % $every = 0
+)
 """
 
 

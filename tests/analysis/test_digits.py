@@ -194,21 +194,18 @@ def test_every_statistic_has_the_digits_of_mpmath(tmp_path, kind, num_sequences,
 def test_verl_s_numbers_have_their_digits_too(tmp_path, kind):
     steps = make(kind, 12)
     trace = record(tmp_path / "run", steps)
-    of_run = stats(trace, like="verl", rollout_is="token").dicts()
-    of_step = stats(trace, like="verl", rollout_is="token", by="step").dicts()
+    of_run = stats(trace, like="verl").dicts()
+    of_step = stats(trace, like="verl", by="step").dicts()
     every = [sequence for part in steps.values() for sequence in part]
     for row, sequences in [(of_run[0], every), *((row, steps[row["step"]]) for row in of_step)]:
         tokens = [(mpf(float(a)), mpf(float(b))) for pair in sequences for a, b in zip(*pair, strict=True)]
         diff = [abs(mpmath.exp(a) - mpmath.exp(b)) for a, b in tokens]
-        weights = [min(mpmath.exp(max(a - b, -20)), mpf(2)) for a, b in tokens]
         clamped = [mpmath.expm1(2 * min(max(a - b, mpf(-20)), mpf(20))) for a, b in tokens]
         correlation = row["training/rollout_actor_probs_pearson_corr"]
         wanted = exact(sequences)["prob_pearson"]
         assert np.isnan(correlation) if wanted is None else abs(correlation - wanted) < DIGITS
         n = len(tokens)
         close(row["training/rollout_probs_diff_std"], mpmath.sqrt(squares(diff) / (n - 1)))
-        # A weight near 1 is itself rounded to 1.1e-16.
-        close(row["rollout_corr/rollout_is_std"], mpmath.sqrt(squares(weights) / n), at_least=2e-16)
         close(
             row["rollout_corr/chi2_token"],
             mpmath.fsum(clamped) / n,
@@ -283,15 +280,10 @@ def test_the_effective_sample_size_of_very_negative_d_is_right_wherever_it_is_re
         database = open_database(trace)
         found = {"stats": stats(database).dicts()[0]["ess_token"], "check": own(trace)["ess_token"]}
         found["gate"] = gate(trace, fail_on=["tim.ess_token<0.01"]).verdicts[0].value
-        verl = stats(trace, like="verl", rollout_is="token").dicts()[0]
-        # verl adds 1e-8 to the mean weight, which is 6e-9 here; verl and corrections clamp d to 20 nats.
-        clamped = np.exp(np.maximum(d.astype(float), -20))
-        assert verl["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
-            (clamped.mean() + 1e-8) ** 2 / (clamped**2).mean(), rel=1e-9
-        )
         found["SQL"] = connect(trace).execute("SELECT ess_token FROM pair_runs('train', 'rollout')").fetchone()[0]
         with pytest.warns(TimTraceWarning, match="no advantages"):
             rules = {row["correction"]: row["ess_token"] for row in corrections(trace).dicts()}
+        # corrections clamps d to 20 nats.
         assert rules["token-is"] == pytest.approx(share(np.maximum(d, np.float32(-20))), rel=1e-12)
         assert found == {name: pytest.approx(of_run, rel=1e-12) for name in found}
         by_step = {row["step"]: row["ess_token"] for row in query("ess", trace).dicts()}

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from segmented import QUESTIONS, add_steps, rows_of
 from tim_trace.analysis import compact
-from tim_trace.analysis.query import Session
+from tim_trace.analysis.query import sql
 from tim_trace.analysis.trace import large_tables
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import connect, open_database
@@ -81,7 +81,7 @@ def test_conditions_on_steps_leave_every_row_that_they_hold_for(trace, recorded,
         f"SELECT (SELECT count(*) FROM sequences), (SELECT count(*) FROM sequences WHERE {where}), (SELECT count(*) FROM scores)",
     ]
     found = [open_database(trace).ask(question).rows for question in questions]
-    shown = [Session(trace).ask(question).rows for question in questions]
+    shown = [sql(trace, question).rows for question in questions]
     monkeypatch.setattr(large_tables, "MANY_FILES", 1 << 20)
     database = open_database(recorded)
     assert found == [database.ask(question).rows for question in questions]

@@ -94,30 +94,22 @@ def trl():
 
 @pytest.fixture(scope="module")
 def loss():
-    """The metrics of `_compute_loss` of TRL's GRPO trainer, and how many sequences its off-policy mask keeps."""
-    methods = run_of(function("grpo_trainer.py", "_compute_loss"), function("grpo_trainer.py", "get_off_policy_mask"))
+    """The metrics of `_compute_loss` of TRL's GRPO trainer."""
+    methods = run_of(function("grpo_trainer.py", "_compute_loss"))
 
-    def of(given, *, loss_type="dapo", importance_sampling_level="token", epsilon=0.2, epsilon_high=None, delta=None,
-           off_policy_mask_threshold=None):  # fmt: skip
+    def of(given, *, loss_type="dapo", importance_sampling_level="token", epsilon=0.2, epsilon_high=None, delta=None):
         metrics = defaultdict(list)
         current, old, sampling = (torch.tensor(x).double() for x in (given.current, given.old, given.sampling))
-        kept = []
-
-        def masked(**named):
-            kept.append(methods["get_off_policy_mask"].__func__(**named))
-            return kept[0]
-
         trainer = trainer_of(
             metrics,
             _get_per_token_logps_and_entropies=lambda *_, **__: (current, torch.zeros_like(current), None),
-            get_off_policy_mask=masked,
             model=SimpleNamespace(training=True),
             args=SimpleNamespace(
                 delta=delta, steps_per_generation=1, sapo_temperature_pos=1.0, sapo_temperature_neg=1.0
             ),
             loss_type=loss_type, importance_sampling_level=importance_sampling_level,
             epsilon_low=epsilon, epsilon_high=epsilon if epsilon_high is None else epsilon_high,
-            off_policy_mask_threshold=off_policy_mask_threshold,
+            off_policy_mask_threshold=None,
             top_entropy_quantile=1.0, beta=0.0, use_vllm=False, aux_loss_enabled=False, _entropy_bonus_enabled=False,
             current_gradient_accumulation_steps=1, max_completion_length=WIDTH,
         )  # fmt: skip
@@ -129,8 +121,7 @@ def loss():
             "num_items_in_batch": torch.tensor(given.mask.sum()),
         }  # fmt: skip
         methods["_compute_loss"](trainer, None, inputs)
-        found = {name: value for name, (value,) in metrics.items() if "clip_ratio" in name}
-        return found | ({"off_policy_mask_ratio": 1 - kept[0].double().mean().item()} if kept else {})
+        return {name: value for name, (value,) in metrics.items() if "clip_ratio" in name}
 
     return of
 
@@ -256,14 +247,12 @@ def test_every_step_s_numbers_are_trl_s(trl, loss, steps, mode, clip_max, clip_m
             {"loss_type": "cispo", "epsilon_high": 1.1},
             {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 1.01, "delta": 1.0},
             {"loss_type": "sapo"},
-            {"off_policy_mask_threshold": 0.05},
-            {"off_policy_mask_threshold": 0.0, "loss_type": "cispo"},
         ],
         4,
     ),
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_what_the_loss_clips_and_drops_is_trl_s(loss, steps, options):
+def test_what_the_loss_clips_is_trl_s(loss, steps, options):
     path, batches = steps
     found = stats(path, by="step", like="trl", **options).dicts()
     shares = 0.0
@@ -333,12 +322,11 @@ def test_what_lies_on_a_token_that_does_not_count_is_left_out(trl, loss, tmp_pat
     )
 
 
-def test_without_rollout_logprobs_the_off_policy_mask_is_of_the_trainer_s(loss, tmp_path):
+def test_without_rollout_logprobs_the_clips_are_known(loss, tmp_path):
     given = batch(2, 0.3)
     record(tmp_path / "run", [given], passes=("train", "current"))
-    (row,) = stats(tmp_path / "run", like="trl", off_policy_mask_threshold=0.05).dicts()
-    given.sampling = given.old
-    agree(row, loss(given, off_policy_mask_threshold=0.05))
+    (row,) = stats(tmp_path / "run", like="trl").dicts()
+    agree(row, loss(given))
     assert row["sampling/sampling_logp_difference/mean"] is None
     (told,) = likeness(tmp_path / "run", like="trl")[1:]
     assert told == "run: no pass 'rollout' recorded, so sampling/* is NULL"
@@ -349,18 +337,16 @@ def test_without_rollout_logprobs_the_off_policy_mask_is_of_the_trainer_s(loss, 
 def test_what_the_loss_clips_is_not_known_without_its_pass_or_without_advantages(tmp_path):
     given = batch(2, 0.3)
     record(tmp_path / "run", [given], passes=("rollout", "train"))
-    (row,) = stats(tmp_path / "run", like="trl", off_policy_mask_threshold=0.1).dicts()
-    assert {row[name] for name in row if "clip_ratio" in name or "mask" in name} == {None}
+    (row,) = stats(tmp_path / "run", like="trl").dicts()
+    assert {row[name] for name in row if "clip_ratio" in name} == {None}
     assert "no pass 'current' recorded, so clip_ratio/* is NULL" in likeness(tmp_path / "run", like="trl")[1]
     with Recorder(tmp_path / "bare") as recorder:
         added = recorder.add_sequences(step=1, prompt_ids=[[1]] * 2, response_ids=[[2, 3]] * 2, advantage=[1.0, None])
         for name, logprob in {"rollout": -1.0, "train": -1.0, "current": -3.0}.items():
             recorder.add_scores(name, added, logprobs=[[logprob, logprob]] * 2)
     for level in ("token", "sequence"):
-        (row,) = stats(
-            tmp_path / "bare", like="trl", importance_sampling_level=level, off_policy_mask_threshold=0.1
-        ).dicts()
-        assert {row[name] for name in row if "clip_ratio" in name or "mask" in name} == {None}
+        (row,) = stats(tmp_path / "bare", like="trl", importance_sampling_level=level).dicts()
+        assert {row[name] for name in row if "clip_ratio" in name} == {None}
 
 
 def test_the_defaults_are_trl_s(trl, steps):
@@ -379,7 +365,6 @@ def test_the_defaults_are_trl_s(trl, steps):
     connection = connect(path, like=["trl"])
     assert connection.execute("SELECT * FROM trl_steps('train', 'rollout')").fetchall()[2] == (
         *found.values(),
-        None,
         None,
     )
     for option in ("trainer", "loss_type", "importance_sampling_level"):

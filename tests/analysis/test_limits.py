@@ -9,7 +9,7 @@ import time
 import pytest
 from builders import make_trace, run
 from tim_trace.analysis.queries.catalogue import query
-from tim_trace.analysis.query import Session, sql
+from tim_trace.analysis.query import sql
 from tim_trace.schemas.errors import InvalidOption, InvalidQuery, TimTraceWarning
 
 ENDLESS = [
@@ -76,13 +76,12 @@ def test_a_hostile_query_ends_in_time_and_within_its_memory(trace, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_session_goes_on_after_a_limit_and_the_process_gets_its_memory_back(trace):
+def test_after_a_limit_the_process_gets_its_memory_back(trace):
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    session = Session(trace, timeout=0.5, memory="200MB")
     for hostile in (ENDLESS[0], LARGE[0]):
         with pytest.raises(InvalidQuery):
-            session.ask(hostile)
-        assert session.ask("SELECT 1 AS one").rows == [(1,)]
+            sql(trace, hostile, timeout=0.5, memory="200MB")
+        assert sql(trace, "SELECT 1 AS one", timeout=0.5, memory="200MB").rows == [(1,)]
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 

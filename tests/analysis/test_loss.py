@@ -6,16 +6,15 @@ import pytest
 from gradient_rule import has_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.statistics.loss import (
     clamped_exp,
     contribution,
-    correction_weight,
     is_clipped,
     sql_options,
 )
 from tim_trace.analysis.trace.macros import sql_file
-from tim_trace.analysis.views import connect
-from tim_trace.schemas.loss import CORRECTIONS, KINDS, SEQUENCE_SUM, TOKEN, VESPO, Loss
+from tim_trace.schemas.loss import KINDS, SEQUENCE_SUM, TOKEN, VESPO, Loss
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
 
@@ -34,9 +33,6 @@ LOSSES = st.builds(
     vespo_lambda_pos=st.floats(-1.0, 5.0),
     vespo_k_neg=TEMPERATURES,
     vespo_lambda_neg=st.floats(-1.0, 5.0),
-    correction=st.sampled_from(CORRECTIONS[1:]),
-    correction_low=st.none() | st.floats(0.0, 0.5),
-    correction_high=st.none() | BOUNDS,
 )
 LOG_RATIOS = st.floats(-25.0, 25.0) | st.floats(-0.5, 1.5)
 ADVANTAGES = st.sampled_from([-1.5, 0.0, 0.5]) | st.floats(-3.0, 3.0, allow_subnormal=False)
@@ -55,18 +51,14 @@ def test_every_rule_is_the_same_in_sql(sql, loss, log_ratio, advantage):
     options = sql_options(loss)
     clips = options if loss.has_clip else f"kind := '{loss.kind}'"
     found = sql.execute(
-        f"SELECT clamped_exp(x), loss_term(clamped_exp(x), a, {options}), "
-        f"loss_clips(clamped_exp(x), a, {clips}), loss_has_gradient(clamped_exp(x), a, {clips}), "
-        "correction_weight(x, $name, $low, $high) FROM (SELECT $x::DOUBLE AS x, $a::DOUBLE AS a)",
-        {"x": log_ratio, "a": advantage, "name": loss.correction, "low": loss.correction_low, "high": loss.correction_high},
-    ).fetchall()  # fmt: skip
+        f"SELECT clamped_exp(x), loss_term(clamped_exp(x), a, {options}), loss_clips(clamped_exp(x), a, {clips}) "
+        "FROM (SELECT $x::DOUBLE AS x, $a::DOUBLE AS a)",
+        {"x": log_ratio, "a": advantage},
+    ).fetchall()
     x, a = np.array([log_ratio]), np.array([advantage])
     ratio = clamped_exp(x)
     # exp and ln may differ by their last bit, which turns no bound that is drawn beside them.
-    expected = [
-        ratio, contribution(loss, ratio, a), is_clipped(loss, ratio, a), has_gradient(loss, ratio, a),
-        correction_weight(loss, x),
-    ]  # fmt: skip
+    expected = [ratio, contribution(loss, ratio, a), is_clipped(loss, ratio, a)]
     for value, wanted in zip(found[0], expected, strict=True):
         assert value == pytest.approx(wanted.item(), rel=1e-12, abs=1e-12)
 
@@ -95,29 +87,18 @@ def test_a_clipped_token_keeps_its_gradient_under_cispo_alone():
     assert has_gradient(Loss(), ratio, advantage).tolist() == [False, True, False]
 
 
-def test_a_ratio_of_a_whole_sequence_is_of_one_inner_iteration(tmp_path):
-    with Recorder(tmp_path / "run") as recorder:
-        added = recorder.add_sequences(step=1, response_ids=[[1, 2]], advantage=[1.0])
-        recorder.add_scores("rollout", added, logprobs=[[-1.0, -1.0]])
-        recorder.add_scores("train", added, logprobs=[[-1.0, -1.0]])
-        for now in ([-1.0, -1.0], [-0.5, -0.75]):
-            recorder.add_scores("current", added, logprobs=[now])
-    query = """
-        SELECT iteration, ratio_used FROM objective_tokens('train', 'rollout', 'current', level := 'sequence_sum')
-        ORDER BY iteration, position
-    """
-    found = connect(tmp_path / "run").execute(query).fetchall()
-    assert found == [(0, 1.0), (0, 1.0), (1, pytest.approx(np.exp(0.75))), (1, pytest.approx(np.exp(0.75)))]
-
-
 def test_forwards_of_two_ranks_with_one_number_are_two_forwards(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, tokens in enumerate((2, 3)):
         monkeypatch.setenv("RANK", str(rank))
         with Recorder(tmp_path / "run", join=True) as recorder:
-            added = recorder.add_sequences(step=1, seq_ids=[str(rank)], response_ids=[[1] * tokens], advantage=[1.0])
+            added = recorder.add_sequences(
+                step=1, seq_ids=[str(rank)], response_ids=[[1] * tokens], advantage=[1 + rank]
+            )
             one = np.zeros(1, np.int32)
             forward = Forward(ids=np.zeros(1, np.int64), places=one, rows=one + 1, pad_left=one, pad_right=one)
+            for name in ("rollout", "train"):
+                recorder.add_scores(name, added, logprobs=[[-1.0] * tokens])
             recorder.add_scores("current", added, logprobs=[[-1.0] * tokens], forward=forward)
-    query = "SELECT seq_id, share FROM loss_shares('current', aggregation := 'micro_token_mean') ORDER BY seq_id"
-    assert connect(tmp_path / "run").execute(query).fetchall() == [("0", 1 / 2 / 2), ("1", 1 / 3 / 2)]
+    used = objective(tmp_path / "run", loss="aggregation=micro_token_mean").value("used")
+    assert used == pytest.approx((1 + 2) / 2)  # one forward would give (2 * 1 + 3 * 2) / 5

@@ -122,9 +122,7 @@ def test_every_view_and_macro_answers_alike_whatever_sequences_are_called(traces
         wanted = answer(others, query)
         assert answer(namesakes, query) == wanted, name
         (asked if wanted else empty).append(name)
-    assert {"pair", "pair_now", "pair_entropies", "triangle", "objective_tokens", "loss_shares", "tokens", "steps"} <= {
-        *asked
-    }
+    assert {"pair", "pair_now", "pair_entropies", "triangle", "tokens", "steps"} <= {*asked}
     assert {"pair_distributions", "pair_routing_tokens", "correction_steps", "sequence_cuts", "eval_scores"} <= {*asked}
     # What is kept beside a trace is not there, nor what nobody recorded.
     kept = {

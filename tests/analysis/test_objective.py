@@ -11,7 +11,7 @@ from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.text import objective_text
 from tim_trace.analysis.statistics.loss import contribution, correction_weight, is_clipped
 from tim_trace.analysis.trace import connection, ragged, tokens
-from tim_trace.analysis.views import connect, open_database
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -429,72 +429,6 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
     assert "uncorrected_bias" not in objective(tmp_path / "run", loss="correction=none").figures
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_sql_gives_the_same(opened, name):
-    loss, (steps, database) = LOSSES[name], opened[False]
-    # SQL counts tokens alike, so that is asked of both.
-    rows = objective(database, **options_of(loss, aggregation="token_mean")).steps.dicts()
-    names = (
-        "kind",
-        "level",
-        "clip_low",
-        "clip_high",
-        "clip_hard",
-        "denominator",
-        "correction",
-        "correction_low",
-        "correction_high",
-        *SMOOTH,
-    )
-    options = ", ".join(
-        f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
-    )
-    found = database.ask(
-        "SELECT step, iteration, count(*) AS num_tokens, avg(bias) AS mean_bias, avg(abs(bias)) AS mean_abs_bias, "
-        "coalesce(sum(bias) FILTER (advantage > 0), 0.0) / count(*) AS mean_bias_positive, "
-        "sum(bias) / nullif(sum(abs(term_true)), 0) AS relative_bias, "
-        "avg((is_clipped_used AND NOT is_clipped_true)::INTEGER) AS flipped_to_clipped, "
-        "avg((is_clipped_true AND NOT is_clipped_used)::INTEGER) AS flipped_to_free "
-        f"FROM objective_tokens('train', 'rollout', 'current', {options}) GROUP BY step, iteration ORDER BY ALL"
-    ).dicts()
-    assert len(found) == len(rows) == 4
-    for row, of_sql in zip(rows, found, strict=True):
-        # The loss's mean is over every token that its mask counts, also those without an advantage or a finite logprob.
-        share = of_sql["num_tokens"] / sum(mask.sum() for mask in steps[row["step"] - 1]["mask"])
-        assert row["bias"] == pytest.approx(of_sql["mean_bias"] * share, rel=1e-9, abs=1e-14)
-        assert row["bias_positive"] == pytest.approx(of_sql["mean_bias_positive"] * share, rel=1e-9, abs=1e-14)
-        assert row["relative_bias"] == pytest.approx(of_sql["relative_bias"], rel=1e-9, abs=1e-14)
-        if not (loss.level == "sequence_mean" and loss.correction == "token_mask"):
-            assert row["abs_bias"] == pytest.approx(of_sql["mean_abs_bias"] * share, rel=1e-9, abs=1e-14)
-        if loss.level == "token":
-            flipped = of_sql["flipped_to_clipped"] + of_sql["flipped_to_free"]
-            assert row.get("flipped", 0.0) == pytest.approx(flipped, rel=1e-9)
-
-
-CLIPS = {name: loss for name, loss in LOSSES.items() if loss.kind == "ppo_clip"}
-
-
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_sql_gives_the_bias_without_the_clip(opened, name, aggregation):
-    loss, (_, database) = CLIPS[name], opened[False]
-    found = objective(database, **options_of(loss, aggregation=aggregation))
-    names = (
-        "kind", "level", "clip_low", "clip_high", "clip_hard", "denominator", "correction", "correction_low", "correction_high",
-    )  # fmt: skip
-    options = ", ".join(
-        f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
-    )
-    ((unclipped, size, num_updates),) = database.ask(
-        "SELECT sum(share * bias_unclipped), sum(share * abs(term_true)), count(DISTINCT (step, iteration)) "
-        f"FROM objective_tokens('train', 'rollout', 'current', {options}) "
-        f"JOIN loss_shares('current', aggregation := {aggregation!r}) USING (run, step, seq_id, iteration)"
-    ).rows
-    # Sums are taken in another order; a bias may cancel, so that its digits are those of the objective's size.
-    assert found.value("unclipped_bias") == pytest.approx(unclipped / num_updates, rel=1e-12, abs=1e-12 * size)
-    assert found.value("unclipped_relative_bias") == pytest.approx(unclipped / size, rel=1e-12, abs=1e-12)
-
-
 HARD = [Loss(clip_low=0.1, clip_high=0.3, clip_hard=hard) for hard in (0.5, 1.05, 1.3, 1.6)]
 
 
@@ -557,10 +491,6 @@ def test_what_the_loss_divides_by_counts_rows_that_cannot_be_compared(tmp_path):
     assert (found.num_rows, found.num_sequences, found.num_tokens) == (5, 2, 3)
     # Of a mean over tokens the five that the mask counts.
     assert objective(tmp_path / "run", loss="aggregation=token_mean").value("bias") == pytest.approx(3 * bias / 5)
-    shares = connect(tmp_path / "run").sql(
-        "SELECT num_tokens, num_rows, share FROM loss_shares('train') ORDER BY seq_id"
-    )
-    assert shares.fetchall() == [(2, 5, 0.2), (1, 5, 0.2), (0, 5, 0.2), (0, 5, 0.2), (2, 5, 0.2)]
 
 
 def test_micro_batches_that_were_not_recorded_are_said(tmp_path):

@@ -13,8 +13,8 @@ from builders import ROOT
 from matplotlib.cbook import is_math_text
 from PIL import Image
 from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, Line, LineChart, Mark
-from tim_trace.analysis.report.paper.figure import WIDTHS, PaperStyle, draw, paper_style, plain, stack_of, wrapped
-from tim_trace.analysis.report.paper.files import figures_of, rows_of, write_figures, write_pdf
+from tim_trace.analysis.report.paper.figure import WIDTHS, draw, paper_style, plain, stack_of, wrapped
+from tim_trace.analysis.report.paper.files import figures_of, rows_of, write_figures
 from tim_trace.analysis.rows import to_csv
 from tim_trace.schemas.errors import FileThere, InvalidOption, StorageError
 
@@ -130,12 +130,10 @@ def test_the_tables_of_shares_and_the_run_have_every_number():
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A folder with the examples as pictures and as a PDF."""
+    """A folder with the examples in every format."""
     folder = tmp_path_factory.mktemp("written")
-    for kind in ("png", "svg"):
+    for kind in ("png", "svg", "pdf"):
         write_figures(examples(), folder / kind, kind)
-    (folder / "pdf").mkdir()
-    write_pdf(examples(), folder / "pdf" / "all.pdf", title="a $run_1$")
     return folder
 
 
@@ -151,16 +149,12 @@ def test_pictures_have_the_width_of_a_column_or_of_a_page_and_show_something(wri
             assert len(image.convert("RGB").getcolors(1 << 20)) > 20
 
 
-def test_a_pdf_has_a_page_a_figure_after_the_page_of_the_title_and_no_pixels(written):
-    content = (written / "pdf" / "all.pdf").read_bytes()
-    assert len(re.findall(rb"/Type /Page\b", content)) == 1 + len(examples())
-    assert b"/Subtype /Image" not in content
-
-
-def test_a_pdf_has_its_tables_beside_it(written):
-    assert sorted(path.name for path in (written / "pdf").iterdir()) == ["all-data", "all.pdf"]
-    tables = {f"{one.key}.csv": list(to_csv(rows_of(one))) for one in examples()}
-    assert {path.name: path.read_text().splitlines() for path in (written / "pdf" / "all-data").iterdir()} == tables
+def test_a_pdf_has_no_pixels_and_its_numbers_beside_it(written):
+    for one in examples():
+        content = (written / "pdf" / f"{one.key}.pdf").read_bytes()
+        assert len(re.findall(rb"/Type /Page\b", content)) == 1
+        assert b"/Subtype /Image" not in content
+        assert (written / "pdf" / f"{one.key}.csv").read_text().splitlines() == list(to_csv(rows_of(one)))
 
 
 def test_an_svg_has_no_pixels_and_its_numbers_beside_it(written):
@@ -196,36 +190,18 @@ def test_widths_stay_within_what_a_number_may_be():
     assert paper_style(20).page == 20.0
 
 
-def test_a_font_is_used_and_one_that_is_not_there_is_refused():
-    one = series(line([1.0, 2.0]))
-    serif = draw(one, paper_style(font="DejaVu Serif"))
-    assert serif.axes[0].xaxis.label.get_fontfamily() == ["DejaVu Serif", "DejaVu Sans"]
-    assert draw(one).axes[0].xaxis.label.get_fontfamily() == ["DejaVu Sans"]
-    with pytest.raises(InvalidOption, match="font: got 'No Such Font'"):
-        paper_style(font="No Such Font")
-
-
-def test_a_title_stands_above_a_figure_only_when_it_is_asked_for():
-    for one in examples():
-        assert not any(axes.get_title("left") for axes in draw(one).axes)
-        assert draw(one, PaperStyle(title=True)).axes[0].get_title("left")
-
-
 def test_bins_that_hold_what_is_beyond_say_so():
     cells = dataclasses.replace(density([[0, 3], [1, 900], [2, 2]]), is_open=True)
     assert [text.get_text() for text in draw(cells).axes[0].texts] == ["beyond, above", "beyond, below"]
 
 
 PROGRAM = """
-import os
 import sys
 sys.path[:0] = {folders!r}
 import test_paper
-from tim_trace.analysis.report.paper.files import write_figures, write_pdf
-for kind in ("png", "svg"):
+from tim_trace.analysis.report.paper.files import write_figures
+for kind in ("png", "svg", "pdf"):
     write_figures(test_paper.examples(), sys.argv[1] + "/" + kind, kind)
-os.mkdir(sys.argv[1] + "/pdf")
-write_pdf(test_paper.examples(), sys.argv[1] + "/pdf/all.pdf", title="a $run_1$")
 print("matplotlib.pyplot" in sys.modules)
 """
 
@@ -273,10 +249,10 @@ def test_hostile_names_are_drawn_and_written_everywhere(tmp_path):
     bars = tuple(Bar(name=name, value=0.5) for name in HOSTILE)
     one = series(*lines, title=HOSTILE[1], marks=(Mark(x=1, low=1, high=1, text=HOSTILE[0]),))
     given = (one, shares(**{HOSTILE[0]: bars, HOSTILE[2]: bars}))
-    write_pdf(figures_of(given, (one,)), tmp_path / "a.pdf", title=HOSTILE[-1])
+    write_figures(figures_of(given, (one,)), tmp_path, "pdf")
     legend = draw(one).axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()][1:3] == [plain(HOSTILE[1], 46), " _hidden"]
-    with (tmp_path / "a-data" / "k3.csv").open(newline="", encoding="utf-8") as file:
+    with (tmp_path / "k3.csv").open(newline="", encoding="utf-8") as file:
         names = dict.fromkeys(row["line"] for row in csv.DictReader(file) if row["what"] == "line")
     assert list(names) == [name.replace("\ud800", "\\ud800") for name in HOSTILE]
 
@@ -344,12 +320,6 @@ def test_files_that_are_there_stay_unless_forced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["k3.csv"]
     write_figures(charts, tmp_path, "png", force=True)
     assert (tmp_path / "k3.csv").read_text() != "mine"
-    (tmp_path / "all.pdf").write_text("mine")
-    with pytest.raises(FileThere, match=r"all\.pdf is an existing file"):
-        write_pdf(charts, tmp_path / "all.pdf")
-    assert (tmp_path / "all.pdf").read_text() == "mine"
-    write_pdf(charts, tmp_path / "all.pdf", force=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all-data", "all.pdf", "k3.csv", "k3.png"]
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
@@ -359,4 +329,4 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(StorageError, match="cannot be written"):
         write_figures((series(line([1.0])),), tmp_path / "file", "svg")
     with pytest.raises(StorageError, match="local folder"):
-        write_pdf((), "s3://bucket/a.pdf")
+        write_figures((), "s3://bucket/a", "pdf")

@@ -3,7 +3,7 @@ import os
 import fsspec
 import pytest
 from builders import make_trace
-from tim_trace.analysis.query import Session, sql
+from tim_trace.analysis.query import sql
 from tim_trace.schemas.errors import InvalidQuery
 from tim_trace.tracer.recorder import Recorder
 
@@ -93,14 +93,6 @@ def test_a_wrong_query_is_explained_in_duckdb_s_words(trace):
         sql(trace, " ")
 
 
-def test_a_session_answers_several_queries(trace):
-    session = Session(trace)
-    assert session.ask("SELECT count(*) FROM sequences").rows == [(12,)]
-    with pytest.raises(InvalidQuery):
-        session.ask("SELECT")
-    assert session.ask("SELECT count(*) FROM scores").rows == [(24,)]
-
-
 def test_a_live_trace_s_journal_is_read_in_a_confined_session(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(step=1, response_ids=[[1, 2]])
@@ -144,7 +136,7 @@ def test_what_is_there_is_listed_before_it_was_asked(trace, listing):
 def test_every_macro_can_be_the_first_that_is_called(trace):
     names = "SELECT DISTINCT function_name FROM duckdb_functions() WHERE NOT internal AND function_type LIKE '%macro'"
     macros = {name for (name,) in sql(trace, names).rows}
-    assert {"pair", "pair_steps", "correction_runs", "objective_tokens", "pair_routing"} <= macros
+    assert {"pair", "pair_steps", "correction_runs", "pair_routing"} <= macros
     for name in sorted(
         macros
     ):  # with too few arguments DuckDB says so; of one that is not known it says something else

@@ -7,7 +7,7 @@ import pytest
 from builders import add_step, make_batch, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.analysis.stats import approximate, stats
+from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace import pair_sums, quantiles, ragged, sums
 from tim_trace.analysis.trace.connection import Connection
 from tim_trace.analysis.trace.sums import summarize
@@ -262,7 +262,7 @@ ROW = ("p50_abs_d", "p95_abs_d", "p99_abs_d")
 
 
 @pytest.mark.slow
-def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp_path, monkeypatch):
+def test_large_runs_have_quantiles_from_histograms(tmp_path, monkeypatch):
     path = tmp_path / "run"
     make_trace(path, steps=7, rows=5)
     (exact,) = stats(path).dicts()
@@ -278,12 +278,6 @@ def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp
     assert {name: found[name] for name in found if name not in (*ROW, "quantile_error")} == {
         name: exact[name] for name in exact if name not in (*ROW, "quantile_error")
     }
-    assert stats(path, exact=True).dicts() == [exact]
-    assert stats(path).dicts() == [found], "what was asked exactly changes no later answer"
-    assert approximate(stats(path)) == [
-        "p50_abs_d, p95_abs_d and p99_abs_d are accurate to 0.1%; for exact values, use exact=True, which reads the tokens a second time"
-    ]
-    assert approximate(stats(path, exact=True)) == []
 
 
 def test_steps_of_a_run_and_merged_files_have_the_same_quantiles(tmp_path, monkeypatch):
@@ -311,12 +305,6 @@ def test_the_tokens_are_read_once_by_a_first_question(tmp_path, monkeypatch):
     monkeypatch.setattr(Connection, "mapped_batches", counted)
     stats(tmp_path / "run")
     assert len(asked) == 1
-
-
-def test_exact_is_refused_with_a_framework(tmp_path):
-    make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match="exact"):
-        stats(tmp_path / "run", like="trl", exact=True)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders import make_trace
-from tim_trace.analysis.frameworks.verl import FRAMEWORK, REJECTIONS
+from tim_trace.analysis.frameworks.verl import FRAMEWORK
 from tim_trace.analysis.frameworks.verl_sums import token_sums
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.columns import parse_pair
@@ -53,7 +53,7 @@ def verl():
             stand_in(name)
         functional = stand_in("verl.utils.torch_functional", masked_sum=masked_sum, masked_mean=masked_mean)
         sys.modules["verl.utils"].torch_functional = functional
-        stand_in("verl.protocol", DataProto=DataProto)
+        stand_in("verl.protocol", DataProto=dict)
         stand_in("verl.trainer.config.algorithm", RolloutCorrectionConfig=dict)
         stand_in("verl.workers.config.actor", PolicyLossConfig=dict)
         yield SimpleNamespace(
@@ -63,14 +63,6 @@ def verl():
         for name in set(sys.modules) - set(before):
             if name.split(".")[0] == "verl":
                 del sys.modules[name]
-
-
-class DataProto:
-    """What verl hands weights over in."""
-
-    @staticmethod
-    def from_dict(tensors):
-        return tensors
 
 
 def load(path):
@@ -126,26 +118,6 @@ def record(path, batches):
             recorder.add_scores("train", added, logprobs=cut(train))
 
 
-def corrected(verl, given, **options):
-    """Weights, rejection mask and metrics of verl's rollout correction."""
-    old, sampled, mask = tensors_of(*given)
-    weights, kept, metrics = verl.corr.compute_rollout_correction_and_rejection_mask(
-        old, sampled, mask.long(), **options
-    )
-    return weights and weights["rollout_is_weights"].numpy(), kept.numpy(), metrics
-
-
-def per_token(connection, given, macro, column, step):
-    """A column of a macro, as an array of the batch's shape; 0 where it has no row."""
-    found = np.zeros(given[0].shape)
-    query = f"SELECT seq_id, position, {column} FROM {macro} WHERE step = {step}"
-    order = connection.execute("SELECT seq_id FROM sequences WHERE step = ?", [step]).fetchall()
-    rows = {seq_id: row for row, (seq_id,) in enumerate(order)}
-    for seq_id, position, value in connection.execute(query).fetchall():
-        found[rows[seq_id], position] = value
-    return found
-
-
 def same(found, expected):
     assert set(expected) == set(found) - {"run", "step"}
     for name, value in expected.items():
@@ -182,101 +154,6 @@ def test_what_is_odd_passes_through_as_in_verl(verl, tmp_path, odd):
     record(tmp_path / "run", [given])
     (row,) = stats(tmp_path / "run", like="verl", by="step").dicts()
     same(row, of_verl(verl, *given))
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    """A trace, and the batch of each of its steps: from equal logprobs to such that reach verl's clamp of 20 nats."""
-    path = tmp_path_factory.mktemp("steps") / "run"
-    batches = [batch(seed, spread, rows=40) for seed, spread in enumerate([0.0, 0.05, 0.7, 12.0])]
-    record(path, batches)
-    return path, batches
-
-
-def same_named(row, metrics):
-    """The row has these metrics, and no other of their kind."""
-    for kind in ("rollout_corr/rollout_is", "rollout_corr/rollout_rs"):
-        assert {name for name in row if name.startswith(kind)} == {name for name in metrics if name.startswith(kind)}
-    for name, value in metrics.items():
-        # The square root of a difference of squares: what rounding leaves of 0 is 1e-8.
-        bound = 3e-8 if name.endswith("_std") else 1e-12
-        assert row[name] == pytest.approx(value, rel=1e-7, abs=bound, nan_ok=True), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rollout_is", ["token", "sequence"])
-@pytest.mark.parametrize("threshold", ["2.0", "1.05", "0.5_5.0", "0.9_1.1"])
-@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalized"])
-def test_importance_sampling_weights_are_verl_s(verl, steps, rollout_is, threshold, normalize):
-    path, batches = steps
-    options = {"rollout_is": rollout_is, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalize}
-    connection = connect(path, like=("verl",))
-    found = stats(path, by="step", like="verl", **options).dicts()
-    for step, (row, given) in enumerate(zip(found, batches, strict=True), 1):
-        weights, _, metrics = corrected(verl, given, **options)
-        same_named(row, metrics)
-        macro = f"""verl_is_weights('train', 'rollout', rollout_is := '{rollout_is}',
-            rollout_is_threshold := '{threshold}', rollout_is_batch_normalize := {normalize})"""
-        shown = per_token(connection, given, macro, "weight", step)
-        np.testing.assert_allclose(shown, np.where(given[1], weights, 0), rtol=1e-7, atol=0)
-
-
-BOUNDS = {"k1": ["0.8_1.3", "1.1"], "k2": ["0.02", "150"], "k3": ["0.02", "1e6"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", REJECTIONS)
-def test_every_rejection_is_verl_s(verl, steps, option):
-    for bounds in BOUNDS[option[-2:]]:
-        rejects_as_verl(verl, *steps, rollout_rs=option, rollout_rs_threshold=bounds)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "bounds"),
-    [
-        ("token_k1,seq_max_k2", "0.9_1.1,0.01"),
-        ("seq_mean_k1, token_k3, seq_sum_k2", "0.95_1.05, 0.005, 0.3"),
-        ("token_k2,token_k3,seq_mean_k3", "0.01"),
-        ("seq_sum_k1,token_k1,seq_sum_k1", "0.5_2.0,0.8_1.25"),
-        (",".join(REJECTIONS), "2.0"),
-    ],
-)
-def test_combined_rejections_are_verl_s(verl, steps, options, bounds):
-    rejects_as_verl(verl, *steps, rollout_rs=options, rollout_rs_threshold=bounds)
-
-
-def rejects_as_verl(verl, path, batches, **options):
-    connection = connect(path, like=("verl",))
-    macro = f"verl_rs_mask('train', 'rollout', '{options['rollout_rs']}', '{options['rollout_rs_threshold']}')"
-    found = stats(path, by="step", like="verl", **options).dicts()
-    for step, (row, given) in enumerate(zip(found, batches, strict=True), 1):
-        _, kept, metrics = corrected(verl, given, **options)
-        same_named(row, metrics)
-        np.testing.assert_array_equal(per_token(connection, given, macro, "keep", step), kept)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("odd", [math.nan, -math.inf], ids=["nan", "cut"])
-def test_corrections_of_what_is_odd_are_verl_s(verl, tmp_path, odd):
-    given = batch(1, 0.1, rows=20, odd=odd)
-    record(tmp_path / "run", [given])
-    thresholds = ",".join("0.9_1.1" if option.endswith("k1") else "0.01" for option in REJECTIONS)
-    rejects_as_verl(verl, tmp_path / "run", [given], rollout_rs=",".join(REJECTIONS), rollout_rs_threshold=thresholds)
-    for options in ({"rollout_is": "token"}, {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"}):
-        (row,) = stats(tmp_path / "run", by="step", like="verl", **options).dicts()
-        same_named(row, corrected(verl, given, **options)[2])
-
-
-def test_the_bounds_of_k1_act_on_the_inverse_ratio(tmp_path):
-    # verl's documentation says 0.6 <= rho <= 1.6; its code keeps 1/1.6 <= rho <= 1/0.6.
-    ratios = np.array([[0.61, 0.63, 1.0, 1.61, 1.65, 1.67]])
-    rollout = np.full_like(ratios, -2.0)
-    there = np.ones(ratios.shape, bool)
-    record(tmp_path / "run", [(there, there, rollout, rollout + np.log(ratios))])
-    query = "SELECT keep FROM verl_rs_mask('train', 'rollout', 'token_k1', '0.6_1.6') ORDER BY position"
-    kept = [keep for (keep,) in connect(tmp_path / "run", like=("verl",)).execute(query).fetchall()]
-    assert kept == [False, True, True, True, True, False]
 
 
 def test_a_sequence_s_sums_have_the_same_bits_whatever_is_beside_it():
@@ -317,29 +194,6 @@ def test_a_token_without_a_logprob_counts_in_nothing(verl, tmp_path):
         recorder.add_scores("train", added, logprobs=cut(train), scored_mask=cut(known))
     (row,) = stats(tmp_path / "run", by="step", like="verl").dicts()
     same(row, of_verl(verl, there, mask & known, rollout, train))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rollout_is": "tokens"}, "rollout_is: got 'tokens'; verl has token, sequence"),
-        ({"rollout_is": "token", "rollout_is_threshold": "5_2"}, "rollout_is_threshold: got '5_2'; write upper or"),
-        ({"rollout_is_threshold": "3"}, "require rollout_is; set it to token or sequence"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "2"}, "rollout_rs: got 'seq_max_k1'; verl has token_k1,"),
-        ({"rollout_rs": "token_k1"}, "rollout_rs needs rollout_rs_threshold"),
-        ({"rollout_rs_threshold": "2"}, "rollout_rs_threshold needs rollout_rs: one or more of"),
-        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2"}, "pass a single upper bound"),
-        (
-            {"rollout_rs": "token_k2", "rollout_rs_threshold": "1,2"},
-            "got 2 bounds for 1 rules; pass one for all rules, or one per rule",
-        ),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "-1"}, "got '-1'; write upper or lower_upper"),
-    ],
-)
-def test_options_that_verl_would_not_take_are_refused(tmp_path, options, message):
-    make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match=message):
-        stats(tmp_path / "run", like="verl", **options)
 
 
 def test_a_run_is_one_batch(verl, tmp_path):

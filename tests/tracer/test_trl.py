@@ -303,7 +303,7 @@ def test_means_over_logged_steps_are_what_trl_logged():
     clipped = same_as_logged(run, logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)
     assert len(clipped) > 1
     assert likeness(run.trace, like="trl")[2] == (
-        "run: was trained with different options; to reproduce its logged numbers: "
+        "run was trained with different options; to reproduce its logged numbers, use "
         "by='step', loss_type='grpo', epsilon=0.01, epsilon_high=0.02, logging_steps=3"
     )
     assert len(likeness(run.trace, like="trl", logging_steps=3, loss_type="grpo", epsilon=0.01, epsilon_high=0.02)) == 2

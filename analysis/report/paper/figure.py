@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from ....schemas.errors import InvalidOption
@@ -30,9 +30,9 @@ WIDTHS: dict[str, tuple[float, float]] = {
 """Widths in inches by style: of a single figure (one column), and of the run overview (full text width)."""
 DPI, SMALL = 200, 6.5
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
-"""Dash patterns of lines. Because 5 patterns and 8 colours have no common divisor, the first 40 lines differ."""
+"""Dash patterns of lines. The first 40 lines differ, because 5 patterns and 8 colours have no common factor."""
 _SETTINGS = {
-    "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+    "font.family": FONT, "font.size": 8, "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
     "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
     "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
@@ -46,20 +46,15 @@ _SETTINGS = {
 class PaperStyle:
     column: float = WIDTHS["column"][0]
     page: float = WIDTHS["column"][1]
-    font: str = FONT
-    """Name of an installed font. Characters that the font lacks are drawn in DejaVu Sans."""
-    title: bool = False
-    """Whether to draw the title. Off by default, because papers put it in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
-        fonts = list(dict.fromkeys([self.font, FONT]))
-        return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
+        return matplotlib_style.context(_SETTINGS, after_reset=True)
 
 
 PLAIN = PaperStyle()
 
 
-def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
+def paper_style(width: str | float = "column") -> PaperStyle:
     """Return a style for a width, given in inches or as a key of `WIDTHS`. Raises InvalidOption."""
     try:
         column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
@@ -67,12 +62,7 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
         column = page = math.nan
     if not 2 <= column <= page <= 20:
         raise InvalidOption(f"got {width!r}; pass 2 to 20 inches, or one of {', '.join(WIDTHS)}", option="width")
-    try:
-        findfont(FontProperties(family=[font]), fallback_to_default=False)
-    except ValueError as error:
-        message = f"got {font!r}, but it is not installed; matplotlib always has {FONT} and DejaVu Serif"
-        raise InvalidOption(message, option="font") from error
-    return PaperStyle(column=column, page=page, font=font, title=title)
+    return PaperStyle(column=column, page=page)
 
 
 def colour(place: int) -> str:
@@ -137,7 +127,7 @@ def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
             height += len(one.names) * (0.06 + 0.085 * len(one.groups))
         figure = Figure(figsize=(style.column, height), layout="constrained")
         axes = figure.add_subplot()
-        _head(axes, one, style, fill(axes, one))
+        _head(axes, one, fill(axes, one))
         set_ticks(axes.xaxis, integer=one.x_label == "step")
         axes.set_xlabel(plain(one.x_label))
         if not isinstance(one, BarChart):
@@ -160,7 +150,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
         axes.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SMALL)
     panels[-1].set_xlabel("step")
     figure.align_ylabels(panels)
-    _head(panels[0], one, style, {name: handles[name] for name in places})
+    _head(panels[0], one, {name: handles[name] for name in places})
     return figure
 
 
@@ -245,14 +235,12 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 }  # fmt: skip
 
 
-def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
+def _head(axes: Any, one: Chart, entries: Mapping[str, Any]) -> None:
     figure, names = axes.figure, [plain(name, 46) for name in entries]
     width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # width beside the y axis, in letters of 1 pt
     longest = max(map(len, names), default=0) + 6  # number of letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0
-    if style.title:
-        axes.set_title(wrapped(one.title, int(width / 8)), pad=4 + height)
     if height:
         figure.set_figheight(figure.get_figheight() + height / 72)  # so that the axes keep their height
         # Add a space, because matplotlib leaves out names that begin with _.

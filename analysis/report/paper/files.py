@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_pdf import PdfPages
-from matplotlib.figure import Figure
 
 from ....tracer.whole_file import whole_file, write_whole
 from ...rows import Rows, to_csv
 from ..chart import BarChart, Chart, Heatmap, LineChart
 from ..targets import explained, local, refuse
-from .figure import DPI, PLAIN, PaperStyle, Stack, draw, plain, stack_of
+from .figure import DPI, PLAIN, PaperStyle, Stack, draw, stack_of
 
 _METADATA: dict[str, dict[str, str | None]] = {
     "png": {"Software": None},
@@ -45,34 +43,6 @@ def write_figures(
                     draw(one, style).savefig(temporary, format=kind, dpi=DPI, metadata=_METADATA[kind])
             _write_csv(one, target / f"{one.key}.csv")
     return sorted(paths)
-
-
-def write_pdf(
-    charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
-) -> list[Path]:  # fmt: skip
-    """Write a PDF with a cover and one page per chart, and write the charts' data as CSV files to a folder next to it.
-    Return the paths, the PDF's first."""
-    target = local(path)
-    folder = target.with_name(f"{target.stem}-data")
-    tables = [folder / f"{one.key}.csv" for one in charts]
-    refuse([target, *tables], force)
-    about = _METADATA["pdf"] | {"Title": title or None}
-    with explained(path):
-        with whole_file(target) as temporary, style.settings(), PdfPages(temporary, metadata=about) as pages:
-            pages.savefig(_cover(charts, title, folder.name))
-            for one in charts:
-                pages.savefig(draw(one, style))
-        for one, table in zip(charts, tables, strict=True):
-            _write_csv(one, table)
-    return [target, *tables]
-
-
-def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    lines = [plain(title or "Figures", 80), "", "page  figure: data"]
-    lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
-    figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
-    figure.text(0.04, 1 - 0.3 / figure.get_figheight(), "\n".join(lines), va="top")
-    return figure
 
 
 def _write_csv(one: Chart, path: Path) -> None:
