@@ -44,7 +44,7 @@ _FEWEST_LAST = 8
 """Minimum number of steps for comparing the end of a run with its baseline."""
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Feature prefixes of differences in configuration. They are considered even if the data differ at an earlier step."""
+"""Prefixes of features that compare settings. Differing settings count even if data differ at an earlier step."""
 FELL_TOO = 0.6
 """The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's relative drop."""
 
@@ -60,13 +60,13 @@ def attribute(
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to settle it. A single run gives only observations,
+    evidence for and against it, and the cheapest replay or rerun to test it. A single run gives only observations,
     because what changed first need not be the cause. `control` is a baseline run with the same seeds and one deliberate
     change, ideally to an exact engine. Comparing with it counts as an intervention. If the baseline improves but the
     run does not, this is reported as a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
 
     `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run: a later collapse is only mentioned.
-    Earlier steps still serve as evidence. Later ones do, too, if the drop begins by the last selected step.
+    Earlier steps still serve as evidence. Later steps do so only if the drop begins by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -120,7 +120,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     if parted is None:
         decide = shown
     elif configured and parted.code in (UPDATE, SAMPLING):
-        decide = configured  # a different setting changes the update or the sampling first
+        decide = configured  # the settings explain why the update or the samples differ
     else:
         decide = [*shown[:1], *configured]
     if facts.fall is None and (effect := _effect(facts.outcome, control.outcome)) is not None:
@@ -162,7 +162,7 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """Judge the suspects as if a drop began at each of `steps`. Return the most probable cause and its facts."""
+    """For each step, judge the suspects as if a drop began there. Return the most probable cause and its facts."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
@@ -265,7 +265,7 @@ def ending_step(rollouts: Rollouts) -> int | None:
 _NEXT = {
     "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
     "reward": "score the recorded responses around the drop again with the verifier, and compare with sequences.reward",
-    "pairing": "for one step, compare seq_id across rewards, advantages and logprobs where the trainer builds its batch",
+    "pairing": "where the trainer builds a batch, check that each row's reward, advantage and logprobs have the same seq_id",
     "entropy": "rerun with a different entropy term (sign or size) or a higher clip bound (clip_high 0.28)",
     "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
     "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
@@ -298,7 +298,7 @@ def _next(facts: Facts, suspect: str) -> Advice:
         return Advice(
             f'tim-trace sql {trace} "SELECT num_response_tokens, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER '
             f'(step >= {step}) AS reward_since FROM sequences GROUP BY ALL ORDER BY ALL"',
-            "then remove from the reward what depends on length",
+            "then remove the length-dependent part of the reward",
         )
     return Advice(remark=_NEXT[suspect]) if suspect in _NEXT else Advice()
 

@@ -139,8 +139,8 @@ class Attribution(Result):
     """Series used to detect a drop: a logged evaluation, else the reward. Empty if neither was recorded."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes during or shortly before the onset, largest first, then consequences of other changes. Empty without a
-    drop."""
+    """Changes at or shortly before the onset: independent ones, largest first, then consequences of others. Empty
+    without a drop."""
     suspects: tuple[Suspect, ...]
     """Most probable first. Empty without a drop."""
     facts: tuple[Fact, ...] = ()

@@ -81,7 +81,7 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
     first, *rest = suspects
     listed = ", ".join(f"{one.title} {one.probability:.0%}" for one in suspects if one.probability >= _OPEN)
     alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
-    apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect comes close to the first."
+    apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect is nearly as likely."
     return f"Probabilities: {listed}. {apart}"
 
 
@@ -109,7 +109,7 @@ def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
     step, last = onset or (0, result.num_steps)
     near = f"step BETWEEN {max(step - 15, 0)} AND {last + 10}" if onset else "step IS NOT NULL"
     open_ = [one.code for one in suspects if one.probability >= _OPEN] or ["unknown"]
-    lines = [f'Open questions; run each with: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
+    lines = [f'Open questions. To answer each, run: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
     for code in dict.fromkeys((*open_, "unknown")):
         question, query = QUESTIONS[code]
         lines += [f"  {SUSPECTS[code]}: {question}", f"    {query.format(near=near, step=step, last=last)}"]

@@ -64,8 +64,8 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # Prompts that only one run has can cause a difference in sampling, tools or advantages. If the runs share few
-        # prompts, they can cause any difference except one in the weights.
+        # If some prompts occur in one run only, this can explain a difference in sampling, tools or advantages. If the
+        # runs share few prompts, it can explain any difference except one in the weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):

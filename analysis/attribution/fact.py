@@ -41,7 +41,7 @@ def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: 
 
 
 def strongest(look: Callable[..., Iterator[Fact]]) -> Callable[..., Iterator[Fact]]:
-    """Let a function yield only its fact with the highest level."""
+    """Make a function yield only its fact with the highest level."""
     return lambda *given: iter(sorted(look(*given), key=lambda one: -one.level)[:1])
 
 

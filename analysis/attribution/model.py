@@ -128,7 +128,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are nearly tied if a fact supports each at least this fraction as much as the suspect it supports most."""
+"""Suspects are nearly tied if a fact's support for each is at least this fraction of its strongest support."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

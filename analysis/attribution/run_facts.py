@@ -138,8 +138,8 @@ class Facts:
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """Sequences before the drop. If there are enough steps, only the first half of them, because the cause may
-        begin before the drop."""
+        """Sequences from before the drop. With enough steps, only the first half of those steps is used, because the
+        cause may begin before the drop."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
@@ -187,7 +187,7 @@ class Facts:
     def changed_reference(self) -> relations.ChangedResponses | None:
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        for column in ("opening_reference", "reference"):  # openings repeat more often, whole responses show more
+        for column in ("opening_reference", "reference"):  # openings repeat more, responses reveal more
             found = self._given_otherwise(column, ft.REFERENCE_MOVES)
             if found is None or found.share <= ft.MOST or found.share_before > t.WAS_THERE * found.share:
                 found = self._given_otherwise_for_good(column, ft.REFERENCE_MOVES)

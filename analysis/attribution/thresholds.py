@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 OTHER_ENDINGS = 0.2
-"""Responses count as cut off if at least this fraction per step end early on an unusual token."""
+"""Responses count as cut off if at least this fraction of a step's responses end early on an unusual token."""
 OF_NO_SCATTER = 10.0
-"""An input that changes by at least this many standard deviations was changed deliberately."""
+"""An input counts as changed deliberately if it changes by at least this many standard deviations."""
 BEGUN = 0.1
-"""The mismatch is judged to have begun once it reaches this fraction of its size at the onset of the drop."""
+"""The mismatch begins once it reaches this fraction of its size at the onset of the drop."""
 LAG_GROWS = 2.0
 """The engine counts as too far behind if its lag grows by this factor. Slow sequences alone cause less growth."""
 LEARNED = 0.1
 """Fraction of the run, from its start, used to determine what is normal, such as the usual lag."""
 WAS_THERE = 0.5
-"""If more than this fraction of reward noise was already present before the drop, noise is not the cause."""
+"""A change is not the cause if values already changed before the drop at more than this fraction of the later rate."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Advantages are judged not to follow rewards if their correlation within a step is below this."""
+"""Advantages do not follow rewards if their correlation within a step is below this."""
 ADVANTAGE_AGREES = 0.7
 """Advantages count as agreeing with rewards if their correlation within groups is at least this."""
 CHANGED = 0.05
@@ -37,7 +37,7 @@ FEWEST_SHARED = 4
 """Minimum number of sequences with shared prompts for comparing two runs. Prompts can differ because trainers drop
 groups with equal rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit is the explanation if at least this fraction of the differing responses only end earlier."""
+"""A length limit is the explanation if at least this fraction of differing responses differ only by ending earlier."""
 LENGTH_SHARE = 0.5
 """Rewards count as newly dependent on length only if at least this fraction of rewards changes."""
 WEIGHTS_DIFFER = 1e-5

@@ -268,7 +268,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the mismatch over all tokens. `mean_exp_abs_d` covers only the sampled tokens if its sums are missing."""
+    """Return the mismatch over all tokens. `mean_exp_abs_d` covers only a sample of tokens if its sums are missing."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

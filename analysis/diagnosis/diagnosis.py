@@ -16,9 +16,9 @@ from ..location import Location
 from .figures import PublishedFigure
 
 SETTLES = 0.9
-"""A replay is judged to identify the cause if it removes more than this share of the mismatch."""
+"""A replay identifies the cause if it removes more than this share of the mismatch."""
 ADDS_LITTLE = 0.1
-"""A replay is judged to have no effect if it removes or adds at most this share."""
+"""A replay has no effect if it removes or adds at most this share of the mismatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

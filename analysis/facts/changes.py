@@ -66,7 +66,7 @@ def change_points(series: Series) -> list[ChangePoint]:
     changes = [
         ChangePoint(
             step=int(first[located.place]),
-            low=int(last[located.low - 1]) + 1,  # the change may have come at any step after the previous value
+            low=int(last[located.low - 1]) + 1,  # the change may have happened at any step after the previous value
             high=int(last[min(located.high, len(values) - 1)]),
             before=_within(_unscaled(located.before, series.scale), before),
             after=_within(_unscaled(located.after, series.scale), after),

@@ -270,7 +270,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
 }
 
 _OF_OTHERS = re.compile(r"(^|[/._])(value|critic|kl|ref|reference|entropy|aux|balance|sft|reward_model|rm)[/._]")
-"""Prefixes of losses that are not the policy's, or only one of its terms."""
+"""Prefixes in the names of losses other than the policy's, and of single terms of the policy loss."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -301,7 +301,7 @@ def read_evaluations(database: Database, run: str) -> frozenset[str]:
         for name, num in num_steps.items()
         if re.split(r"[/.]", name)[-1] in _OF_TRAINING and not is_evaluation(name)
     ]
-    usual = min(of_training, default=0)  # a trainer may log all its metrics every few steps only
+    usual = min(of_training, default=0)  # a trainer may log all its metrics only every few steps
     return frozenset(name for name, num in num_steps.items() if is_evaluation(name, is_sparse=num <= SPARSE * usual))
 
 

@@ -122,7 +122,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 _MOST_LENGTHS = 24
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Number of steps before and after a change in which rewards are compared with lengths, and minimum on each side."""
+"""Maximum numbers of steps before and after a change whose rewards are compared with lengths, and their minimum."""
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:

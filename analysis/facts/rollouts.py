@@ -249,8 +249,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield reorderings of the rewards that each undo a known bug, as a phrase that can follow "with", and the index of
-    the row whose reward each row gets, [N]."""
+    """Yield reorderings of the rewards. Each undoes a known bug and consists of a phrase that can follow "with", and of
+    the index of the row whose reward each row gets, [N]."""
     step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
     first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
     size, place = end - first, row - first
@@ -261,7 +261,7 @@ def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
     is_regular = (np.bincount(first, (size % members > 0) | (group != group[begins])) == 0)[first]
     by_group = np.where(is_regular, first + place % groups * members + place // groups, row)
     by_member = np.where(is_regular, first + place % members * groups + place // members, row)
-    yield "all first group members before all second ones (rows and columns swapped)", by_group
+    yield "rewards read member by member rather than group by group (rows and columns swapped)", by_group
     yield "rewards read group by group rather than member by member (rows and columns swapped)", by_member
     yield "rewards of neighbouring rows swapped in pairs", first + np.minimum(place ^ 1, size - 1)
     yield "rewards in reverse order within the step", end - 1 - place

@@ -268,7 +268,7 @@ def shared_values(outcome: Outcome, baseline: Outcome) -> tuple[np.ndarray, np.n
 
 
 def find_flat(outcome: Outcome, baseline: Outcome) -> Fall | None:
-    """Find where an outcome stops rising while its baseline keeps rising. Return None if noise can explain the gap."""
+    """Find where an outcome stops rising while its baseline keeps rising. Return None if noise can explain that."""
     found = find_gap(replace(outcome, floor=baseline.floor), baseline)
     if found is None:
         return None

@@ -13,7 +13,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d| (nats) at which the mismatch counts half (see `weighs`). Healthy bf16 runs show 0.002 to 0.01."""
+"""Mean |d| (nats) at which `weighs` returns 0.5. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
@@ -100,7 +100,7 @@ def lag(facts: Facts, _: Fall) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """Report whether mean -logprob exceeds mean entropy. They are equal if the recorded policy sampled the tokens."""
+    """Report whether mean -logprob exceeds mean entropy. On average, they are equal if the recorded policy sampled."""
     known = np.isfinite(facts.values("entropy"))
     if not known.any():
         return
@@ -122,7 +122,7 @@ def unsampled(facts: Facts, fall: Fall) -> Iterator[Fact]:
 
 
 def declared_lag(facts: Facts) -> tuple[float, float]:
-    """Return the engine's lag (updates) at the onset, and while the run was still learning. Both are 0 if unknown."""
+    """Return the engine's lag (updates) at the drop's onset, and its median before that. Both are 0 if unknown."""
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():

@@ -31,8 +31,8 @@ FEWEST = 12
 _MOST_LEFT = 0.1
 """If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Unexplained shares added to both fits in a comparison, because a logged term may cover other tokens or be computed
-after updates. The first is for a fit with constant coefficients, the second for one whose constant changes."""
+"""Shares added to the unexplained variance of both fits in a comparison, because a logged term may cover other tokens
+or be computed after updates. The first is for fits with constant coefficients, the second for a changing constant."""
 _OF_UPDATES = """
 SELECT step, avg(by_token) AS by_token, avg(by_sequence) AS by_sequence, avg(sums) AS sums
 FROM (
@@ -93,7 +93,7 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
 
 
 def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the steps and the policy loss for each aggregation, if the logprobs inside the loss were recorded."""
+    """Yield the steps and the policy loss for each way of averaging, if the `current` pass was recorded."""
     columns, loss = sequence_columns(database), read_loss(read_hyperparameters(database)) or Loss()
     if CURRENT not in scored_passes(database) or loss.denominator == CURRENT or loss.kind not in (PPO, REINFORCE):
         return
@@ -107,7 +107,7 @@ def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def _choices(names: np.ndarray, usable: np.ndarray) -> Iterator[list[int]]:
-    """Yield every choice of at most one column per name, as column numbers. `usable` has shape [F]."""
+    """Yield every combination of at most one column per name, as column indices. `usable` has shape [F]."""
     of_name = [[None, *np.flatnonzero(usable & (names == name))] for name in ("policy", *_SIGNS)]
     for chosen in product(*of_name):
         if places := [int(place) for place in chosen if place is not None]:
@@ -177,7 +177,7 @@ def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tu
 
 
 _SIGNS = {"reference": 1.0, "entropy": -1.0}
-"""Terms of a minimised loss -> sign of their coefficient."""
+"""Loss term -> sign of its coefficient in a loss that is minimised."""
 _USUAL = {"reference": 0.1, "entropy": 0.02}
 """Largest coefficients that are assumed to be intended in runs that declare none."""
 _MOST_LEFT_OF_STEPS = 0.5

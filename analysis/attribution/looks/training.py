@@ -134,7 +134,7 @@ _NEAR_STEPS = 4
 
 @strongest
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Report whether the reference logprobs suddenly stop correlating with the trainer's logprobs, while these hardly change.
+    """Report whether reference logprobs suddenly stop correlating with the trainer's, which hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """
