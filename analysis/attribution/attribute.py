@@ -28,7 +28,7 @@ from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SupposedCause, Suspect
-from .brief import LAG
+from .brief import query
 from .divergence import SAMPLING, UPDATE
 from .fact import Fact
 from .looks.engine import OF_WEIGHTS, carried
@@ -101,8 +101,7 @@ def _alone(facts: Facts) -> Attribution:
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
     shares = shares_prompts(facts, control)
-    has_tokens = facts.has_tokens or control.has_tokens
-    if shares or not has_tokens:
+    if shares or not (facts.has_tokens or control.has_tokens):
         facts = facts.beside(control)
     known = table(facts)
     found, parted = table_beside(facts, control)
@@ -113,7 +112,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     else:
         suspects = judged((*known, *found), BESIDE)
     shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
-    notes = [] if shares else [Statement(code="other_prompts" if has_tokens else "no_prompts")]
+    notes = [] if shares else [Statement(code="other_prompts")]
     if facts.fall and not fell_too and not shown:
         notes.append(Statement(code="no_difference"))
     configured = [one for one in shown if one.feature.startswith(_SET)]
@@ -270,6 +269,8 @@ _NEXT = {
     "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
     "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
     "reference": "rerun from the last version before the drop with KL coefficient 0 and everything else unchanged",
+    "staleness": "or rerun synchronously, with one policy version per step",
+    "length": "then remove the length-dependent part of the reward",
     "advantages": "recompute one step's advantages from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
 
@@ -288,19 +289,10 @@ def _next(facts: Facts, suspect: str) -> Advice:
     if suspect == "mismatch":
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")
-    if suspect == "staleness":
-        near = f"step BETWEEN {max(facts.fall.step - 10, 0)} AND {facts.fall.step + 10}" if facts.fall else "step >= 0"
-        return Advice(
-            f'tim-trace sql {trace} "{LAG.format(near=near)}"',
-            "or rerun synchronously, with one policy version per step",
-        )
-    if suspect == "length":
-        return Advice(
-            f'tim-trace sql {trace} "SELECT num_response_tokens, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER '
-            f'(step >= {step}) AS reward_since FROM sequences GROUP BY ALL ORDER BY ALL"',
-            "then remove the length-dependent part of the reward",
-        )
-    return Advice(remark=_NEXT[suspect]) if suspect in _NEXT else Advice()
+    if suspect in ("staleness", "length"):
+        onset = (facts.fall.step, facts.fall.latest) if facts.fall else None
+        return Advice(f'tim-trace sql {trace} "{query(suspect, onset, len(facts.steps))}"', _NEXT[suspect])
+    return Advice(remark=_NEXT.get(suspect, ""))
 
 
 _MISSED_UPDATES = ("stale_weights", "partial_sync", "never_synchronised")

@@ -10,15 +10,12 @@ _MOST_LETTERS = 10_000
 """Maximum length of the facts table in characters. It keeps the whole brief at about 4,000 tokens."""
 _WEAK, _OPEN, _ALIKE = 0.05, 0.05, 3.0
 
-LAG = (
-    "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
-    "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"
-)
-"""Query for the number of updates by which the engine's weights lag behind the trainer's, by step."""
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": ("Does the mismatch begin before the drop?",
         "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step"),
-    "staleness": ("How many updates is the engine behind?", LAG),
+    "staleness": ("How many updates is the engine behind?",
+        "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
+        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step"),
     "optimizer": ("Did the learning rate, the gradient norm or the loss change before the drop?",
         "SELECT step, name, value FROM metrics WHERE regexp_matches(name, '(^|[/_])(lr|learning_rate|grad_norm|loss)$') AND {near} ORDER BY name, step"),
     "reward": ("Which identical responses get different rewards before and after the drop?",
@@ -105,12 +102,14 @@ def _rows(result: Attribution) -> str:
 
 
 def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
-    onset = _onset(result)
-    step, last = onset or (0, result.num_steps)
-    near = f"step BETWEEN {max(step - 15, 0)} AND {last + 10}" if onset else "step IS NOT NULL"
     open_ = [one.code for one in suspects if one.probability >= _OPEN] or ["unknown"]
     lines = [f'Open questions. To answer each, run: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
     for code in dict.fromkeys((*open_, "unknown")):
-        question, query = QUESTIONS[code]
-        lines += [f"  {SUSPECTS[code]}: {question}", f"    {query.format(near=near, step=step, last=last)}"]
+        lines += [f"  {SUSPECTS[code]}: {QUESTIONS[code][0]}", f"    {query(code, _onset(result), result.num_steps)}"]
     return "\n".join(lines)
+
+
+def query(suspect: str, onset: tuple[int, int] | None, num_steps: int) -> str:
+    step, last = onset or (0, num_steps)
+    near = f"step BETWEEN {max(step - 15, 0)} AND {last + 10}" if onset else "step IS NOT NULL"
+    return QUESTIONS[suspect][1].format(near=near, step=step, last=last)

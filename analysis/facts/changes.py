@@ -131,13 +131,10 @@ def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, 
     found = []
     for name in order:
         change, is_early = moved[name], moved[name].low <= ends
-        others = tuple(other for other in order if other != name and _overlap(change, moved[other]))
+        overlap = [other for other in order if change.low <= moved[other].high and moved[other].low <= change.high]
+        others = tuple(other for other in overlap if other != name)
         found.append(FirstChange(name=name, kind=kinds[name], change=change, undecided=others, may_be_first=is_early))
     return tuple(found)
-
-
-def _overlap(a: ChangePoint, b: ChangePoint) -> bool:
-    return a.low <= b.high and b.low <= a.high
 
 
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"

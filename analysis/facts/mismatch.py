@@ -19,7 +19,7 @@ from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
 from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
-from .series import Fall, Series, by_step, columns_of, named
+from .series import Fall, Series, by_step, columns_of
 
 _KEPT = """
 SELECT step, sum(num_tokens) AS n, sum(sum_d) / n AS mean_d, sum(sum_abs_d) / n AS mean_abs_d, sum(sum_k3) / n AS k3,
@@ -39,8 +39,8 @@ GROUP BY step ORDER BY step
 @dataclass(frozen=True, slots=True)
 class StepMismatch:
     columns: list[Series]
-    estimate: Series | None
-    """Entropy estimated as pass a's mean -logprob (nats), or None if the mismatch comes from stored sums."""
+    estimate: list[Series]
+    """Entropy estimated as pass a's mean -logprob (nats). Empty if the mismatch comes from stored sums."""
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
@@ -53,10 +53,7 @@ def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch
     sources = dict.fromkeys(("k3", "mean_abs_d", "p99_abs_d", "max_abs_d", "mean_d", "ess"), f"d = {names}, nats")
     for sign in ("positive", "negative"):
         sources[f"k3_{sign}"] = f"d = {names}, nats, tokens with a {sign} advantage"
-    estimate = None
-    if "estimate" in rows and len(rows["step"]):
-        source = f"estimated as the mean -logprob in {pair[0]}, nats"
-        estimate = named("entropy", rows["step"], rows["estimate"], source)
+    estimate = columns_of(rows, {"entropy": f"estimated as the mean -logprob in {pair[0]}, nats"})
     return StepMismatch(columns_of(rows, sources), estimate)
 
 
@@ -91,12 +88,10 @@ def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -
 
 def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
     tokens = tokens_of_rows(rows, ("a", "b"))
-    num_read = int(tokens.lengths_N.sum())
-    tokens = tokens.where(tokens.counted_T)
-    a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
-    tokens = tokens.where(np.isfinite(a_T) & np.isfinite(b_T))
-    sums = pair_sums(finite(tokens), _SUMS)
-    sums["sum_a"] = np.bincount(tokens.sequence_T, tokens.logprobs["a"], minlength=len(tokens.lengths_N))
+    kept = finite(tokens)
+    sums = pair_sums(kept, _SUMS)
+    sequence_T = np.repeat(np.arange(len(tokens.lengths_N)), kept.num_tokens_N)
+    sums["sum_a"] = np.bincount(sequence_T, kept.a_T, minlength=len(tokens.lengths_N))
     for name, sign in (("positive", 1), ("negative", -1)):
         signed: Mapping[str, Array] = {}
         if tokens.advantage_T is not None:
@@ -104,8 +99,8 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
         elif tokens.advantage_N is not None:
             signed = {column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in _SIGNED}
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    d_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
-    return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), num_read)
+    d_T = np.subtract(kept.a_T, kept.b_T, dtype=np.float64)
+    return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), int(tokens.lengths_N.sum()))
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
@@ -131,7 +126,7 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         "k3": total(sums["sum_k3"]) / n, "max_abs_d": largest(sums["max_abs_d"]),
         "ess": total(sums["sum_weight"] * scale_N) ** 2 / (n * total(sums["sum_weight2"] * scale_N**2)),
         "p99_abs_d": np.array(p99),
-        "estimate": -total(sums["sum_a"]) / n,
+        "entropy": -total(sums["sum_a"]) / n,
     }  # fmt: skip
     with np.errstate(invalid="ignore"):
         for name in ("positive", "negative"):

@@ -85,7 +85,7 @@ def read_given(database: Database, run: str) -> Given:
 
 
 def read_entropy(
-    database: Database, run: str, pass_a: str, metrics: list[Series], estimate: Series | None, given: Given
+    database: Database, run: str, pass_a: str, metrics: list[Series], estimate: list[Series], given: Given
 ) -> list[Series]:
     """Read the token entropy by step, or estimate it from logprobs if the run recorded none (see `read_given`)."""
     for name in ("train", "current"):
@@ -94,8 +94,8 @@ def read_entropy(
             return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
         return []
-    if estimate is not None:
-        return [estimate]
+    if estimate:
+        return estimate
     if not passes_with(database, "logprobs", run, of=[pass_a]):
         return []
     what = f"estimated as the mean -logprob in {pass_a}, nats"

@@ -108,9 +108,8 @@ def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.T
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
-    first, last = fall.interval
-    earliest = first - max(num_steps // 10, 5)
-    near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
+    earliest = fall.interval[0] - max(num_steps // 10, 5)
+    near = [change for change in changes if earliest <= change.high and change.low <= fall.latest]
     return tuple(sorted(near, key=lambda change: (bool(change.follows), -change.abnormal)))
 
 

@@ -18,7 +18,7 @@ from ...facts.conditions import LOGGED, is_coefficient, read_conditions
 from ...facts.read_series import read_series
 from ...facts.rollouts import read_rollouts
 from ...facts.series import Fall
-from ...trace.columns import read_hyperparameters, scored_passes, sequence_columns
+from ...trace.columns import read_hyperparameters, scored_passes
 from ...trace.database import Database, cached
 from ...trace.source import Pair
 from ..fact import Fact, fact, of_ratio
@@ -47,7 +47,7 @@ FROM (
             ) END), lambda term: term IS NOT NULL) AS terms
         FROM scores AS now
         JOIN scores AS old USING (run, step, seq_id)
-        JOIN (SELECT run, step, seq_id, {mask} AS response_mask, advantage, {advantages} AS advantages FROM sequences)
+        JOIN (SELECT run, step, seq_id, response_mask, advantage, advantages FROM sequences)
         USING (run, step, seq_id)
         WHERE now."pass" = 'current' AND old."pass" = $denominator AND old.iteration = 0
     )
@@ -94,15 +94,11 @@ def read_loss_terms(database: Database, pair: Pair) -> tuple[np.ndarray, np.ndar
 
 def _policy_losses(database: Database) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the steps and the policy loss for each way of averaging, if the `current` pass was recorded."""
-    columns, loss = sequence_columns(database), read_loss(read_hyperparameters(database)) or Loss()
+    loss = read_loss(read_hyperparameters(database)) or Loss()
     if CURRENT not in scored_passes(database) or loss.denominator == CURRENT or loss.kind not in (PPO, REINFORCE):
         return
-    query = _OF_UPDATES.format(
-        mask="response_mask" if columns.mask else "NULL::BOOL[]",
-        advantages="advantages" if columns.advantages else "NULL::DOUBLE[]",
-    )
     given = {"kind": loss.kind, "clip_low": loss.clip_low, "clip_high": loss.clip_high, "denominator": loss.denominator}
-    step, *values = database.connection.execute(query, given).fetchnumpy().values()
+    step, *values = database.connection.execute(_OF_UPDATES, given).fetchnumpy().values()
     yield from ((step, np.ma.filled(each.astype(float), np.nan)) for each in values)
 
 
