@@ -1,6 +1,6 @@
 """Read a run's rows, and find the rule that turns rewards into advantages.
 
-Shapes: N rows with a finite reward and advantage in step order, S steps. A group belongs to one step.
+Shapes: N rows with a finite reward and a finite advantage, ordered by step; S steps; G groups, each within one step.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _OF_OWN = {
 """Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
 PADDED = "their mean over the batch's tokens and padding"
 _ERRORS = 4.0
-"""Random variation stays within this many standard errors even in a thousand steps."""
+"""Chance deviations stay within this many standard errors, even over a thousand steps."""
 TINY = 1e-6
 """Relative size of rounding errors in float32 rewards and advantages."""
 _EPS = (0.0, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1)
-"""Usual values that are added to a standard deviation before dividing by it."""
+"""Values of eps that are commonly added to a standard deviation before dividing by it."""
 CLOSE = 0.02
 """Relative difference up to which two factors count as equal."""
 _ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
-"""Largest error that rounding leaves in a group's advantages, relative to the largest of them."""
+"""Largest rounding error relative to a group's largest advantage, in float32 and in 16 bits."""
 _TOKEN_NATS = 0.65
-"""Largest log ratio of the deviation over a batch's tokens to that over its rows."""
+"""Maximum |ln| of the ratio between the rewards' standard deviations over a batch's tokens and over its rows."""
 _INEXACT = 2.0**-15
-"""Largest 1 - fit of a rule that reproduces the advantages up to rounding: four errors of 2^-9 in bfloat16 add up to at
-most 2^-7, and a relative error e costs e^2 / 2."""
+"""A rule reproduces the advantages up to rounding if its fit (a correlation) is at least 1 minus this: four bfloat16
+errors of 2^-9 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
@@ -74,8 +74,8 @@ FROM (
 ORDER BY step, place
 """
 """One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest`, `is_per_token`
-and `answer`, a hash of the response alone, only cover loss tokens. `masked` counts the other tokens' advantages that
-are not 0, in rows whose advantages are 0 or one value, with both in one turn."""
+and `answer`, a hash of the response alone, only cover loss tokens. `masked` counts masked tokens with a nonzero
+advantage, but only in rows whose nonzero advantages are all equal and adjoin a 0 in the loss; elsewhere, it is 0."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
 CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) = 1
@@ -83,7 +83,7 @@ CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) 
      THEN len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true))) ELSE 0 END
 """
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Comparing all pairs of rows would be slow. Compare hashes, and only of prefixes as long as another row of the group.
+# Comparing all pairs of rows would be slow, so compare hashes of prefixes that are as long as another row in the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -121,9 +121,8 @@ class DataRows:
     ) -> Iterator[DataFinding]:  # fmt: skip
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
-        By default, the elements of `affected` are the rows of the run or of `sample`, or the selection `rows`, and the
-        finding says what the affected rows have in common. If they are not rows, `steps` holds the step of each one.
-        Arrays in `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding
+        By default, `affected` has one element per row of the run, of `sample` or of the selection `rows`, and the
+        finding says what the affected rows have in common. Otherwise, `steps` holds the step of each element. Arrays in `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding
         is a fault only if it begins after the first step.
         """
         if affected.sum() < least:
@@ -199,7 +198,7 @@ class DataRows:
 
     @cached_property
     def group_setting(self) -> str:
-        """Setting that makes the group's mean the baseline, or an empty string."""
+        """First setting under which the group's mean is the baseline, or an empty string."""
         return self.setting(ALGORITHM, "grpo|rloo|group")
 
 
@@ -245,7 +244,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
-    """For each way of misplacing rewards, return the index of the row whose reward each row gets, [N], -1 for none."""
+    """For each way of misplacing rewards, return the index of the row that each row's reward is from, [N], or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -288,7 +287,7 @@ class _Rows:
 
     @cached_property
     def lines(self) -> _Lines:
-        """Each group's advantages as a line over its rewards."""
+        """Linear fits of each group's advantages to its rewards."""
         first = np.unique(self.g, return_index=True)[1]
         with np.errstate(all="ignore"):
             slope = mean_of(self.g, self.x * self.a) / self.spread**2
@@ -331,7 +330,7 @@ class _Lines(NamedTuple):
     """Mean reward. `a` is the mean advantage."""
     a: np.ndarray
     slope: np.ndarray
-    """NaN if the group's rewards are equal. `spread` is their standard deviation, or NaN."""
+    """NaN if the group's rewards are equal. Then `spread`, their standard deviation, is also NaN."""
     spread: np.ndarray
     rounded: np.ndarray
     """Largest error that rounding leaves in the advantages."""
@@ -339,14 +338,14 @@ class _Lines(NamedTuple):
     """True if the line reproduces all advantages up to rounding."""
 
     def units(self, chosen: np.ndarray) -> np.ndarray:
-        """Number the groups, [G], so that groups with equal numbers can be compared: a step, or as many neighbouring
-        steps as contain four of the `chosen` groups ([G] bool)."""
+        """Return the number of each group's unit, [G]. A unit is one step, or as many neighbouring steps as are needed
+        for four of the `chosen` groups ([G] bool). Groups are compared within units."""
         num = np.bincount(self.at, chosen)
         return np.asarray(np.unique((np.cumsum(num) - num) // 4, return_inverse=True)[1][self.at])
 
     def holds(self, unit: np.ndarray, chosen: np.ndarray, agrees: np.ndarray) -> np.ndarray:
-        """Return, for each step, whether nearly all of its unit's `chosen` groups ([G] bool) agree, [S]. False if there
-        are fewer than three of them."""
+        """Return [S] bool: True if the step's unit has at least three `chosen` groups ([G] bool) and more than 95% of
+        them agree."""
         num, right = (np.bincount(unit, each, unit[-1] + 1) for each in (chosen, chosen & agrees))
         return np.asarray(((num >= 3) & (right > 0.95 * num))[unit[np.unique(self.at, return_index=True)[1]]])
 
@@ -363,9 +362,8 @@ class _Rules(NamedTuple):
     """Each step's rule for computing advantages from rewards. All arrays have shape [S]."""
 
     name: np.ndarray
-    """`own` if the baseline is the group's mean, `constant`, a name from `_candidates` or `_baselines`, or empty if none
-    fits.
-    `none` if rewards are equal within every group."""
+    """`none` if rewards are equal within every group, `constant` if only advantages are, `own` if the baseline is the
+    group's mean, otherwise a name from `_candidates` or `_baselines`, or empty if no rule fits."""
     correlation: np.ndarray
     """Mean correlation between rewards and advantages within groups, with `freedom` degrees of freedom."""
     freedom: np.ndarray
@@ -430,8 +428,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield every rule that more than a group's baseline and scale distinguishes from `own`: its name, and for each
-    variant of the rule an array of advantages, [N], which are known up to a factor and a constant."""
+    """Yield the rules that differ from `own` by more than a group's baseline and scale: the rule's name, and the
+    advantages that each of its variants implies, [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -461,7 +459,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
         yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
-    # Reordered advantages have the same values as under the group-mean rule.
+    # If advantages were reordered, their values are those of the group-mean rule, in another order.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
     reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
@@ -528,7 +526,7 @@ def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
 
 def _sets(rows: _Rows) -> np.ndarray:
     """Number the sets of groups in a step whose advantages imply the same baseline, and return each group's set, [G].
-    A group with equal rewards joins the nearest set that fits it."""
+    A group with equal rewards implies no baseline, so it joins the nearest set whose baseline fits."""
     line = rows.lines
     with np.errstate(all="ignore"):
         base, unit = line.r - line.a / line.slope, np.abs(4 * line.rounded / line.slope)
@@ -548,8 +546,10 @@ def _sets(rows: _Rows) -> np.ndarray:
 
 
 def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the baseline of the `steps` ([S] bool), whatever scales each group's advantages, up to a constant for the
-    step. Return its name at each of them, [S], empty if it is unknown, and the groups that have it, [G] bool."""
+    """Find the baseline at the `steps` ([S] bool) up to a constant per step, whatever the scale of each group.
+
+    Return the baseline's name at each step, [S], or empty if unknown, and the groups that have it, [G] bool.
+    """
     line = rows.lines
     asked, equal = line.fits & steps[line.at], np.isnan(line.slope) & steps[line.at]
     error = 2 * line.rounded
@@ -561,7 +561,7 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
         several = known & (np.bincount(line.at, known)[line.at] > 1)
         for constant, chosen in ((none, other), (_median_of(line.at, rest, known), several)):
             named = line.holds(line.units(chosen), chosen, np.abs(rest - constant) <= error)
-            # A group with equal rewards has an advantage of 0 only if these equal the baseline.
+            # A group with equal rewards has an advantage of 0 only if the baseline equals its rewards.
             at_base = np.abs(line.a - constant) <= error + CLOSE * np.abs(constant)
             agrees = equal & (at_base == (np.abs(line.r - values) <= TINY * np.abs(rows.r).max()))
             has_other = bool((chosen & other & named[line.at]).any())
@@ -574,8 +574,10 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every known scale of a group's advantages up to a constant factor: a phrase and its value for each group,
-    [G]. A deviation's eps is fitted to the `asked` groups ([G] bool) of each unit."""
+    """Yield every known scale: a phrase, and the factor on each group's advantages, [G], up to a constant.
+
+    The eps added to a standard deviation is fitted to the `asked` groups ([G] bool) of each unit.
+    """
     line, n, of_rewards = rows.lines, np.bincount(rows.g), "of the group's rewards"
     spread = line.spread
     yield from (("", np.ones(len(n))), ("", n / (n - 1)), (_DIVIDED, 1 / spread))
@@ -600,8 +602,8 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
 
 
 def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find what scales the advantages of each group at the `steps` ([S] bool): return a phrase, [S], empty for a
-    constant and None if unknown, and the `divided` and `factor` of _Rules."""
+    """Find what scales each group's advantages at the `steps` ([S] bool). Return a phrase per step, [S] (empty for a
+    constant, None if unknown), and the fields `divided` and `factor` of _Rules."""
     line, first = rows.lines, np.unique(rows.lines.at, return_index=True)[1]
     asked = line.fits & steps[line.at]
     unit, size = line.units(asked), np.abs(line.slope)
@@ -619,7 +621,7 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
             phrase, factor = np.where(fits, np.array(text, object), phrase), np.where(fits, middle[first], factor)
         usual = _is_usual(rows, held[""], held[_DIVIDED])
         if (unusual := np.isin(phrase, [*held]) & ~usual).any():
-            # A constant factor explains a step better than a normalisation that fits it by chance.
+            # A constant factor that fits other steps, too, explains more than a normalisation that fits by chance.
             by_chance = np.abs(held[""] / np.median(factor[unusual]) - 1) < CLOSE
             usual &= ~by_chance | np.isfinite(held[_DIVIDED])
     factor[usual | ~np.isin(phrase, [*held])] = np.nan
@@ -628,8 +630,8 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray:
-    """Return, for each step, whether a usual normalisation by group or batch has one of its scales, [S] bool: a
-    constant (`plain`, [S]), or a factor beside the group's deviation (`divided`, [S])."""
+    """Return [S] bool: True if a usual normalisation by group or batch leads to the step's scale: a constant (`plain`,
+    [S]), or a factor times 1 / the group's standard deviation (`divided`, [S])."""
     first = np.unique(rows.at, return_index=True)[1]
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[first]
     of_x, of_r, of_a = (rms_of(rows.at, each)[first] for each in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a))
@@ -698,7 +700,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
             # Algorithms may treat all rows above or below the baseline differently.
             sides = {"higher": asked & (rows.x > 0), "lower": asked & (rows.x < 0)}
             side = next((name for name, each in sides.items() if (only != each).sum() < 0.05 * each.sum()), "")
-            text += f", as only rows with a {side} reward than their group have" if side else ""
+            text += f" (exactly the rows whose reward is {side} than their group's mean)" if side else ""
             numbers = {
                 "rule": f"{text}, while all others follow the group's mean and scale",
                 "notice_if_whole": bool(side),

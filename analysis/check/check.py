@@ -391,7 +391,7 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Return the explanations that the places do not refute. If one place holds nearly all tokens that rounding cannot
-    explain, and the sides agree elsewhere, these are the explanations that predict values. Otherwise, they are all."""
+    explain, and the sides agree elsewhere, only explanations that predict values remain."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
         is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0

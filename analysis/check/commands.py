@@ -89,7 +89,7 @@ def by_column(data: PairData, column: str) -> Advice:
         side = data.sample.a if column.endswith("_a") else data.sample.b
         passed = f" WHERE \"pass\" = '{side.name}'"
     if name not in _COLUMNS and name not in TABLES[table].schema.names:
-        return stats(data, "sequence")  # not in any table, such as a row's place in its group
+        return stats(data, "sequence")  # no table has such a column, e.g. a row's index in its group
     asked = _COLUMNS.get(name, name)
     asked = asked if " " in asked else f"{table}.{asked}"
     return sql(

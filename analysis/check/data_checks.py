@@ -110,8 +110,8 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
-    """Find turns whose advantage differs from that of a later turn of the conversation, although only last turns have
-    rewards."""
+    """Find turns whose advantage differs from that of a later turn of the conversation, although only the last turn of
+    a conversation has a reward."""
     row, later = run.continued
     if run.is_per_token or np.nan_to_num(run.rows["reward"][row]).any():
         return
@@ -221,7 +221,7 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, column, tolerance, and the metric names that frameworks use for the column's mean."""
+"""Table, column, tolerance (SQL), and the names under which frameworks log the column's mean."""
 _LOSS_TOKENS = "the tokens in the loss"
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
@@ -285,7 +285,8 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
 
 
 def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps with a logged value, and how far it is from their mean, or the mean since the last of them."""
+    """Return the indices of the steps with a logged value, and the distance of this value from the step's mean, or from
+    the mean over all steps since the previous logged one if that is closer."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     return ends, np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
@@ -299,7 +300,7 @@ def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Describe which rows or values were averaged in the logged means ([E]), or return an empty string if unknown."""
+    """Describe the rows or values whose averages are the logged `value` ([E]). Empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -386,7 +387,7 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
             return
     found: dict[int, tuple[str, str, float] | None] = {}
     steps = run.database.steps
-    for _ in range(2):  # the second time between the last good step and the first bad one
+    for _ in range(2):  # the second round reads the steps between the last good one and the first bad one
         data = _other_pass(run.database, name, steps)
         step_of = data.sample.steps[data.seq]
         found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
@@ -404,7 +405,8 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
 
 
 def _place_of(data: PairData) -> tuple[str, str, float] | None:
-    """Describe where the other pass's values belong, and return their mean |d| (nats), or None if they are in place."""
+    """Return a short and a long description of how the other pass's values are misplaced, and the mean |d| (nats). None
+    if they are in place."""
     size = float(np.abs(data.d).mean())
     if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
         return None
@@ -453,7 +455,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
             if 2 * len(np.unique(of_step[differs])) >= len(np.unique(of_step)):
                 continue
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[3]] or rows  # weights are updated between uses of a batch
+        rows = [row for row in rows if row[3]] or rows  # only reuses of a batch follow an update of the weights
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
             continue
@@ -519,7 +521,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
 
     given = str(run.settings.get("reward_weights", ""))
     listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
-    if given.startswith("[") and len(listed) == len(names):  # TRL lists them in the order of the functions
+    if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
         declared = dict(zip(names, listed, strict=True))
     declared = {name: float(number) for name, number in declared.items()}
     recorded = np.array([declared.get(name, np.nan) for name in names])
@@ -694,8 +696,8 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
 
 
 def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
-    """Explain why `rows` repeat the rows `first` ([K] indices each), using each row's position within its step
-    (`place`, [N]). Return an empty string if the positions show no reason."""
+    """Explain why `rows` repeat the rows `first` ([K] indices each) by each row's position within its step (`place`,
+    [N]). Empty if the positions show no reason."""
     if (steps[rows] == steps[first]).all():
         at = np.unique(steps, return_inverse=True)[1]
         num, size = count_of(at[rows]), count_of(at)[rows]
@@ -703,7 +705,7 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
             return "batches are filled up with copies of their first rows"
         apart = np.unique(place[rows] - place[first])
         if len(apart) == 1:
-            return f"each repeats the row at a distance of {apart[0]}, as if engines shared a seed"
+            return f"each repeats the row {apart[0]} rows earlier, as if engines shared a seed"
     return ""
 
 
@@ -716,7 +718,7 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
-        # It is a fault if finished rows are excluded by their end token. Others may be excluded on purpose.
+        # It is a fault if finished rows are excluded by their end token. Others may be excluded by choice.
         final = sample.tokens[sample.starts[1:] - 1]
         ids = np.unique(final[masked & stopped])
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
@@ -762,7 +764,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
-    # A token that sampled tokens of the same turn often follow does not end responses.
+    # A token that is often followed by sampled tokens of the same turn does not end responses.
     joined = np.r_[np.diff(sample.seq) == 0, False] & sample.mask & np.r_[sample.mask[1:], False]
     inside = joined & ~np.r_[_repeats_end(sample)[1:], False]
     usual = ends[np.argsort(-counts)][:3]

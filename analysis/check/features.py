@@ -85,7 +85,7 @@ def _rows(data: PairData) -> dict[str, float]:
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
-    """Return the mean of `values` [K] in each group, NaN for empty groups. `num`: minimum length of the result."""
+    """Return the mean of `values` [K] in each group, NaN for empty groups. The result has at least `num` elements."""
     count = np.bincount(group, minlength=num)
     return np.where(count > 0, np.bincount(group, values, num) / np.maximum(count, 1), np.nan)
 
@@ -100,7 +100,7 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    return float(np.tanh(score / 6.0))  # in standard errors; squashed so that large runs do not dominate
+    return float(np.tanh(score / 6.0))  # `score`: standard errors. tanh keeps large runs from dominating.
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
@@ -426,7 +426,8 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that best separate `kind` from others: name, value, and whether above the mean."""
+    """Return the features in REASONS that best separate `kind` from other kinds: the feature's name and value, and
+    whether the value is above the mean."""
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
     others = np.array([probabilities(data)[name] for name in fitted.kinds])

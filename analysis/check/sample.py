@@ -32,9 +32,9 @@ MAX_READ_TOKENS = 2_000_000
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens to inspect one by one. If a fault affects 0.1% of all tokens, about 100 are inspected."""
 UNSAMPLED_NATS = -3.0
-"""A token counts as unlikely if its logprob + entropy is below this (nats): at most 5% of the sampled tokens."""
+"""A token counts as unlikely if its logprob + entropy is below this (nats), as for at most 5% of sampled tokens."""
 MIN_UNSAMPLED_RUN = 4
-"""At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have so many."""
+"""Runs of at least this many unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have one."""
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
@@ -71,7 +71,7 @@ class PairSums:
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
     """Read the sums stored in the trace (a Ray cluster stores missing ones first), or compute them from the tokens.
 
-    `names` starts with NEEDED_SUMS, which more columns of schemas.sums may follow. SUM_EXP_ABS_D is allowed only if
+    `names` is NEEDED_SUMS, optionally followed by other columns of schemas.sums. SUM_EXP_ABS_D is allowed only if
     the trace stores no sums.
     """
     if database.ray is not None:
@@ -245,7 +245,7 @@ def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
 
 
 def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
-    """Return mean(-logprob) / mean(entropy) if it is ln 2 at all levels of entropy (it is then in bits), else 0."""
+    """Return mean(-logprob) / mean(entropy) if it is ln 2 at all levels of entropy, which is then in bits, else 0."""
     parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
     ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
     is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03

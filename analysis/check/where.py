@@ -48,7 +48,7 @@ class Where:
     ratio: float
     """Mean mismatch inside the description divided by the mean mismatch outside."""
     mean_ratio: float
-    """Like `ratio`, but of arithmetic means, which bit-identical tokens hardly affect."""
+    """Like `ratio`, but with arithmetic instead of geometric means, so that bit-identical tokens hardly matter."""
     level_outside: float
     """Median logit error outside the description (nats)."""
 

@@ -31,7 +31,7 @@ REALIGNED_SHARE = 0.35
 MIN_FIT_NATS = 15.0
 """Minimum evidence (nats) that more values fit the other side's at some distance than chance explains."""
 _FAR = 8
-"""Maximum distance (tokens) at which fits are counted. Those farther away than any of LAGS are due to chance."""
+"""Maximum distance (tokens) at which fits are counted. Fits at distances beyond LAGS show how many chance explains."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts to try, in tokens. If positive, pass b's values come later."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
@@ -49,11 +49,11 @@ def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     tokens_off = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
     whose = f"the {way['which']} token" if abs(lag) == 1 else f"the token {abs(lag)} places {way['direction']}"
     if "," in str(numbers.get("lags", "")):
-        whose += f" (or the one at a distance of {numbers['lags'].partition(', ')[2]})"
+        whose += f" (or at a distance of {numbers['lags'].partition(', ')[2]} tokens)"
     more = "; they have its id, too, so the token was recorded twice" if numbers.get("is_repeated") else ""
     if numbers.get("num_beside"):
         more += (
-            f"; {numbers['num_beside']:,} values next to these belong to no token nearby, so probably to another row"
+            f"; {numbers['num_beside']:,} values next to these fit no token nearby, so probably belong to another row"
         )
     return {"tokens_off": tokens_off, "where": where, "whose": whose, "more_text": more, **way}
 
@@ -107,7 +107,8 @@ SHIFT = Fault(
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, but by {{unmoved:.2g}} as recorded (differences are capped at {CAP_NATS:g})",
         "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}{where} belong to {whose}: on average, they are "
-        "within {moved:.2g} nats of the other side's value there, but {size:.2g} from its value at their own token{more_text}",
+        "within {moved:.2g} nats of the other side's value at that token, but {size:.2g} from its value at the token "
+        "where they are recorded{more_text}",
         "lost": f"{_ROWS_OFF} lack {{num_lost}} {{side}} value(s) at some token (position {{first_place}} to {{last_place}}): the later values "
         "have moved up to fill the gap, and the end of the row is filled with {filler:g}",
         "moved_after_place": f"{_AFTER}the turns were joined at the wrong token",
@@ -220,7 +221,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _known_lags(data: PairData) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield quantities that a shift may equal: name, e.g. `padding of 8`, and its value for each row, [S]."""
+    """Yield quantities that may be the rows' shifts: a name, e.g. `padding of 8`, and a number for each row, [S]."""
     sample, order = data.sample, recorded_order(data.sample)
     for name, block in batches(sample, order).items():
         for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths):
@@ -243,7 +244,7 @@ def _counted_lags(data: PairData, index: np.ndarray, rows: np.ndarray) -> np.nda
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the name of the quantity that equals each row's shift, e.g. `padding of 8`, or an empty string."""
+    """Return the name of the quantity that equals nearly every row's shift, e.g. `padding of 8`. Empty if none does."""
     return next((name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 

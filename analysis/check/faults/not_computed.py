@@ -24,12 +24,12 @@ MAX_CONSTANTS = 20
 FEW_CONSTANTS = 3
 """Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""A value is a placeholder if its contexts outnumber those of nearby values by this factor, or by the factor's square
-if both passes have the value."""
+"""A value is a placeholder if it occurs in this many times as many contexts as nearby values do. If both passes have
+the value, the square of this factor applies."""
 _MOST_LATE = 8
 """Maximum displacement of a loss mask that is searched for (tokens)."""
 _WINDOW_NATS = 0.05
-"""Maximum distance between a constant and nearby values (nats), which show how often a value repeats by chance."""
+"""Values within this distance of a constant (nats) show how often a value repeats by chance."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -345,7 +345,7 @@ def _constant(data: PairData, side: Side, value: float, where: np.ndarray) -> Fi
         at_end = np.mean((np.r_[every[1:], True] | np.r_[np.diff(seq) != 0, True])[every]) > 0.99
         if where.sum() >= 2 * num_runs:
             reason = "after_end" if at_end else "improbable"
-        # A token that is sampled at 1 of k positions has a probability of about 1/k. Appended tokens have far less.
+        # A token sampled at 1 of k positions has a probability of about 1/k. Appended tokens are far less probable.
         elif at_end and np.median(others[where]) < np.log(where.mean()) - 2:
             reason = cause = "appended"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
