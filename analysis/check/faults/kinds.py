@@ -125,11 +125,8 @@ def find_versions(data: PairData) -> list[Finding]:
     if fresh.num_kept >= FEW_TOKENS and level(fresh) > max(allowed_noise(fresh), level(data.within(inside)) / 2):
         return []  # the mismatch is about as large where both sides used the same policy version
     lag = int(np.median(data.updates_behind[np.unique(data.seq[inside])]))
-    numbers = counts(data, inside) | {
-        "of_sequences": data.sample.num_sequences,
-        "side": data.names["b" if lag > 0 else "a"],
-    }
-    numbers |= {"cause": "stale_weights", "updates_behind": abs(lag)}
+    numbers = counts(data, inside) | {"cause": "stale_weights", "side": data.names["b" if lag > 0 else "a"]}
+    numbers |= {"of_sequences": data.sample.num_sequences, "updates_behind": abs(lag)}
     next = commands.sql(data, BY_VERSION)
     return [WEIGHTS.finding(data, "policy_versions", inside, next=next, broken="versions", numbers=numbers)]
 
@@ -229,14 +226,9 @@ def find_window(data: PairData) -> list[Finding]:
     for setting, window in recorded.items():
         # A token's logprob is computed at the position before it, so the onset may be one past the window.
         if isinstance(window, int) and begins[0] - window in (0, 1):
-            numbers: dict[str, Number] = {
-                "cause": "window",
-                "setting": setting,
-                "window": window,
-                "onset": begins[0],
-                "times": begins[1],
-            }
-            return [ONSET.finding(data, "recorded", beyond, next=_triangulation(data), numbers=data.names | numbers)]
+            numbers: dict[str, Number] = {**data.names, "cause": "window", "setting": setting, "window": window}
+            numbers |= {"onset": begins[0], "times": begins[1]}
+            return [ONSET.finding(data, "recorded", beyond, next=_triangulation(data), numbers=numbers)]
     return []
 
 

@@ -219,13 +219,9 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
     wrong = (sample.mask & ~has, has & ~sample.mask)
     lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
     num, num_out = int(lost.sum()), int(out[lost > 0].sum())
+    numbers: dict[str, Number] = {"side": side.name, "num_tokens": num, "num_left_out": num_out}
     if num_out and (sample.mask != has).all():
-        numbers: dict[str, Number] = {
-            "side": side.name,
-            "num_tokens": num,
-            "num_left_out": num_out,
-            "cause": "inverted",
-        }
+        numbers["cause"] = "inverted"
         return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
     if np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
         return None
@@ -236,8 +232,7 @@ def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
         return bool(np.mean(sample.mask[origin][inside] == has[inside]) > 0.98)
 
     tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
-    num_late = next((late for late in tried if fits(late)), 0)
-    numbers = {"side": side.name, "num_tokens": num, "num_left_out": num_out, "num_late": num_late}
+    numbers["num_late"] = next((late for late in tried if fits(late)), 0)
     return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
 

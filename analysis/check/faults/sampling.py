@@ -539,10 +539,8 @@ def _of_ids(data: PairData) -> list[Hypothesis]:
 def _of_some_ids(data: PairData, ids: np.ndarray, chosen: np.ndarray, off: np.ndarray) -> Finding:
     side = sides(data)[1]
     numbers = side.names | {"cause": "token_ids", "num_ids": len(ids), "ids": ", ".join(map(str, ids[:8]))}
-    numbers |= {
-        "mean_ids": side.sign * float(data.d[chosen & off].mean()),
-        "mean_rest": side.sign * float(data.d[~chosen].mean()),
-    }
+    numbers["mean_ids"] = side.sign * float(data.d[chosen & off].mean())
+    numbers["mean_rest"] = side.sign * float(data.d[~chosen].mean())
     return PENALTY.finding(data, "token_ids", off, next=commands.far_tokens(data), numbers=numbers)
 
 

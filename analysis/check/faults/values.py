@@ -131,11 +131,8 @@ def find_positive(data: PairData) -> Iterator[Hypothesis]:
         where = side.values > MAX_LOGPROB
         if where.any():
             values, next = side.values[where], commands.tokens(data, f"mask AND logprob_{side.key} > {MAX_LOGPROB}")
-            numbers = side.names | {
-                "num_tokens": len(values),
-                "least": float(values.min()),
-                "largest": float(values.max()),
-            }
+            numbers = side.names | {"num_tokens": len(values)}
+            numbers |= {"least": float(values.min()), "largest": float(values.max())}
             yield certain(NOT_LOGPROBS.finding(data, "above_zero", where, next=next, numbers=numbers))
 
 
