@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Values in `ArmOption.users` that are not engines: two commands, and factory models that return only logits."""
+"""Users of an option besides the engines: two commands, and models from a factory that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class Clash:
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """This option's values that conflict with the other option. Empty means all values."""
+    """Values of this option that conflict with `other`. Empty if all of them do."""
     others: tuple[str, ...] = ()
-    """Values of the other option that conflict with this option, without a suffix `:N`. Empty means all values."""
+    """Values of `other` that conflict with this option, written without `:N`. Empty if all of them do."""
     engine: str | None = None
 
     def meets(self, value: Any, other: Any) -> bool:

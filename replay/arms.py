@@ -39,12 +39,12 @@ class Arm:
         default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
     )  # fmt: skip
     dtype: str | None = arm_option(
-        "Dtype for weights and activations, without autocast. fp64 also applies to norms, softmax and logits.",
+        "Dtype of weights and activations. Turns autocast off. fp64 also applies to norms, softmax and logits.",
         values=tuple(DTYPES), users=_ANY, refused={VLLM: ("fp64", "tf32"), EXACT: ("tf32",)}, label="",
     )  # fmt: skip
     quantize: str | None = arm_option(
         "Round linear-layer and expert weights (not the head or routers) using one symmetric scale per 128 inputs. "
-        "Compute stays in the arm's dtype.",
+        "Values are still computed in the arm's dtype.",
         values=("int8", "int4", "fp8"), users=_TORCH, label="",
     )  # fmt: skip
     lm_head: str | None = arm_option(
@@ -65,12 +65,12 @@ class Arm:
         "Maximum tokens per forward pass, including padding. Rows are grouped by length.",
         users=_ANY, metavar="N",
         clashes=(
-            Clash(other="batch_size", why="both limit the size of a forward pass"),
+            Clash(other="batch_size", why="both options limit the size of a forward pass"),
             Clash(other="mode", others=("chunked",), engine=VLLM, why="chunked mode already sets vLLM's token limit"),
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
-        "Padding side, or packed to concatenate rows without padding.",
+        "Padding side, or packed (rows are concatenated, without padding).",
         values=("left", "right", "packed"), users=_TORCH,
         refused={FACTORY: ("packed",)},
         clashes=(
@@ -83,7 +83,7 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "Run the whole sequence in one forward pass, or the response through the KV cache 1 or N tokens at a time.",
+        "Run one forward pass (prefill), or run the response through the KV cache, 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     preempt: int | None = arm_option(
@@ -92,7 +92,7 @@ class Arm:
         clashes=(Clash(other="mode", others=("prefill", "chunked"), why="only decoding generates several tokens"),),
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
-        "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
+        "Round keys and values in the KV cache to e4m3 with scale 1, as vLLM does by default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
         clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill does not read the cache"),),
     )  # fmt: skip
@@ -134,7 +134,7 @@ class Arm:
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
-        "Force each token's recorded routing (experts, weights, slots). Requires a trace recorded with --routing.",
+        "Force each token's recorded experts, with their order and weights. Requires a trace recorded with --routing.",
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
@@ -145,7 +145,8 @@ class Arm:
         "Score with this policy version's weights.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Arm name. The pass is replay/NAME.  [default: made from the changes]", default="", users=_ANY, metavar="NAME",
+        "Arm name. Scores become pass replay/NAME.  [default: made from the changes]",
+        default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -185,11 +186,6 @@ class Arm:
     def unheard(self) -> list[str]:
         """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not one of them."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
-
-    @property
-    def is_heard(self) -> bool:
-        """True if `locate` can observe the operators, because they run and round their results in this process."""
-        return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
     def is_identity(self) -> bool:

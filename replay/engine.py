@@ -175,7 +175,7 @@ def _pending_arms(
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} already has all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace stats "
+            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace stats "
             f"RUN --pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
         )
     return wanted

@@ -52,7 +52,7 @@ class RecordedRow:
     iteration: int = 0
     """Number of times this pass had already scored the sequence in this step."""
     version_assumed: str = ""
-    """Which version was assumed, in words. Empty if the scores included the version."""
+    """How the policy version was inferred, in words. Empty if the scores included the version."""
     composition_known: bool = True
     """True if the trace shows how rows shared forward passes. Otherwise each row runs alone."""
     routing: str | None = None
@@ -80,7 +80,7 @@ class RecordedRun:
         self.manifest = self.store.manifest()
         if not self.store.is_local:
             raise CannotReplay(
-                f"{trace}: a replay writes to the trace, so the trace must be local; copy it to this machine first"
+                f"{trace}: the model can be rebuilt only from a local trace; copy the trace to this machine first"
             )
         self.folder = Path(self.store.root)
         adopt(self.folder)
@@ -310,4 +310,4 @@ class RecordedRun:
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
-    return [f"policy version not recorded, assumed to be {version}, {assumed}" for assumed, version in found.items()]
+    return [f"policy version not recorded, assumed to be {version} ({assumed})" for assumed, version in found.items()]

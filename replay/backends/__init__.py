@@ -1,1 +1,1 @@
-"""Scorers that run the trainer's own code, a built-in scorer for transformers models, vLLM, or the exact engine."""
+"""Scorers: TRL's own scoring code, tim-trace's code for transformers models, vLLM, and the exact engine."""

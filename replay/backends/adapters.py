@@ -42,7 +42,7 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields for initialisation and storage, which do not affect a forward pass once the weights are loaded."""
+"""LoRA config fields for initialisation and storage. They do not affect forward passes with loaded weights."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:

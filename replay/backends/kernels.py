@@ -41,7 +41,7 @@ def forced(attention: str | None) -> Iterator[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations import sdpa_attention
 
-    # Without shared heads, transformers repeats keys and values for each query head.
+    # For kernels without shared key-value heads, let transformers repeat keys and values for each query head.
     shares = nullcontext() if kernel.shares_heads else replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
     try:
         with sdpa_kernel([getattr(SDPBackend, kernel.backend)]), shares:

@@ -149,9 +149,9 @@ def _within_memory(device: str) -> Iterator[None]:
             num_bytes += part.numel() * part.element_size()
         if parts > MAX_MODULES or num_bytes > memory:
             raise CannotReplay(
-                f"the model cannot be rebuilt: its config needs at least {parts:,} modules and {num_bytes:,} bytes, "
-                f"but this machine has {memory:,} bytes; replay on a larger machine, or check whether the trace is "
-                "damaged"
+                f"the model cannot be rebuilt: its config needs at least {parts:,} modules and tensors ({num_bytes:,} "
+                f"bytes), but this machine has {memory:,} bytes; replay on a larger machine, or check whether the trace "
+                "is damaged"
             )
 
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ class TransformersScorer(BatchScorer):
         with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            # Index on the device of each tensor: the last layer may be on a different device from the first.
+            # Move indices to the device of the indexed tensor: the last layer may be on another device than the first.
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])

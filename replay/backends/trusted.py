@@ -26,7 +26,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way, without calling these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> function in transformers that checks for its package. If missing, a hub kernel would be fetched."""
+"""transformers function that checks for an attention's package, without which a hub kernel would be fetched."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with more kernels to allow: hub names, separated by commas."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (

@@ -70,7 +70,7 @@ class VllmEngine:
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
         """Load the weights in place if possible. Return True if all of the engine's tensors then match `tensors`."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On a CPU, do not reload experts: vLLM would keep using those that it packed from the first weights.
+        # On a CPU, do not reload experts: vLLM would keep using the experts that it packed when it started.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -202,7 +202,7 @@ class VllmEngine:
 
 
 _DECORATED: dict[type, Any] = {}
-"""vLLM's `__init__` for each of transformers' classes that it has decorated."""
+"""By transformers class that vLLM has decorated, the decorated `__init__`."""
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Corrections by the untruncated importance weights train / rollout: at the loss's level (`exact`), per token, or per
-sequence."""
+"""Corrections with the untruncated importance weights train / rollout, at the level of the loss (`exact`), per token,
+or per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ def gradient(
 
 
 _Outcome = tuple[list[GradientStep], WeightsMissing | CannotReplay | None]
-"""One result per update and arm, and the error if the step cannot be replayed (then only the results before it)."""
+"""A step's results, one per update and arm, up to the error that ended the step (None if the step was completed)."""
 
 
 class _StepTaker:

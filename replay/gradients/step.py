@@ -103,7 +103,7 @@ class StepPasses:
             why.append("the recorded pass uses dropout")
         config = scorer.run.model["config"]
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
-            why.append("the routers' auxiliary loss, if the trainer added it, is not included")
+            why.append("the recomputed loss omits the routers' auxiliary loss, which the trainer may have added")
         if scorer.rows_left:
             why.append(f"ran out of memory, so forward passes were limited to {scorer.rows_left} rows")
         why += list(differences(scorer.contract, scorer.made_by()))

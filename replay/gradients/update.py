@@ -1,4 +1,4 @@
-"""Read a trace's optimizer steps: their weights, rows and loss inputs, and where their grad norm was logged."""
+"""Read a trace's optimizer steps: policy version, rows, loss inputs, and the step where the grad norm was logged."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     weight = base.weight.double()
     x = x.reshape(-1, x.shape[-1])
     lengths, taken = x.norm(dim=-1, keepdim=True), growth(x.shape[-1]) * rounding.sums + rounding.casts
-    # A merged weight is rounded once more, to its own dtype. Allow for that, since the weights may be merged.
+    # If the adapter is merged, the weight is rounded once more, to its own dtype. Always allow for this rounding.
     merged = 0.0 if rounding.weight is None else 2.0 * unit(rounding.weight)
     whole, rows = weight, weight.norm(dim=-1)
     off = (taken + merged) * lengths * rows

@@ -42,7 +42,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Check an attention core against the recorded queries, keys and values [1, N, T, D]. Return the recorded output."""
+        """Judge a core's inputs [1, N, T, D], then its output on the execution's inputs. Return the execution's output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -82,8 +82,8 @@ class Cores:
             bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
-                # The projection before the rotation was not observed, so its error is allowed too. A rotation can move
-                # an error to the other element of a pair.
+                # The projection before the rotation was not observed, so allow for its error. A rotation can move an error
+                # to the other element of a pair.
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:

@@ -33,8 +33,8 @@ from .taps import (
 )
 
 RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
-"""Computations between operators: residual additions, gate times up projection, changes to the embeddings before the
-first layer, and everything else (wiring)."""
+"""Computations between operators: residual additions, gate times up projection, everything else (wiring), and changes
+to the embeddings before the first layer."""
 INPUT = "input"
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",

@@ -29,7 +29,7 @@ def core_name(attention: str) -> str:
 
 
 class CallNames:
-    """Numbers operator calls in one forward pass: `name`, then `name#2`, and so on."""
+    """Names the calls of each operator in one forward pass: `name`, then `name#2`, and so on."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """Run the recorded model in float64, and check each operator on the execution's own inputs.
 
-So an operator's error does not include the errors of earlier operators.
+The error found for an operator therefore excludes the errors of earlier operators.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: Execution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. If the projection is fused with the log-softmax,
-    they count as one operator."""
+    """Judge the operators after the last hidden states. A projection fused with the log-softmax counts as one operator
+    together with it."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -78,7 +78,7 @@ def test_two_nodes_give_the_bits_of_one_process(trace, alone, cluster):
     assert bits(trace) == logprobs
     writers = "SELECT count(DISTINCT writer) FROM scores WHERE pass LIKE 'replay/%'"
     assert connect(trace).execute(writers).fetchone()[0] >= 2
-    with pytest.raises(InvalidOption, match="already has all of these steps"):
+    with pytest.raises(InvalidOption, match="has already scored all of these steps"):
         replay(trace, arm=ARMS, ray=cluster[0].address)
 
 

@@ -279,12 +279,12 @@ def test_weights_that_no_pass_named_are_assumed_and_said(tmp_path):
     (row, *_) = (run := RecordedRun(str(tmp_path / "run"))).step(1)
     assert (row.policy_version, row.version_assumed) == (0, "the version that sampled the sequence")
     assert assumed_versions(run.step(1)) == [
-        "policy version not recorded, assumed to be 0, the version that sampled the sequence"
+        "policy version not recorded, assumed to be 0 (the version that sampled the sequence)"
     ]
     record_a_loop(tmp_path / "other", off=0.5)
     (identity,) = replay(tmp_path / "other")
     assert not identity.identity_held
-    assert "policy version not recorded, assumed to be 0, the version that sampled the sequence" in identity.differs
+    assert "policy version not recorded, assumed to be 0 (the version that sampled the sequence)" in identity.differs
 
 
 def test_a_version_that_a_pass_named_is_not_assumed(tmp_path):
@@ -471,7 +471,7 @@ def test_a_bound_of_tokens_is_not_lowered_by_itself():
 def test_finished_steps_are_not_done_again(trace):
     assert [result.step for result in replay(trace, steps="2", dtype="bf16") if result.arm == "bf16"] == [2]
     assert [result.step for result in replay(trace, steps="all", dtype="bf16") if result.arm == "bf16"] == [1, 3]
-    with pytest.raises(InvalidOption, match=r"replay/bf16 already has all of these steps.*force=True"):
+    with pytest.raises(InvalidOption, match=r"replay/bf16 has already scored all of these steps.*force=True"):
         replay(trace, dtype="bf16")
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass = 'replay/bf16'") == [(24,)]
 
@@ -560,7 +560,7 @@ def test_an_arm_that_is_complete_does_not_keep_others_from_being_completed(trace
     replay(trace, arm=["batch-size=1", "dtype=bf16"])
     query = "SELECT pass, count(*) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
     assert {count for _, count in rows(trace, query)} == {24}
-    with pytest.raises(InvalidOption, match="already has all of these steps"):
+    with pytest.raises(InvalidOption, match="has already scored all of these steps"):
         replay(trace, arm=["batch-size=1", "dtype=bf16"])
 
 
@@ -579,7 +579,7 @@ def test_a_killed_replay_goes_on_where_it_was(trace):
     done = tim_trace("replay", trace, "--batch-size", "1", "--arm", "dtype=bf16")
     assert done.code in (0, 2), done.stderr
     if done.code == 2:
-        assert "already has all of these steps" in done.stderr
+        assert "has already scored all of these steps" in done.stderr
     query = "SELECT pass, count(*), count(DISTINCT (step, seq_id)) FROM scores WHERE pass LIKE 'replay/%' GROUP BY pass"
     found = {name: (count, distinct) for name, count, distinct in rows(trace, query)}
     assert set(found.values()) == {(24, 24)}, found

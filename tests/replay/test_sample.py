@@ -71,7 +71,7 @@ def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, mon
     assert small.items() < larger.items()
     assert results.sample.num_drawn == len(larger) // 4
     monkeypatch.undo()
-    with pytest.raises(InvalidOption, match="already has all of these sequences"):
+    with pytest.raises(InvalidOption, match="has already scored all of these sequences"):
         replay(trace, sample="16", batch_size=1)
     assert first < len(scored)
     rest = replay(trace, batch_size=1)
@@ -82,7 +82,7 @@ def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, mon
     twice = "SELECT count(*) FROM (SELECT step, seq_id FROM scores WHERE pass LIKE 'replay/b%' GROUP BY ALL HAVING count(*) > 1)"
     assert connect(trace).execute(twice).fetchall() == [(0,)]
     assert larger.items() < scores(trace, "batch-size-1").items()
-    with pytest.raises(InvalidOption, match="already has all of these steps"):
+    with pytest.raises(InvalidOption, match="has already scored all of these steps"):
         replay(trace, batch_size=1)
 
 

@@ -301,7 +301,7 @@ def test_a_model_of_any_claimed_size_is_refused_before_there_is_memory_for_it(tm
 def test_a_model_of_many_small_layers_is_refused_while_it_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "MAX_MODULES", 1000)
     record(tmp_path / "run", config=model_config(num_hidden_layers=10**5, layer_types=None))
-    with pytest.raises(CannotReplay, match="needs at least 1,001 modules"):
+    with pytest.raises(CannotReplay, match="needs at least 1,001 modules and tensors"):
         replay(tmp_path / "run")
 
 

@@ -126,7 +126,7 @@ def test_another_batch_shape_is_a_last_place_off_and_the_replay_says_what_was_no
     assert 0 < result.max_abs_d <= PREVIOUS_ULPS * np.spacing(np.float32(7.9))
     assert result.differs[:2] == (
         "batch composition was not recorded, so the replay runs one row per forward pass",
-        "policy version not recorded, assumed to be 0, the only version with weights",
+        "policy version not recorded, assumed to be 0 (the only version with weights)",
     )
 
 

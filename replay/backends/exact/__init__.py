@@ -1,1 +1,1 @@
-"""Forward pass in which each token's bits depend only on the token and its context, so there is no mismatch."""
+"""Forward passes in which a token's bits depend only on the token and its context, not on batch, padding or mode."""

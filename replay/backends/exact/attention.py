@@ -29,7 +29,7 @@ class Seen:
     keys_BTS: Any
     first_T: list[int]
     last_T: list[int]
-    """First and last key index that each query sees, over all rows. Copied to the host once per forward pass."""
+    """By query, the first and last key index that it sees in any row. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:
