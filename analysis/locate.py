@@ -34,8 +34,7 @@ def locate(
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     Runs sequences from one recorded step through two executions with the recorded weights: a is `arm` (default: as
-    recorded), b is `against` (default: the recorded model in float64). `engine=vllm` or `engine=exact` selects another
-    engine.
+    recorded), b is `against` (default: the recorded model in float64). `engine=vllm` runs vLLM.
 
     Each operator is compared with a float64 model on the same inputs, so earlier operators' errors do not count. The
     executions diverge at the first operator whose error exceeds what rounding can cause. `carried` is the share of the

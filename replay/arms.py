@@ -184,7 +184,7 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changed options that prevent `locate` from observing operators. With vLLM, `mode` is not one of them."""
+        """Changed options that prevent `locate` from observing operators. In vLLM, it can observe them in any mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property

@@ -85,7 +85,7 @@ class PackedBatch(_PlacedRows):
 
     positions_W: np.ndarray
     spans: tuple[Span, ...]
-    """Token ranges: rows, tree branches or trailing padding. Each range attends to itself and to its prefix."""
+    """Token ranges: rows, tree branches or trailing padding. Tokens attend to their own range and to its prefix."""
 
     @property
     def labels_W(self) -> np.ndarray:

@@ -168,15 +168,15 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm, which is the others' baseline, covers all steps, as does every arm with a sample. Other arms
-        # cover only the steps that they have not scored yet.
+        # The identity arm (the baseline of the others) and every arm with a sample cover all steps. Other arms cover
+        # only the steps that they have not scored yet.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace stats "
-            f"RUN --pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
+            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace "
+            f"stats RUN --pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
         )
     return wanted
 

@@ -171,7 +171,7 @@ class RecordedRun:
             raise CannotReplay(f"{error}; without its contract, the pass cannot be replayed") from error
 
     def digest(self, rows: Sequence[RecordedRow], where: str) -> str:
-        """Return the hash of the rows' contract. Raises CannotReplay if they have several."""
+        """Return the hash of the rows' contract. Raises CannotReplay if the rows have several contracts."""
         digest, *others = {row.contract for row in rows}
         if others:
             why = f"{where} was scored under {len(others) + 1} contracts, but exactly one is needed"

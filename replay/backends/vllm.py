@@ -53,7 +53,7 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Tensors that could not be verified in the engine, or `all` if it runs in several processes."""
+        """Tensors that could not be verified in the engine, or `all` if the engine runs in several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
         self._model_folder = Path(self._folder.name) / "model"
 

@@ -147,8 +147,8 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
             dropped += 1
     notes = [
         f"{dropped} rows were scored again with different weights under the same policy version. Their optimizer steps "
-        f"cannot be told apart, so only the first step is used (record versions with "
-        f"Recorder.add_scores(policy_version=...))"
+        f"cannot be told apart, so only the first step is used; to separate them, record versions with "
+        f"Recorder.add_scores(policy_version=...)"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
     return kept, notes if dropped else []

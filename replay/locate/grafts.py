@@ -143,7 +143,7 @@ def as_given(new: Any, given: Any) -> Any:
 
 class VllmGiver(Graft):
     """Replaces a transformers model's projections, norms and embedding with vLLM's. Operators that need vLLM's KV cache
-    cannot be used here."""
+    are not replaced."""
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker

@@ -54,7 +54,7 @@ class Heard:
         self.entered: dict[int | None, Any] = {}
         """float64 inputs by layer index."""
         self.branches: list[Any] = []
-        """Outputs of attention and MLPs since the last residual addition."""
+        """Outputs of the attention and MLP layers that ran since the last residual addition."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
         """Operators that were not observed, by (layer, kind): their exact output, and a function from dtype to error
         bound."""

@@ -32,7 +32,8 @@ class Judged:
     largest: float
     """Largest RMS error in a single token, relative to the RMS of the token's exact result."""
     ratio: float
-    """Largest introduced error divided by its bound, or inf if only one value is finite or a choice differs."""
+    """Largest introduced error divided by its bound. inf if an expert choice differs, or if only one of the observed and
+    exact values is finite."""
     token: int
     """Index (in the prompt and response) of the token with the largest ratio."""
     dtype: str

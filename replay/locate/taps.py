@@ -47,7 +47,7 @@ class RowTaps:
 
     @property
     def first_position(self) -> int:
-        """Position id of the row's first token. It is above 0 if left padding shifted it."""
+        """Position id of the row's first token. Above 0 if the execution counts left padding as positions."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:

@@ -30,7 +30,7 @@ from .names import core_name
 from .taps import Call, RowTaps, hidden_of, hooked
 
 _HEAD = ("lm_head", "logits_processor")
-"""Modules that run after the forward pass, and only for response tokens."""
+"""Modules that vLLM runs after the forward pass, only for tokens whose logprobs it returns."""
 _FUSED = ("act_fn",)
 """Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
 _ROTARY = "rotary_emb"
