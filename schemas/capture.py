@@ -16,7 +16,7 @@ class Capture:
     level: str = "logprobs"
     """`logprobs` (sampled token only), `topk` or `logits`."""
     k: int | None = None
-    """Number of most probable tokens to keep per position. Only for `topk`."""
+    """Number of most probable tokens to keep per position. Set only if `level` is `topk`."""
     fraction: float = 1.0
     """Fraction of sequences (0 to 1) whose distributions are kept. Sampled tokens' logprobs are always kept."""
 
@@ -29,7 +29,7 @@ class Capture:
             )
         if not 0.0 <= self.fraction <= 1.0:
             raise InvalidOption(
-                f"got {self.fraction}, expected a share between 0 and 1, e.g. 0.05", option="capture_fraction"
+                f"got {self.fraction}, expected a fraction between 0 and 1, e.g. 0.05", option="capture_fraction"
             )
 
     @classmethod

@@ -24,7 +24,7 @@ class SealedFile:
     """XXH3-128 in 32 hex digits, as printed by `xxhsum -H2`. Empty if another program wrote the file without a hash."""
     num_rows: int | None = None
     steps: tuple[int, int] | None = None
-    """First and last step in a table file. None for an empty table or another kind of file."""
+    """First and last step in a table file. None if the table is empty or the file is not a table."""
     footer: str | None = None
     """XXH3-64 of a Parquet file's footer, in 16 hex digits."""
 

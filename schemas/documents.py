@@ -50,12 +50,12 @@ def _check(document: Any, content: bytes) -> None:
     if not isinstance(document, dict):
         raise TypeError(f"its type is {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # too few brackets to be nested too deeply, and no escapes: skip the slow traversal
+        return  # it cannot exceed MAX_DEPTH or contain a lone surrogate: skip the slow traversal
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
         if isinstance(value, str):
-            value.encode()  # raises for a lone surrogate, which cannot be printed
+            value.encode()  # raises an error for a lone surrogate, which cannot be printed
         elif isinstance(value, (dict, list)):
             if depth > MAX_DEPTH:
                 raise ValueError(f"nesting exceeds {MAX_DEPTH} levels")
@@ -192,8 +192,7 @@ class WriterState:
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers in an attempt. For `tim-trace record` itself, the common prefix of its
-    attempts' keys."""
+    """Key shared by all writers in an attempt. For `tim-trace record` itself, the prefix of its attempts' keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Finished files, keyed by path in the trace."""
     replaced: tuple[str, ...] = ()
@@ -215,7 +214,7 @@ class WriterState:
     hooks: dict[str, str] = field(default_factory=dict)
     """Version of each recorded framework, by name."""
     not_recorded: tuple[str, ...] = ()
-    """One sentence for each thing that could not be recorded, with the reason."""
+    """One sentence for each kind of data that could not be recorded, with the reason."""
     num_sequences: int = 0
     num_tokens: int = 0
     num_eval_sequences: int = 0
@@ -258,7 +257,7 @@ def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = Tru
     return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)
 
 
-# --- Contracts: the settings that determine a pass's numbers
+# --- Contracts: the settings that determine a pass's values
 
 Contract = dict[str, Any]
 
@@ -300,7 +299,7 @@ def plain(value: Any) -> Any:
 
 
 _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
-"""Contract fields that do not affect the numbers in a pass."""
+"""Contract fields that do not affect a pass's values."""
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -165,8 +165,8 @@ def telling_missing() -> Iterator[None]:
         if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):
             raise
         raise NotInstalled(
-            f"{name} is not installed; pip install tim-trace, or open the trace on a machine with the full installation "
-            "(this one may have only the recorder installed)"
+            f"{name} is not installed, perhaps because this machine has only the recorder. Run pip install tim-trace, "
+            "or open the trace on a machine with the full installation"
         ) from error
 
 

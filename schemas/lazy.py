@@ -81,7 +81,7 @@ def checked(public: _Public) -> _Public:
     def call(*args: Any, **options: Any) -> Any:
         try:
             given = signature.bind(*args, **options).arguments
-        except TypeError:  # wrong arguments, for which the call below raises the usual TypeError
+        except TypeError:  # the call below raises the usual TypeError for wrong arguments
             given = {}
         check_arguments(public, given)
         with telling_missing():

@@ -41,7 +41,7 @@ class Loss:
     where phi = exp(lambda + k ln rho - lambda rho) and rho is the sequence's ratio (arXiv 2602.10693). sapo and vespo
     do not clip."""
     level: str = TOKEN
-    """What each ratio covers. `token`: one ratio per token. `sequence_mean`: one per sequence, from the mean log-ratio
+    """Tokens in a ratio. `token`: one ratio per token. `sequence_mean`: one per sequence, from the mean log-ratio
     (GSPO). `sequence_sum`: one per sequence, from the summed log-ratio."""
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -74,7 +74,7 @@ class Loss:
     kl_weighted: bool = False
     """True if the KL term is multiplied by the ratio and gradients flow through that ratio."""
     kl_level: str | None = None
-    """Level (see `level`) for the ratio in the KL term, or None if it is the same as the loss's `level`."""
+    """Level of the ratio in the KL term (values as for `level`), or None if it equals the loss's `level`."""
     correction: str = "none"
     """Importance weight for each token's term, where r = train / rollout. `token_truncate`: min(r, cap). `token_mask`:
     r if r <= cap, else 0. `sequence_*`: the same, using the product of r over the sequence. vespo multiplies rho by
@@ -103,7 +103,7 @@ class Loss:
 
     @property
     def has_clip(self) -> bool:
-        """True if the loss can clip ratios. For individual tokens, use analysis.statistics.loss.is_clipped."""
+        """True if the loss can clip ratios. To test individual tokens, use analysis.statistics.loss.is_clipped."""
         return self.kind in (PPO, CISPO)
 
     @property

@@ -35,8 +35,8 @@ def check_pass_name(name: str) -> str:
 def first_pair(names: Sequence[str]) -> str | None:
     """Return the pair of passes to compare by default, or None if there are fewer than two passes.
 
-    If there is a rollout pass, the pair is train:rollout, or the first other pass against rollout if there is no train
-    pass. Otherwise, the pair is current:train if there are both, or the first two passes.
+    With a rollout pass, the pair is train:rollout, or NAME:rollout with the first other pass if the train pass is
+    missing. Without a rollout pass, the pair is current:train if both exist, else the first two passes.
     """
     if len(names) < 2:
         return None

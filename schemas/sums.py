@@ -32,7 +32,7 @@ SEQUENCE_SUMS = Table(
         Column("iteration_b", pa.int32(), "`iteration` in `scores` for pass b", null=""),
         _count("num_tokens", "tokens with finite logprobs in both passes"),
         _count("num_nan", "tokens with NaN in either pass, excluded from the sums"),
-        _count("num_inf", "tokens with an infinite logprob and no NaN, excluded from the sums"),
+        _count("num_inf", "tokens with an infinite logprob in a pass and NaN in neither, excluded from the sums"),
         _sum("sum_d", "sum of d", "nats"),
         _sum("sum_abs_d", "sum of |d|", "nats"),
         _sum("sum_d2", "sum of squared d", "nats^2"),
@@ -71,8 +71,8 @@ STEP_QUANTILES = Table(
 
 STEP_HISTOGRAMS = Table(
     name="step_histograms",
-    doc="One row per (pair, step, non-empty bin): token counts by |d|. Summed over steps, they give quantiles to within a "
-    "relative error of 2^-10.",
+    doc="One row per (pair, step, non-empty bin): token counts by |d|. Counts summed over steps give quantiles to within "
+    "a relative error of 2^-10.",
     columns=(
         *_PAIR,
         Column("step", pa.int64(), "the step", null=""),
@@ -95,7 +95,7 @@ _STATISTICS = (
     Column("num_sequences", pa.int64(), "sequences with at least one finite token", unit="sequences", null=""),
     _count("num_tokens", "tokens with finite logprobs in both passes"),
     _count("num_nan", "tokens with NaN in either pass"),
-    _count("num_inf", "tokens with an infinite logprob and no NaN in either pass"),
+    _count("num_inf", "tokens with an infinite logprob in a pass and NaN in neither"),
     _sum("k1", "mean of -d", "nats"),
     _sum("k2", "mean squared d, halved", "nats^2"),
     _sum("k3", "`mean(exp(d) - 1 - d)`", "nats"),

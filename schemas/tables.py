@@ -59,8 +59,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the batch, with columns that older releases lacked filled with NULL. Return None if it does not belong
-        to this table."""
+        """Return the batch, with NULL in columns that older releases lacked. Return None if columns do not match."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -298,8 +297,8 @@ EVAL_SEQUENCES_TABLE = replace(
 EVAL_SCORES_TABLE = replace(
     SCORES_TABLE,
     name=EVAL_SCORES,
-    doc="One row per (pass, step, evaluation sequence). Same columns as `scores`. `contract` is NULL because the "
-    "training contract applies.",
+    doc="One row per (pass, step, evaluation sequence). Same columns as `scores`. `contract` is NULL, because "
+    "contracts describe training.",
 )
 
 _ALL = SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE, ENGINE_WEIGHTS_TABLE, EVAL_SEQUENCES_TABLE, EVAL_SCORES_TABLE

@@ -136,7 +136,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Suspect padding if a row starts or ends with this many identical tokens. A single token is usually the end token."""
+"""Suspect padding if a row starts or ends with this many identical tokens. A run of one is usually the end token."""
 MIN_LONGEST_RUN = 4
 """Warn only if the batch's longest run of identical tokens is at least this long. Shorter runs occur by chance."""
 MIN_SHARE = 0.25

@@ -96,7 +96,7 @@ def run_units(
 
     If `address` is None, all units run in this process. On a cluster (`local`, `auto` or `host:port`), the units are
     shared among as many actors as the cluster can hold. Each actor has its own copy of `worker` and gets `num_cpus`
-    CPUs, or as many as the largest node has if that is fewer. If an actor dies, another actor runs its unit again.
+    CPUs, or all CPUs of the largest node if it has fewer. If an actor dies, another actor runs its unit again.
     """
     if address is None:
         with closing(worker):

@@ -47,7 +47,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # without file locks, another process may have been faster
+            if not is_first:  # without file locks, another process may create it first
                 raise TraceExists(f"{path}: another process has just created a trace there. Use another folder")
         try:
             yield folder

@@ -86,8 +86,8 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def tail_of(logprobs_TK: np.ndarray) -> np.ndarray:
-    """Return the log probability [T] (nats) of all tokens outside the top K. If their probability is below 1e-7, the
-    result may be -inf."""
+    """Return the log probability [T] (nats) of all tokens outside the top K. It may be -inf for probabilities below
+    1e-7."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         left_T = 1.0 - np.exp(logprobs_TK.astype(np.float64)).sum(axis=1)
         return np.asarray(np.log(np.maximum(left_T, 0.0)).astype(np.float32))

@@ -94,7 +94,7 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile:
             f"{store.shown(where)}: its writer's state is missing. Restore writers/ from a backup"
         ) from error
     if where not in files:
-        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove the file's folder")
+        raise DamagedTrace(f"{store.shown(where)} is not listed in its writer's state. Remove its folder")
     return files[where]
 
 

@@ -115,7 +115,7 @@ class JournalStream:
 class JournalContent:
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
-    """Size of an incomplete last record, left by a dead process or still being appended."""
+    """Size of an incomplete last record (bytes). A dead process left it, or a live process is still writing it."""
     damage: str | None = None
     has_begun: bool = True
     """True if the schema is complete. Only then does a writer list the journal in its state."""

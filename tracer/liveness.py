@@ -45,7 +45,7 @@ def this_process() -> dict[str, Any]:
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
-    """Decide whether a writer is alive, from its process if that is visible here, otherwise from its last heartbeat."""
+    """Decide whether a writer is alive: by its process if the process is visible here, else by its last heartbeat."""
     if state.state != OPEN:
         return Liveness(is_alive=False, how=CLOSED_ITSELF)
     if store.is_local and state.host == socket.gethostname():

@@ -77,11 +77,11 @@ class OperatorError:
     token: int
     """Index of the token with the largest error, counted from 0 over the prompt and response."""
     inherited: float | None
-    """RMS difference between the inputs in `a` and `b`, relative to the RMS in `a`. None if they share no input."""
+    """RMS difference between the inputs in `a` and `b`, relative to their RMS in `a`. None if no input is shared."""
     difference: float | None
-    """RMS difference between the outputs in `a` and `b`, relative to the RMS in `a`. None if they share no output."""
+    """RMS difference between the outputs in `a` and `b`, relative to their RMS in `a`. None if no output is shared."""
     in_double: float | None
-    """Largest relative error at any token when the operator's code runs in float64. None if this was not tried."""
+    """Largest relative error at any token when the operator's code runs in float64. None if float64 was not tried."""
 
     @property
     def is_beyond(self) -> bool:
@@ -115,7 +115,7 @@ class WeightDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often a router selects different experts in the two executions."""
+    """Differences between the experts that a router selects in the two executions."""
 
     operator: str
     layer: int | None
@@ -160,7 +160,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Where two executions diverge on one step's sequences."""
+    """Differences between two executions on the sequences of one step."""
 
     run: str
     step: int

@@ -186,7 +186,7 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
-    """Raise ValueError for implausible counts. With run-length encoding, a few bytes could claim any count."""
+    """Raise ValueError for implausible counts in a footer. A few run-length encoded bytes could claim any count."""
     most = _FREE_VALUES + _VALUES_A_BYTE * num_bytes
     groups = [found.row_group(number) for number in range(found.num_row_groups)]
     rows = [group.num_rows for group in groups]

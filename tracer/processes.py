@@ -32,7 +32,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting that shows that this is not the first node (e.g. RANK=1), or None on the first node."""
+    """Return the setting that identifies this node as a later one (e.g. RANK=1), or None on the first node."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]

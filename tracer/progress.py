@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-"""Takes the number of units completed since the last call."""
+"""Function that takes the number of units completed since the last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Takes a description and the total number of units. Returns a context manager that yields an `Advance`."""
+"""Function of a description and the total number of units. Returns a context manager that yields an `Advance`."""
 
 
 def unheard(units: int) -> None:

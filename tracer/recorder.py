@@ -209,7 +209,7 @@ class Recorder:
 
     @checked
     def add_contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract (dtype, kernels and other settings that affect its numbers), and return its hash.
+        """Record a pass's contract (dtype, kernels and other settings that affect its values), and return its hash.
 
         The contract applies to scores added later. Passes with non-standard names must be declared this way.
         """
@@ -736,5 +736,5 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
             raise TraceExists(f"{who}. Give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago. This process records a new attempt"
+        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago. This process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

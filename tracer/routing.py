@@ -131,7 +131,7 @@ class RouterTap:
         try:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
-        except RuntimeError as error:  # usually for lack of memory, which must not stop the model's forward pass
+        except RuntimeError as error:  # usually out of memory, which must not stop the model's forward pass
             self.problem = f"the router choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 

@@ -119,7 +119,7 @@ def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
 
 
 Label = Callable[[int], str]
-"""Takes a row's index and returns the row's name for messages."""
+"""Function that takes a row's index and returns the row's name for messages."""
 
 ALIGN = "pass as many values as tokens, or these values' own attention mask"
 

@@ -437,8 +437,8 @@ def _find_missing(snapshot: Snapshot) -> None:
             lost = f"{store.shown(journal)} is missing, along with rows that were not sealed yet. {_RESTORE}"
             if since in there:
                 lost = (
-                    f"{store.shown(f'{WRITERS}/{state.writer}.json')} is older than {since}, which its writer sealed "
-                    "later. The rows in that file are excluded from results. Restore the state from a backup"
+                    f"{store.shown(f'{WRITERS}/{state.writer}.json')} is older than {since}, so the rows in "
+                    f"{since} are excluded from results. Restore the writer's state from a backup"
                 )
             snapshot.damaged.append(lost)
 

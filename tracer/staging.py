@@ -164,7 +164,7 @@ class Staged:
         self._waiting = {name: stage(value) for name, value in self._values.items()}
 
     def wait_for_device(self) -> None:
-        with contextlib.suppress(Exception):  # `values` raises it again, in the task of the failed call
+        with contextlib.suppress(Exception):  # the failed call's task calls `values`, which raises the error again
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Each remote folder's entries as of the last `look`."""
+        """Each remote folder's entries when `look` was last called."""
 
     @property
     def is_local(self) -> bool:

@@ -177,7 +177,7 @@ class VerifiedFile:
     def _ahead_bytes(self) -> int:
         """Return the minimum request size (bytes).
 
-        It grows with the number of requests, because scanning a column reads a little from every row group.
+        The size grows with the number of requests, because scanning a column reads a little from every row group.
         """
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)

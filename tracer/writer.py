@@ -34,7 +34,7 @@ QUEUE_BYTES = 128 << 20
 QUEUE_S = 1.0
 """Training waits while the oldest queued data is older than this (seconds)."""
 RESERVE_BYTES = 64 << 10
-"""Disk space set aside so that a full disk can still be reported in the writer's state."""
+"""Disk space (bytes) set aside so that a full disk can still be reported in the writer's state."""
 
 
 class Part(StrEnum):

@@ -25,7 +25,7 @@ SWEEP_BUCKETS = 128
 STEP_TOKENS = 32 << 10
 """Minimum number of response tokens in a row group. Smaller steps share a group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""For large files, STEP_TOKENS is raised up to _MAX_STEP_TOKENS, to have about _ROW_GROUPS row groups per file."""
+"""For large files, STEP_TOKENS is raised up to _MAX_STEP_TOKENS, so that a file has about _ROW_GROUPS row groups."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -200,7 +200,7 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     snapshot = whole_snapshot(store)
     if snapshot.journals:
         raise TraceExists(
-            f"{trace} has rows that are not sealed; first run tim-trace compact where it was recorded, then copy it"
+            f"{trace} has rows that are not sealed; run tim-trace compact where it was recorded, then copy the trace"
         )
     if "://" not in output:
         return _write(snapshot, Path(output), file_bytes, force, progress)

@@ -16,7 +16,7 @@ _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""An int or, on an accelerator, an int64 tensor that `resolved` converts."""
+"""An int or, on an accelerator, an int64 tensor that `resolved` converts to an int."""
 
 _coefficients: dict[Any, Any] = {}
 

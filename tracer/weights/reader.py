@@ -70,7 +70,7 @@ class WeightReader:
         self.damaged: list[str] = []
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """By version and attempt: a sentence on what is damaged or missing."""
+        """By version and attempt: one sentence that names the damaged or missing file."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
         """By segment, dtype and chunk: the version in memory and its bits."""

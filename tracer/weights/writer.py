@@ -39,7 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change. More fit while its deltas together are smaller than its keyframe."""
+"""Versions per segment if many elements change. More are added while all deltas are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
@@ -50,7 +50,7 @@ MOST_ON_THE_WAY = 0.36
 """Start a new keyframe if rebuilding a version would apply more changes than this share of its elements."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version copied through pinned memory (bytes). The caller waits for the copies of larger ones."""
+"""Maximum size of a version copied through pinned memory (bytes). The caller waits for the copy of a larger version."""
 
 ENCODERS = 2  # number of compression threads
 
