@@ -101,7 +101,8 @@ def _alone(facts: Facts) -> Attribution:
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
     shares = shares_prompts(facts, control)
-    if shares or not (facts.has_tokens or control.has_tokens):
+    has_tokens = facts.has_tokens or control.has_tokens
+    if shares or not has_tokens:
         facts = facts.beside(control)
     known = table(facts)
     found, parted = table_beside(facts, control)
@@ -112,7 +113,7 @@ def _beside(facts: Facts, control: Facts) -> Attribution:
     else:
         suspects = judged((*known, *found), BESIDE)
     shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
-    notes = [] if shares else [Statement(code="other_prompts")]
+    notes = [] if shares else [Statement(code="other_prompts" if has_tokens else "no_prompts")]
     if facts.fall and not fell_too and not shown:
         notes.append(Statement(code="no_difference"))
     configured = [one for one in shown if one.feature.startswith(_SET)]

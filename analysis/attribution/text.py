@@ -119,8 +119,9 @@ NOTES: Mapping[str, str] = {
     "no_tokens": "the trace has logged averages but no tokens (mean |d| is {source}), so there is no check, no replay and no "
     "token-level evidence",
     "check_failed": "check failed: {error}",
-    "other_prompts": "the first prompts of the run and its baseline differ or are unknown, so this is only an observation. For an "
-    "intervention, rerun with the same seeds and data",
+    "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "
+    "rerun with the same seeds and data",
+    "no_prompts": "without tokens it is unknown whether both runs saw the same prompts, so this is only an observation",
     "no_effect": "no effect detected: over the last {num_steps} shared steps, {outcome} differs from the baseline's by "
     "{difference:+.3g} (95% CI {low:+.3g} to {high:+.3g}), so any effect is at most {most:.3g}",
     "ends_apart": "over the last {num_steps} shared steps, {outcome} differs from the baseline's by {difference:+.3g} (95% CI "
