@@ -188,6 +188,11 @@ class Arm:
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
+    def is_heard(self) -> bool:
+        """True if `locate` can observe the operators, because they run and round their results in this process."""
+        return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
+
+    @property
     def is_identity(self) -> bool:
         return not self.changes
 
