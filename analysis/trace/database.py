@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
+from threading import Event, Thread
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import duckdb
@@ -28,6 +29,8 @@ from .table_views import TableViews, step_condition
 
 Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
+
+_LOOK_EVERY_S = 0.1
 
 
 class Database:
@@ -85,10 +88,29 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        """Report one long query, whose progress is unknown until it ends."""
-        with self.progress(what, 1) as advance:
+        if self.progress is no_progress:
             yield
-            advance(1)
+            return
+        raw, ended = self.connection.raw, Event()
+        raw.execute("SET enable_progress_bar = true; SET enable_progress_bar_print = false")
+        with self.progress(what, 100) as advance:
+            told = 0
+
+            def tell() -> None:
+                nonlocal told
+                while not ended.wait(_LOOK_EVERY_S):
+                    if (now := int(raw.query_progress())) > told:
+                        advance(now - told)
+                        told = now
+
+            watcher = Thread(target=tell, name="following", daemon=True)
+            watcher.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                watcher.join()
+            advance(100 - told)
 
     @property
     def damaged(self) -> tuple[str, ...]:
