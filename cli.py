@@ -653,6 +653,8 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     """
     *traces, last = arguments
     is_trace = os.path.exists(last) or "://" in last.split(maxsplit=1)[0] or not (traces or " " in last)
+    if is_trace and sys.stdin.isatty():
+        raise click.UsageError('pass a query, e.g. "SELECT * FROM steps LIMIT 5", or pipe it in')
     query = sys.stdin.read() if is_trace else last
     with _ended_after(options["timeout"]):
         found = analysis.sql([*traces, last] if is_trace else traces, query, **options)

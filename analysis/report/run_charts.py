@@ -113,7 +113,7 @@ def _published_k3(subject: Subject) -> tuple[Band, ...]:
     healthy = [
         figure
         for figure in (each.figure for each in (subject.diagnosis.figures if subject.diagnosis else ()) if each.fits)
-        if figure.metric == "k3" and figure.is_mixture == is_mixture
+        if figure.metric == "k3" and figure.is_mixture == is_mixture and not figure.is_fault
     ]
     low = min((figure.low for figure in healthy), default=0.0)
     high = max((figure.high for figure in healthy), default=0.0)
