@@ -72,7 +72,7 @@ GROUP BY step ORDER BY step
 """
 """The results are rounded, so that constant values stay identical in any order of summation."""
 _METRICS = """
-SELECT name, step, avg(value) AS value FROM metrics
+SELECT name, step, avg(value ORDER BY value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 """
 

@@ -22,11 +22,12 @@ from .rollouts import CERTAIN_LOGPROB, Rollouts
 from .series import Fall, Series, by_step, columns_of
 
 _KEPT = """
-SELECT step, sum(num_tokens) AS n, sum(sum_d) / n AS mean_d, sum(sum_abs_d) / n AS mean_abs_d, sum(sum_k3) / n AS k3,
-       max(max_abs_d) AS max_abs_d,
-       sum(sum_weight * exp(peak_d - top_d)) ** 2 / (n * sum(sum_weight2 * exp(2 * (peak_d - top_d)))) AS ess,
-       sum(sum_k3) FILTER (advantage > 0) / nullif(sum(num_tokens) FILTER (advantage > 0), 0) AS k3_positive,
-       sum(sum_k3) FILTER (advantage < 0) / nullif(sum(num_tokens) FILTER (advantage < 0), 0) AS k3_negative,
+SELECT step, sum(num_tokens) AS n, sum_in_order(sum_d, seq_id) / n AS mean_d, sum_in_order(sum_abs_d, seq_id) / n AS mean_abs_d,
+       sum_in_order(sum_k3, seq_id) / n AS k3, max(max_abs_d) AS max_abs_d,
+       sum_in_order(sum_weight * exp(peak_d - top_d), seq_id) ** 2
+           / (n * sum_in_order(sum_weight2 * exp(2 * (peak_d - top_d)), seq_id)) AS ess,
+       sum_in_order(CASE WHEN advantage > 0 THEN sum_k3 END, seq_id) / nullif(sum(num_tokens) FILTER (advantage > 0), 0) AS k3_positive,
+       sum_in_order(CASE WHEN advantage < 0 THEN sum_k3 END, seq_id) / nullif(sum(num_tokens) FILTER (advantage < 0), 0) AS k3_negative,
        any_value(p99_abs_d) AS p99_abs_d
 FROM (SELECT *, max(peak_d) OVER (PARTITION BY run, step) AS top_d FROM pair_sums({pair})) AS kept
 LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)

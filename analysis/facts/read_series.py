@@ -21,7 +21,7 @@ from .mismatch import read_step_mismatch
 from .series import KINDS, SPARSE, Series, by_step, columns_of, is_evaluation, named
 
 _ENTROPY = """
-SELECT step, avg({value}) AS entropy
+SELECT step, favg({value}) AS entropy
 FROM (
     SELECT s.step, unnest(p.{column})::DOUBLE AS x{mask}
     FROM sequences AS s JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id

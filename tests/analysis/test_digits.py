@@ -16,6 +16,7 @@ from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.pair_sums import COUNTS, OF_DIFFERENCES
+from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.tracer.recorder import Recorder
@@ -24,6 +25,7 @@ mpmath.mp.dps = 40
 
 # A few hundred additions of rounded terms, at 1.1e-16 each.
 DIGITS = 1e-13
+SUMMED = ("k3", "k3_positive", "k3_negative", "mean_abs_d", "mean_d", "ess", "entropy")
 
 
 def draw_lengths(draw, num, longest=40):
@@ -306,3 +308,24 @@ def ess_by_step(trace):
     columns = read_step_mismatch(open_database(trace), ("train", "rollout"), "run").columns
     (ess,) = (column for column in columns if column.name == "ess")
     return dict(zip(ess.steps.tolist(), ess.values.tolist(), strict=True))
+
+
+def test_a_series_has_the_same_bits_whatever_the_order_of_the_rows(tmp_path):
+    draw = np.random.default_rng(7)
+    rows = [(f"{number}", float(draw.normal()), *mixed(draw, 30)) for number in range(40)]
+    found = []
+    for name, order in (("given", rows), ("reversed", rows[::-1])):
+        with Recorder(tmp_path / name) as recorder:
+            for step in range(1, 4):
+                ids, advantages, trained, sampled = zip(*order, strict=True)
+                batch = recorder.add_sequences(
+                    step=step, seq_ids=[f"{step}-{number}" for number in ids], response_ids=[[1] * 30] * len(order),
+                    reward=advantages, advantage=advantages,
+                )  # fmt: skip
+                recorder.add_scores("train", batch, logprobs=[np.float32(row) for row in trained])
+                recorder.add_scores("rollout", batch, logprobs=[np.float32(row) for row in sampled])
+        summarize(tmp_path / name)
+        series = read_series(open_database(tmp_path / name), pair=("train", "rollout"))
+        found.append({column: one.values.tobytes() for column, one in series.items() if column in SUMMED})
+    assert len(found[0]) == len(SUMMED)
+    assert found[0] == found[1]

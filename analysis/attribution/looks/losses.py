@@ -34,12 +34,12 @@ _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
 """Shares added to the unexplained variance of both fits in a comparison, because a logged term may cover other tokens
 or be computed after updates. The first is for fits with constant coefficients, the second for a changing constant."""
 _OF_UPDATES = """
-SELECT step, avg(by_token) AS by_token, avg(by_sequence) AS by_sequence, avg(sums) AS sums
+SELECT step, mean_in_order(by_token, iteration) AS by_token, mean_in_order(by_sequence, iteration) AS by_sequence, mean_in_order(sums, iteration) AS sums
 FROM (
-    SELECT step, iteration, -sum(list_sum(terms)) / sum(len(terms)) AS by_token, -avg(list_avg(terms)) AS by_sequence,
-           -avg(list_sum(terms)) AS sums
+    SELECT step, iteration, -sum_in_order(list_sum(terms), seq_id) / sum(len(terms)) AS by_token,
+           -mean_in_order(list_avg(terms), seq_id) AS by_sequence, -mean_in_order(list_sum(terms), seq_id) AS sums
     FROM (
-        SELECT step, now.iteration, list_filter(list_transform(now.logprobs, lambda logprob, place: CASE
+        SELECT step, seq_id, now.iteration, list_filter(list_transform(now.logprobs, lambda logprob, place: CASE
             WHEN coalesce(response_mask[place], true)
             THEN loss_term(
                 clamped_exp(logprob - old.logprobs[place]), coalesce(advantage, advantages[place]), kind := $kind,

@@ -126,7 +126,7 @@ def reference(facts: Facts, fall: Fall) -> Iterator[Fact]:
 
 
 _UNRELATED = """
-SELECT step, corr(logprob_a, logprob_b) AS related, avg(logprob_a) AS scored, avg(logprob_b) AS reference
+SELECT step, round(corr(logprob_a, logprob_b), 9) AS related, favg(logprob_a) AS scored, favg(logprob_b) AS reference
 FROM pair({trained}, 'reference') WHERE mask AND isfinite(logprob_a) AND isfinite(logprob_b) GROUP BY step ORDER BY step
 """
 _NEAR_STEPS = 4
