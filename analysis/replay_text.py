@@ -102,7 +102,7 @@ PREDICTION_NOTES = {
     "wide": "cannot tell: the interval is wider than 0.4 times the value; replay more steps",
     "few_groups": "cannot tell: only {detail} groups at the replayed steps; replay more steps",
     "none_seen": "cannot tell: all values are 0 at the replayed steps; replay more steps",
-    "no_interval": "cannot tell: too few groups have a value above 0; replay more steps",
+    "no_interval": "cannot tell: the value is above 0 in too few groups of sequences; replay more steps",
     "no_advantages": "cannot tell: the trace has no advantages",
     "engine_unknown": "cannot tell: the engine is not vLLM; pass an arm that reproduces it with --engine",
     "engine_differs": "cannot tell: the engine's replay gives {detail} times the recorded mean |d|; pass an arm that "

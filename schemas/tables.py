@@ -104,7 +104,7 @@ def _score(name: str, doc: str) -> Column:
 
 
 def _digest(name: str, doc: str, null: str) -> Column:
-    return Column(name, pa.uint64(), doc, null=null)
+    return Column(name, pa.uint64(), f"digest of {doc}", null=null)
 
 
 def _policy_version(doc: str, null: str = "not recorded") -> Column:
@@ -267,7 +267,7 @@ ENGINE_WEIGHTS_TABLE = Table(
         ),
         _digest("trainer", "the trainer's tensor with adapters merged", "not read, or the trainer has no such tensor"),
         _digest("unmerged", "the trainer's tensor without its adapter", "no adapter changes the tensor"),
-        _digest("given", "the tensor most recently sent to the engine since the previous step", "none was sent"),
+        _digest("given", "the newest tensor sent to the engine since the previous step", "none was sent"),
         _digest(
             "held",
             "the engine's tensor (fused parameters are split first)",

@@ -546,9 +546,9 @@ def _sets(rows: _Rows) -> np.ndarray:
 
 
 def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the baseline at the `steps` ([S] bool) up to a constant per step, whatever the scale of each group.
+    """Identify the baseline at the selected `steps` ([S] bool), up to a constant per step and any scale per group.
 
-    Return the baseline's name at each step, [S], or empty if unknown, and the groups that have it, [G] bool.
+    Return the baseline's name at each step ([S], empty if unknown) and which groups' advantages match it ([G] bool).
     """
     line = rows.lines
     asked, equal = line.fits & steps[line.at], np.isnan(line.slope) & steps[line.at]
@@ -734,7 +734,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # For equal rewards in a group, the lower median advantage counts as correct. For only two rows, this is a guess.
+    # Among rows of a group with equal rewards, the lower median advantage counts as correct. With two rows, it is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off, exact = (asked & (np.abs(a - usual) > by * np.maximum(scale, 1e-9)) for by in (0.05, _ROUNDED_16_BIT))

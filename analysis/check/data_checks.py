@@ -897,9 +897,9 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
     )
     is_lost = min(len(known), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
     for affected, rule in (
-        (np.isin(at, steps[known[off]]), f"a KL term of {which}: its coefficient on train - reference is {here} in units of the reward, while it is {elsewhere} at other steps"),
+        (np.isin(at, steps[known[off]]), f"a KL term of {which}: in units of the reward, the coefficient of the logprob difference train - reference is {here}, but {elsewhere} at other steps"),
         (np.isin(rows, row[resets]), "no share of the return before masked tokens, while advantages after these tokens follow the reward"),
-        (np.isin(rows, row[leaks]), "the KL penalty of masked tokens added, although these tokens do not count toward the loss"),
+        (np.isin(rows, row[leaks]), "the KL penalty of masked tokens, although these tokens do not count toward the loss"),
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip
         yield from run.find("advantages_mixed", affected, at, least=8, rule=rule)

@@ -100,7 +100,7 @@ SKYRL = Format(
     pattern=r"global_step_(\d+)_training_input\.pkl",
     read=_read,
     lacks={
-        "rollout": "no rollout_logprobs. SkyRL writes them with generator.sampling_params.logprobs=0",
-        "train": "no action_log_probs",
+        "rollout": "the dump has no rollout_logprobs. SkyRL writes them with generator.sampling_params.logprobs=0",
+        "train": "the dump has no action_log_probs",
     },
 )

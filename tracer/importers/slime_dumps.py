@@ -97,7 +97,7 @@ SLIME = Format(
     parts=dump_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
+        "rollout": "the dump has no rollout_log_probs. slime writes them with --use-rollout-logprobs or --use-tis",
         "train": "the folder has no train dump. --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
     },
 )

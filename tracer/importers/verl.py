@@ -208,9 +208,9 @@ VERL = Format(
     parts=_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs. verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, except in "
-        "rollout_data_dir",
-        "train": "no old_log_probs: gen_batch.dp is written before the trainer scores it, and rollout_data_dir is text. Call "
-        "batch.save_to_disk(PATH) after compute_log_prob, and import that file",
+        "rollout": "the dump has no rollout_log_probs. verl keeps them with "
+        "actor_rollout_ref.rollout.calculate_log_probs=True, except in rollout_data_dir",
+        "train": "the dump has no old_log_probs. gen_batch.dp is written before the trainer scores the batch, and files in "
+        "rollout_data_dir hold only text. Call batch.save_to_disk(PATH) after compute_log_prob, and import that file",
     },
 )

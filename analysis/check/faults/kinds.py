@@ -521,8 +521,8 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in MoE models: some tokens, including `off` ([K] bool), differ far more than most, with both
-    signs."""
+    """Detect router flips in MoE models: some tokens, including those marked in `off` ([K] bool), differ far more than
+    most, in both directions."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))

@@ -40,7 +40,7 @@ WIDTH = 6
 """Number of consecutive tokens to compare at once. Fewer would match by chance, and more would miss short blocks."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to a token (position {{first_place}} to {{last_place}}), but after it only if shifted by {{lags}} tokens: "
+_AFTER = f"{_ROWS_OFF} agree up to some token (between positions {{first_place}} and {{last_place}}), and after it only if shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
