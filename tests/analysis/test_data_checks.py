@@ -634,7 +634,10 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
         ("raw rewards except for the best", "all rows except rank 1 by reward"),
         ("returns with a penalty of masked tokens", "the KL penalty of masked tokens, although"),
         ("returns that end at masked tokens", "no share of the return before masked tokens"),
-        ("a penalty of the other sign from 5", "the wrong sign: in units of the reward, the coefficient of the logprob difference train - reference is +0.2"),
+        (
+            "a penalty of the other sign from 5",
+            "the wrong sign: in units of the reward, the coefficient of the logprob difference train - reference is +0.2",
+        ),
         ("a larger penalty from 4", "is -4, but -0.1 at other steps"),
         ("discounted returns", "0.95 per token"),
     ],

@@ -23,6 +23,7 @@ from tim_trace.analysis.advice import Advice
 from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
+from tim_trace.analysis.diagnosis.figures import FIGURES
 from tim_trace.analysis.objective.verdict import Estimate
 from tim_trace.analysis.report import subject
 from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, QUESTIONS, objective_answer, size_answer
@@ -30,7 +31,7 @@ from tim_trace.analysis.report.chart import LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
 from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
-from tim_trace.analysis.report.run_charts import SERIES
+from tim_trace.analysis.report.run_charts import SERIES, _published_k3
 from tim_trace.analysis.report.subject import num_steps_within, without_most_steps
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
@@ -446,3 +447,12 @@ def test_a_page_or_figures_in_a_folder_that_is_not_there_are_refused_and_no_fold
     assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert f"folder {missing} does not exist; create it, or choose another path" in done.stderr
     assert not missing.exists()
+
+
+def test_the_band_of_published_mismatch_leaves_out_runs_with_a_fault():
+    figures = [SimpleNamespace(figure=figure, fits=True) for figure in FIGURES]
+    run = SimpleNamespace(contracts=[], diagnosis=SimpleNamespace(figures=figures))
+    (band,) = _published_k3(run)
+    faulty = [figure.high for figure in FIGURES if figure.metric == "k3" and figure.is_fault]
+    assert faulty
+    assert band.high < min(faulty)
