@@ -36,7 +36,7 @@ CODES = {
     "null": "a required column contains NULL",
     "duplicate_row": "two rows have the same key",
     "no_sequence": "a score has no sequence",
-    "wrong_length": "a list's length or a count does not match the response or prompt",
+    "wrong_length": "a list's length or a token count differs from the length of the response or prompt",
     "bad_token_id": "a token id is negative or NULL",
     "positive_logprob": "a logprob is above 0",
     "bad_pass_name": "a pass has an invalid name",

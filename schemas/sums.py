@@ -32,7 +32,9 @@ SEQUENCE_SUMS = Table(
         Column("iteration_b", pa.int32(), "`iteration` in `scores` for pass b", null=""),
         _count("num_tokens", "tokens with finite logprobs in both passes"),
         _count("num_nan", "tokens with NaN in either pass, excluded from the sums"),
-        _count("num_inf", "tokens with an infinite logprob in a pass and NaN in neither, excluded from the sums"),
+        _count(
+            "num_inf", "tokens with an infinite logprob in at least one pass and NaN in none, excluded from the sums"
+        ),
         _sum("sum_d", "sum of d", "nats"),
         _sum("sum_abs_d", "sum of |d|", "nats"),
         _sum("sum_d2", "sum of squared d", "nats^2"),
@@ -95,7 +97,7 @@ _STATISTICS = (
     Column("num_sequences", pa.int64(), "sequences with at least one finite token", unit="sequences", null=""),
     _count("num_tokens", "tokens with finite logprobs in both passes"),
     _count("num_nan", "tokens with NaN in either pass"),
-    _count("num_inf", "tokens with an infinite logprob in a pass and NaN in neither"),
+    _count("num_inf", "tokens with an infinite logprob in at least one pass and NaN in none"),
     _sum("k1", "mean of -d", "nats"),
     _sum("k2", "mean squared d, halved", "nats^2"),
     _sum("k3", "`mean(exp(d) - 1 - d)`", "nats"),

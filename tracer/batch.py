@@ -15,7 +15,7 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """Sequences from one `add_sequences` call. Pass it to `add_scores`."""
+    """The sequences of one `add_sequences` call. Pass this object to `add_scores`."""
 
     def __init__(
         self, step: int, seq_ids: list[str], policy_version: Any = None, folder: Path | None = None, *,

@@ -165,8 +165,8 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     firsts = np.unique(cell, return_index=True)[1]
     prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated, num_prompts = count_of(group), count_of(prompt) > 1, prompt.max() + 1
-    # A group may contain several prompts (turns of a conversation). Group ids are wrong if each prompt is repeated
-    # within the group, or if each prompt also occurs in another group.
+    # A group may contain several prompts (turns of a conversation). But if it has several and each is repeated within
+    # the group, several groups share an id. If each also occurs in another group, a group was split.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated

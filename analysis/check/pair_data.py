@@ -203,7 +203,7 @@ MAX_EXCESS = 2.5
 """Maximum rms logit error that can still be rounding, as a multiple of `allowed_noise`. Below it, the classifier
 decides. Of 576 held-out healthy runs with tiny, often very sharp models, 99% stay below. The largest reaches 3.5."""
 FLOOR_NATS = 1e-5
-"""Minimum scale assumed for d (nats). float32 logprobs below 16 nats have errors around 1e-6."""
+"""Minimum scale assumed for d (nats). float32 logprobs of less than 16 nats in magnitude have errors around 1e-6."""
 
 
 class Precision(NamedTuple):

@@ -122,7 +122,7 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 _MOST_LENGTHS = 24
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Maximum numbers of steps before and after a change whose rewards are compared with lengths, and their minimum."""
+"""Rewards are compared with lengths over at most this many steps before and after a change, and at least this many."""
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:

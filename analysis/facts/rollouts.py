@@ -66,7 +66,7 @@ _ALONE = 0.5
 _MOST = 0.9
 """A token counts as the end token if it ends at least this share of the early responses that are not cut off."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
-"""Minimum number of pairs in a comparison, and of responses that must occur both before and after a step."""
+"""Minimum number of pairs in a comparison, and of responses on each side of a step."""
 CERTAIN_LOGPROB = 1e-3
 """Prefixes with -logprob below this (nats) are skipped, because new weights barely change such logprobs."""
 

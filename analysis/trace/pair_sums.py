@@ -72,7 +72,7 @@ class FiniteTokens:
     num_tokens_N: np.ndarray
     num_nan_N: np.ndarray
     num_inf_N: np.ndarray
-    """Number of tokens whose logprob is infinite in either pass and NaN in neither."""
+    """Number of tokens whose logprob is infinite in at least one pass, and NaN in none."""
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:

@@ -116,7 +116,7 @@ class Forward:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
-        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # needed if custom attention code has no observable core
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # for custom attention code without a call to hook
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)

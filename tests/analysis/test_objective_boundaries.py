@@ -40,11 +40,11 @@ def test_noise_is_named_by_its_size(size, code, words):
 
 
 PUSHES = [
-    (0.00099, "negligible_push_up", "negligibly upward: the loss overstates it"),
+    (0.00099, "negligible_push_up", "upward by a negligible amount: the loss overstates it"),
     (0.00101, "small_push_up", "slightly upward: the loss overstates it"),
     (0.0499, "small_push_up", "slightly upward: the loss overstates it"),
     (0.0501, "large_push_up", "strongly upward: the loss overstates it"),
-    (-0.00099, "negligible_push_down", "negligibly downward: the loss understates it"),
+    (-0.00099, "negligible_push_down", "downward by a negligible amount: the loss understates it"),
     (-0.0499, "small_push_down", "slightly downward: the loss understates it"),
     (-0.0501, "large_push_down", "strongly downward: the loss understates it"),
 ]

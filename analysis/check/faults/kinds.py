@@ -1,5 +1,4 @@
-"""Faults identified only by kind or place, without a prediction for each token, weights that differ, and verdicts without
-a fault."""
+"""Faults identified by kind or place, with no prediction per token; weights that differ; and verdicts that name no fault."""
 
 from __future__ import annotations
 

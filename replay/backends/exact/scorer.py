@@ -58,7 +58,7 @@ class ExactArmScorer(HfScorer):
         super().__init__(run, arm, contract, device)
         if run.model_factory is not None:
             raise CannotReplay(
-                "engine exact uses its own layers, so it cannot run a model factory's model; use "
+                "engine exact uses its own layers, so it cannot run a model built by a factory; use "
                 f"{option('engine', 'hf')}"
             )
         check(run.model)
