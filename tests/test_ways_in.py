@@ -38,7 +38,7 @@ RAN = {
         "tracer/test_verl_workers.py::test_steps_of_the_asynchronous_trainer_are_replayed",
         "tracer/test_verl_workers.py::test_what_of_the_asynchronous_engine_s_weights_is_not_recorded_is_said",
     ),
-    "vLLM by itself": (
+    "vLLM without a trainer": (
         "tracer/test_vllm.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",
         "tracer/test_vllm_async.py::test_every_completion_is_recorded_with_the_engine_s_logprobs",
         "tracer/test_vllm_async.py::test_requests_that_run_together_are_a_step_and_a_name_that_comes_again_gets_a_number",
@@ -59,7 +59,7 @@ RAN = {
         "tracer/test_attach.py::test_what_is_attached_already_stays_unless_it_is_replaced",
         "analysis/test_verl.py::test_numbers_of_an_imported_dump_are_verl_s_own_of_its_arrays",
     ),
-    "a table with two columns": (
+    "a table with logprobs from both sides": (
         "tracer/test_import_formats.py::test_every_form_gives_the_trace_that_json_lines_give",
         "tracer/test_attach.py::test_a_parquet_file_is_replayed_with_an_attached_model",
     ),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..alarms.reading import AlarmReadings
 from ..alarms.text import ALARM_FORM, alarm_sentence, fired
@@ -65,7 +66,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         sentence = f"{change_sentence(lead)}, {before if apart > 0 else 'as'} {down}."
         if fall.kind == FLAT or apart < 0:
             sentence = f"{down}; {change_sentence(lead)}."
-    return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution)}"
+    return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
 
 def _data_faults(checked: CheckResult | None) -> list[str]:
@@ -85,10 +86,15 @@ def _named(attribution: Attribution) -> set[str]:
     return series
 
 
-def _cause(attribution: Attribution) -> str:
+def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     if attribution.cause is None:
         return f"{unsure_clause(attribution)}."
-    return f"Most likely cause: {attribution.suspects[0].titled()}."
+    return f"Most likely cause: {as_cause(attribution.suspects[0], checked).titled()}."
+
+
+def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
+    has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
+    return replace(suspect, detail="") if has_step else suspect
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:

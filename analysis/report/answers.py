@@ -9,7 +9,7 @@ from ..alarms.text import fired
 from ..attribution.attribution import Attribution, Suspect
 from ..attribution.text import verdict_sentence
 from ..check.faults import evidence_text
-from ..diagnosis.text import alerts_text, effect_text, normal_text, numerics_text
+from ..diagnosis.text import alerts_text, as_cause, effect_text, normal_text, numerics_text
 from ..facts.recorded import interval_text
 from ..facts.series import FLAT
 from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed
@@ -209,9 +209,10 @@ def fall_answer(subject: Subject) -> Answer:
     if fall is None:
         return Answer(code="none", severity=GOOD, short="no collapse", basis=steps, detail=detail)
     first = found.first_suspect or found.suspects[0]
+    title = as_cause(first, subject.diagnosis.checked if subject.diagnosis else None).title
     return Answer(
         code=found.cause or "unknown_cause", severity=BAD,
-        short=f"{'learning stalled' if fall.kind == FLAT else 'collapsed'}: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{first.title}",
+        short=f"{'learning stalled' if fall.kind == FLAT else 'collapsed'}: {'first suspect: ' if not found.cause and first.code != 'unknown' else ''}{title}",
         figure=f"{fall.course} step {fall.step}{interval_text(*fall.interval)}",
         basis=_probability(found, first), detail=detail,
     )  # fmt: skip

@@ -176,7 +176,7 @@ def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_pa
         ({"batch_tokens": 0}, "got 0; pass 1 or more"),
         (
             {"batch_tokens": 64, "batch_size": 2},
-            "64 cannot be combined with batch-size 2: both limit the size of a forward pass; drop one",
+            "64 cannot be combined with batch-size 2: both options limit the size of a forward pass; drop one",
         ),
         (
             {"padding": "packed", "mode": "decode"},

@@ -185,8 +185,9 @@ def test_the_text_of_verl_is_sequences_without_tokens(tmp_path):
     assert (imported.format, imported.num_sequences, imported.passes) == ("verl", 3, ())
     query = "SELECT step, reward, group_id, rewards, response_ids FROM sequences LIMIT 1"
     assert connect(tmp_path / "run").execute(query).fetchall() == [(7, 1.0, "g", {"acc": 1.0}, [])]
-    with pytest.raises(NothingToCompare, match="rollout_data_dir"):
-        check(tmp_path / "run")
+    (found,) = check(tmp_path / "run").findings
+    assert found.code == "not_compared"
+    assert "rollout_data_dir" in str(found.numbers["why"])
 
 
 @pytest.mark.slow

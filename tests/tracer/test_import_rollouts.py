@@ -381,7 +381,7 @@ BINARY = {
     "dtype": (broken_batch(routed_experts=ROUTED(b"", [0, 1, 1], "object")), "routed_experts has"),
     "shape": (broken_batch(routed_experts=ROUTED(b"", [2**40, 2**40, 1], "uint8")), "routed_experts has 0 bytes"),
     "flat": (broken_batch(routed_experts=ROUTED(b"\0", [1], "uint8")), "routed_experts has"),
-    "few": (broken_batch(routed_experts=ROUTED(b"\0", [1, 1, 1], "uint8")), "routed_experts must be as long as"),
+    "few": (broken_batch(routed_experts=ROUTED(b"\0", [1, 1, 1], "uint8")), "routed_experts must have one entry per token"),
 }  # fmt: skip
 
 
