@@ -652,7 +652,7 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     QUERY, the query is read from stdin.
     """
     *traces, last = arguments
-    is_trace = os.path.exists(last) or "://" in last.split(maxsplit=1)[0] or not (traces or " " in last)
+    is_trace = os.path.exists(last) or "://" in last.partition(" ")[0] or not (traces or " " in last)
     if is_trace and sys.stdin.isatty():
         raise click.UsageError('pass a query, e.g. "SELECT * FROM steps LIMIT 5", or pipe it in')
     query = sys.stdin.read() if is_trace else last
@@ -778,7 +778,8 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     flips. Faults are listed by likelihood, each with its evidence, size, share of affected tokens and a command to
     confirm it.
 
-    If a trace has no logprobs of the engine, rewards, advantages and groups are checked, and the exit code is 1.
+    If the engine's logprobs are missing, rewards, advantages, groups and the reference are checked without a comparison.
+    The exit code is then 1.
 
     If a trace has passes of several engines, but neither a train nor a rollout pass, all its passes are checked, as in
     compare.

@@ -83,7 +83,7 @@ class CheckResult(Result):
 
     @property
     def is_compared(self) -> bool:
-        """False if the trace has no logprobs of `rollout`, so that only rewards, advantages and groups were checked."""
+        """False if no passes were compared, because `rollout` has no logprobs. `data` was checked all the same."""
         return self.findings[0].code != "not_compared"
 
     @property
@@ -109,7 +109,8 @@ def check(
     start one), Ray actors compute the sums.
 
     If a trace has no logprobs of `rollout`, current:train is compared instead of train:rollout, provided that the policy
-    versions of both were recorded. Otherwise, rewards, advantages and groups are checked without a comparison.
+    versions of both were recorded. Otherwise, if rewards, a reference or other passes were recorded, only `data` is
+    checked, and the only finding is `not_compared`.
 
     If a trace has passes of several engines but neither `train` nor `rollout`, all passes are compared, and the result
     is a PassComparison, as from `compare`.

@@ -61,7 +61,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(findings, 1)]
     if not result.is_compared and not result.data:
-        blocks.append("No fault was found in rewards, advantages and groups.")
+        blocks.append("No fault was found in what was recorded of rewards, advantages, groups and the reference.")
     if result.data:
         blocks.append("\n".join([_DATA, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
     blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]

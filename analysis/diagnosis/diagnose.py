@@ -34,7 +34,7 @@ from ..facts.recorded import CONTRACT, RecordedChange, read_recorded
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, Array, addable
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
-from ..trace.columns import num_scored, parse_pair, tell_sampled
+from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, SUM_EXP_ABS_D
@@ -125,9 +125,7 @@ def diagnose(
     names = parse_pair(pair)
     database = open_database(trace, steps)
     opened_control = None if control is None else open_database(control, steps)
-    is_scored = {*names} <= {*num_scored(database)}
-    series = {} if tokens_by_step(database) and is_scored else read_series(database, pair=names)
-    if series and ("reward" in series or not tokens_by_step(database)):
+    if not tokens_by_step(database) and read_series(database, pair=names):
         return _of_scalars(database, names, opened_control, progress)
     with database.telling(progress):
         more = () if database.sums.covers(names) else (SUM_EXP_ABS_D,)

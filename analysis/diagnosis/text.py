@@ -99,7 +99,7 @@ def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
 
 def _answers(found: Diagnosis, width: int | None) -> str:
     attribution = found.attribution
-    validity = "unknown: no tokens with logprobs of both passes (tim-trace check still checks rewards and advantages)"
+    validity = "unknown: the trace has no tokens to check"
     if found.checked is not None:
         first = found.checked.findings[0]
         expected = ", as expected from the recorded settings" if first.is_expected else ""

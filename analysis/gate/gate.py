@@ -146,6 +146,8 @@ def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: 
     if isinstance(checked, PassComparison):
         num = sum(len(group.odd_tokens) + len(group.contradictions) for group in checked.groups)
         told = sentence(checked)
+    elif not checked.is_compared:
+        raise NothingToCompare(evidence_text(checked.findings[0]))
     else:
         faults = [finding for finding in checked.findings if finding.fails]
         told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)

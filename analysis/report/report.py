@@ -54,6 +54,8 @@ def report(
     pictures: dict[Path, list[str]] = {}
     for kind, folder in (("png", png), ("svg", svg), ("pdf", pdf)):
         if folder is not None:
+            if os.fspath(folder).lower().endswith(f".{kind}"):
+                raise InvalidOption(f"{folder}: pass a folder, which gets one file per figure", option=kind)
             pictures.setdefault(local(folder), []).append(kind)
     is_printed = markdown is not None and os.fspath(markdown) == "-"
     files = (output, None if is_printed else markdown)
