@@ -365,7 +365,7 @@ def test_logprobs_of_the_loss_s_own_forward_below_the_ratio(trl, traces, tmp_pat
     denominator=st.sampled_from(DENOMINATORS),
     clip_hard=st.none() | st.sampled_from([0.9, 1.05, 1.5]),
 )
-def test_gradient_objective_and_sql_make_the_same_loss(traces, scenario, **given):
+def test_gradient_and_objective_make_the_same_loss(traces, scenario, **given):
     """Also those that no trainer has, as a correction of tokens beside one term a sequence."""
     step, path, database = traces[scenario]
     given["level"] = "sequence_sum" if given["kind"] == "vespo" else given["level"]

@@ -122,8 +122,9 @@ class DataRows:
         """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
 
         By default, `affected` has one element per row of the run, of `sample` or of the selection `rows`, and the
-        finding says what the affected rows have in common. Otherwise, `steps` holds the step of each element. Arrays in `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding
-        is a fault only if it begins after the first step.
+        finding says what the affected rows have in common. Otherwise, `steps` holds the step of each element. Arrays in
+        `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding is a fault
+        only if it begins after the first step.
         """
         if affected.sum() < least:
             return

@@ -34,7 +34,7 @@ MAX_SAMPLED_TOKENS = 100_000
 UNSAMPLED_NATS = -3.0
 """A token counts as unlikely if its logprob + entropy is below this (nats), as for at most 5% of sampled tokens."""
 MIN_UNSAMPLED_RUN = 4
-"""Runs of at least this many unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have one."""
+"""At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have any."""
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")

@@ -78,3 +78,4 @@ def test_vllm_divides_a_model_among_two_processes_and_takes_version_after_versio
 def test_it_is_an_arm_of_vllm_alone(options, words):
     with pytest.raises(InvalidOption, match=words):
         Arm(**options)
+    assert not Arm(engine="vllm", tensor_parallel_size=2).is_heard  # locate listens in its own process

@@ -8,6 +8,7 @@ from builders import make_trace
 from tim_trace.analysis.trace.columns import num_scored
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamageWarning
+from tim_trace.schemas.passes import first_pair
 from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.scored_passes import scored_passes
@@ -34,17 +35,18 @@ def recorded(folder, passes, *, closes=True, num_tokens=3):
 
 @pytest.mark.parametrize("closes", [True, False])
 @pytest.mark.parametrize(
-    "passes",
+    ("passes", "pair"),
     [
-        {"train": True, "rollout": True, "current": True},
-        {"train": False, "rollout": True, "current": True},
-        {"replay/x": True, "rollout": False},
-        {},
+        ({"train": True, "rollout": True, "current": True}, "train:rollout"),
+        ({"train": False, "rollout": True, "current": True}, "current:rollout"),
+        ({"replay/x": True, "rollout": False}, None),
+        ({}, None),
     ],
 )
-def test_the_passes_that_have_logprobs_are_those_that_a_database_counts(tmp_path, passes, closes):
+def test_the_passes_that_have_logprobs_are_those_that_a_database_counts(tmp_path, passes, pair, closes):
     trace = recorded(tmp_path / "run", passes, closes=closes)
     assert scored_passes(trace) == list(num_scored(open_database(trace)))
+    assert first_pair(scored_passes(trace)) == pair
 
 
 def test_responses_without_tokens_have_logprobs_all_the_same(tmp_path):

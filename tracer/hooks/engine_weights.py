@@ -24,7 +24,7 @@ _MAX_VALUES = 256  # maximum number of distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
 """A copy counts as rounded if the original has at least this many times its number of distinct values per row."""
 _MIN_COSINE_SCORE = 6.0
-"""A copy must exceed this cosine similarity to the original, in standard deviations between unrelated tensors."""
+"""Minimum cosine similarity of a copy to its original, in standard deviations of the similarity of unrelated tensors."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"

@@ -9,7 +9,7 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from .fields import Fields, Values
 from .format import DumpFolder, Format
-from .masked_lines import NEMO_RL, PRIME_RL, Turn, turn_rows
+from .masked_lines import NEMO_RL, PRIME_RL
 from .megatron import MEGATRON
 from .metrics import SCALARS
 from .responses import NEMO_GYM, SGLANG, VLLM
@@ -43,6 +43,7 @@ OPEN_INSTRUCT = Format(
 
 
 def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yield a rollout as one row: the first prompt, then every turn's sampled tokens and the tokens between turns."""
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
         return
@@ -50,30 +51,44 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
         raise ImportFailed(f"{fields.where} has no list of turns")
     each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
     version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
-    cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason") | {"policy_version": version}
+    cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason")
     if cells["step"] is None:
         cells["step"] = version
     if cells["step"] is None:
         raise ImportFailed(f"{fields.where} has neither a step nor a policy version")
-    found = [turn for fields in each if (turn := _turn(fields)) is not None]
-    rows = [*turn_rows(found)] if len(found) == len(each) else []
-    for row in rows or [{}]:
-        yield cells | row
+    yield {**cells, "policy_version": version, **_joined_turns(each)}
 
 
-def _turn(fields: Fields) -> Turn | None:
-    prompt, sampled, logprobs = fields.ids("prompt_ids"), fields.ids("response_ids"), fields.values("rollout_logprobs")
-    if prompt is None or sampled is None:
-        return None
-    if logprobs is not None and len(logprobs) != len(sampled):
-        raise ImportFailed(
-            f"{fields.where}: {len(logprobs)} logprobs for {len(sampled)} tokens, expected one per token"
-        )
-    tokens, first = np.concatenate([prompt, sampled]), len(prompt)
-    values = Values(np.zeros(len(tokens)), np.zeros(len(tokens), bool))
-    if logprobs is not None:
-        values.values[first:], values.known[first:] = logprobs.values, logprobs.known
-    return tokens, np.arange(len(tokens)) >= first, values
+def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
+    prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
+    prompt = prompts[0]
+    if prompt is None or any(sampled is None for sampled in responses):
+        return {}
+    whole, values, known, mask = prompt, [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0, bool)]
+    for place, (turn, before, sampled) in enumerate(zip(turns, prompts, responses, strict=True)):
+        logprobs = turn.values("rollout_logprobs")
+        assert sampled is not None
+        if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
+            raise ImportFailed(
+                f"{turn.where}: the prompt does not begin with the previous turns' tokens, so turn {place} was "
+                "re-tokenized"
+            )
+        if logprobs is not None and len(logprobs) != len(sampled):
+            raise ImportFailed(
+                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens, expected one per token"
+            )
+        between = len(before) - len(whole)
+        whole = np.concatenate([before, sampled])
+        values += [np.zeros(between), np.zeros(len(sampled)) if logprobs is None else logprobs.values]
+        known += [np.zeros(between, bool), np.zeros(len(sampled), bool) if logprobs is None else logprobs.known]
+        mask += [np.zeros(between, bool), np.ones(len(sampled), bool)]
+    scores = Values(np.concatenate(values), np.concatenate(known))
+    return {
+        "prompt_ids": prompt,
+        "response_ids": whole[len(prompt) :],
+        "response_mask": np.concatenate(mask),
+        "rollout_logprobs": scores if scores.known.any() else None,
+    }
 
 
 TORCHTITAN = Format(
@@ -91,9 +106,8 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="completion_logprobs are aligned with a turn's completion_token_ids. Turns that continue "
-    "each other are one sequence, in which tokens between turns are masked and have no logprobs. The newest policy "
-    "version is used as the step. Validation rollouts are skipped",
+    alignment="completion_logprobs are aligned with a turn's completion_token_ids. Tokens between turns are masked "
+    "and have no logprobs. The newest policy version is used as the step. Validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
     lacks={

@@ -5,7 +5,6 @@ one-element lists."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,6 @@ engine's logprobs, or with rounded logprobs."""
 _MARKER = "STABLE"
 _WAITS = "step {} has no STABLE file yet, so the step was skipped. Import again later, or use --partial"
 _VERSION = 1
-Turn = tuple[np.ndarray, np.ndarray, Values]
-"""(tokens, mask, logprobs) of a turn, each of shape [T]."""
 
 COLUMNS = {
     "tokens": ("token_ids", "input_ids"),
@@ -101,28 +98,6 @@ def masked_row(
         "response_mask": mask[first:end],
         **{name: _part(each, start, first, end) for name, each in values.items()},
     }
-
-
-def turn_rows(turns: list[Turn]) -> Iterator[dict[str, Any]]:
-    """Yield one row for all turns if each turn continues the previous one, otherwise one row per turn."""
-    for tokens, mask, values in [_joined(turns)] if _is_chain(turns) else turns:
-        if mask.any():
-            yield masked_row(tokens, mask, {"rollout_logprobs": values})
-
-
-def _is_chain(turns: list[Turn]) -> bool:
-    """Return True if each turn begins with the previous turn's tokens, so that all turns form one sequence."""
-    whole = all((mask == values.known).all() for _, mask, values in turns[:-1] if values.known.any())
-    return whole and all(np.array_equal(a, b[: len(a)]) for (a, *_), (b, *_) in pairwise(turns))
-
-
-def _joined(turns: list[Turn]) -> Turn:
-    tokens, mask, values = turns[-1]
-    for _, one, own in turns[:-1]:
-        at = np.flatnonzero(own.known)
-        mask[: len(one)] |= one
-        values.values[at], values.known[at] = own.values[at], True
-    return tokens, mask, values
 
 
 def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from ..store import too_large
 from .columns import RowBatch
 from .fields import Fields, Values
 from .format import DumpFolder, Format, Part, Reading, read_rows
-from .masked_lines import Turn, turn_rows
+from .masked_lines import masked_row
 from .textfiles import opened, parsed, read_lines, whole_content
 
 _LEDGER, _MANIFEST = "ledger.log", "MANIFEST.json"
@@ -38,6 +39,8 @@ _TIMES = 8
 _BYTES_PER_TURN = 128
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
+_Turn = tuple[np.ndarray, np.ndarray, Values]
+"""(tokens, mask, logprobs) of a turn, each of shape [T]."""
 
 
 class _Slice(msgspec.Struct, frozen=True):
@@ -156,11 +159,12 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
             _turn(*turn, own.where)
             for turn in zip(tokens, masks, logprobs or [np.empty(0, np.float16)] * len(tokens), strict=True)
         ]
-        for row in turn_rows(turns):
-            yield common | own.added_cells(common) | row
+        for ids, mask, values in [_joined(turns)] if _is_chain(turns) else turns:
+            if mask.any():
+                yield common | own.added_cells(common) | masked_row(ids, mask, {"rollout_logprobs": values})
 
 
-def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str) -> Turn:
+def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str) -> _Turn:
     """Assign logprobs to the generated tokens. An end token that the trainer appended has no logprob."""
     if len(mask) != len(tokens) or len(logprobs) > (mask == 1).sum() or (mask > 1).any():
         raise ImportFailed(
@@ -171,6 +175,21 @@ def _turn(tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, where: str
     at = np.flatnonzero(mask)[: len(logprobs)]
     values.values[at], values.known[at] = logprobs, True
     return tokens, mask.astype(bool), values
+
+
+def _is_chain(turns: list[_Turn]) -> bool:
+    """Return True if each turn begins with the previous turn's tokens, so that all turns form one sequence."""
+    whole = all((mask == values.known).all() for _, mask, values in turns[:-1] if values.known.any())
+    return whole and all(np.array_equal(a, b[: len(a)]) for (a, *_), (b, *_) in pairwise(turns))
+
+
+def _joined(turns: list[_Turn]) -> _Turn:
+    tokens, mask, values = turns[-1]
+    for _, one, own in turns[:-1]:
+        at = np.flatnonzero(own.known)
+        mask[: len(one)] |= one
+        values.values[at], values.known[at] = own.values[at], True
+    return tokens, mask, values
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:

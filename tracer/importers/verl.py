@@ -157,10 +157,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
     columns |= added_columns(fields, num_rows, {*columns, "rollout_expert_ids"})
-    # Router choices beside trainer logprobs may be the trainer's own (replay mode R2).
-    is_sampled = fields.get("train_logprobs") is None
-    experts = _aligned(fields, "rollout_expert_ids", is_token.shape, where, 4) if num_rows and is_sampled else None
-    if experts is not None:
+    if num_rows and (experts := _experts(fields, is_token.shape, where)) is not None:
         chosen = routed(experts[is_token], int(is_token.sum()), where)
         columns["rollout_expert_ids"] = list_column(chosen, is_token.sum(axis=1))
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
@@ -181,13 +178,21 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
     return np.array([row[mask].sum() for row, mask in zip(rewards, masks, strict=True)], np.float64)
 
 
-def _aligned(fields: Fields, column: str, shape: tuple[int, ...], where: str, num_axes: int = 2) -> np.ndarray | None:
-    found = _array(fields, column, num_axes)
+def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
+    """Return the engine's router choices [B, P + T, L, S], or None if the trainer replaced them (replay mode R2)."""
+    found = _array(fields, "rollout_expert_ids", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
-            f"{where}: {column} has shape {list(found.shape)}, expected {list(shape)}. Leave its field out with --map "
-            "FIELD="
+            f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask has {list(shape)}. Leave it "
+            "out with --map routed_experts="
         )
+    return found
+
+
+def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) -> np.ndarray | None:
+    found = _array(fields, column, 2)
+    if found is not None and found.shape != shape:
+        raise ImportFailed(f"{where}: {column} has shape {list(found.shape)}, but responses have {list(shape)}")
     return found
 
 

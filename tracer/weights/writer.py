@@ -39,7 +39,7 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change. More are added while all deltas are smaller than the keyframe."""
+"""Versions per segment if many elements change. More are added while the deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
