@@ -110,6 +110,7 @@ def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
 
 
 def query(suspect: str, onset: tuple[int, int] | None, num_steps: int) -> str:
+    """Return the SQL for a suspect's open question, at the steps around the drop's `onset` (first and last step)."""
     step, last = onset or (0, num_steps)
     near = f"step BETWEEN {max(step - 15, 0)} AND {last + 10}" if onset else "step IS NOT NULL"
     return QUESTIONS[suspect][1].format(near=near, step=step, last=last)

@@ -140,7 +140,7 @@ def _unpaired(database: Database, trace: str) -> CheckResult | None:
     scored = columns.num_scored(database)
     if ROLLOUT in scored:
         return None
-    sample = _sample(database, (TRAIN, TRAIN), NEEDED_SUMS) if TRAIN in scored else None
+    sample = read_sample(database, (TRAIN, TRAIN), []) if TRAIN in scored else None
     found = data_findings(database, sample)
     if len(scored) < 2 and not found and database.connection.execute(_HAS_REWARDS).fetchall() == [(False,)]:
         return None

@@ -29,7 +29,7 @@ from .advantages import (
     numbered,
     shifted,
     split_steps,
-)  # fmt: skip
+)
 from .faults import evidence_text
 from .faults.kinds import BY_TIME
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement

@@ -11,6 +11,7 @@ from .finding import DataFinding, Finding, data_text
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (these do not affect the comparison of logprobs):"
+_DATA_ALONE = "rewards, advantages and groups:"
 
 NOTES: Mapping[str, str] = {
     "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults as small as rounding. Record more "
@@ -48,24 +49,27 @@ def note_texts(result: CheckResult) -> list[str]:
 def checked_text(result: CheckResult, width: int | None = None) -> str:
     """Render the verdict, then each finding's evidence and next command."""
     result = shown(result)
+    head, data, findings = _head(result), _DATA, result.findings
+    if not result.is_compared:
+        head, data, findings = f"NOT COMPARED: {evidence_text(findings[0])}", _DATA_ALONE, ()
+    blocks = [wrapped(head, "", width)]
+    blocks += [_finding_text(number, finding, width) for number, finding in enumerate(findings, 1)]
+    if result.data:
+        blocks.append("\n".join([data, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
+    elif not result.is_compared:
+        blocks.append("No fault was found in what was recorded of rewards, advantages, groups and the reference.")
+    blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]
+    return "\n\n".join(blocks)
+
+
+def _head(result: CheckResult) -> str:
     inspected = "all inspected individually"
     if result.num_sampled_tokens < result.num_tokens:
         inspected = f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
     verdict = "VALID" if result.broken is None else f"NOT VALID, {BROKEN[result.broken]}"
     if [finding.code for finding in result.findings] == ["too_few"]:
         verdict = "TOO FEW TOKENS"
-    head = f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
-    findings = result.findings
-    if not result.is_compared:
-        head, findings = f"NOT COMPARED: {evidence_text(findings[0])}", ()
-    blocks = [wrapped(head, "", width)]
-    blocks += [_finding_text(number, finding, width) for number, finding in enumerate(findings, 1)]
-    if not result.is_compared and not result.data:
-        blocks.append("No fault was found in what was recorded of rewards, advantages, groups and the reference.")
-    if result.data:
-        blocks.append("\n".join([_DATA, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
-    blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]
-    return "\n\n".join(blocks)
+    return f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
 
 
 def _finding_text(number: int, finding: Finding, width: int | None) -> str:

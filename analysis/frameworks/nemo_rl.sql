@@ -5,8 +5,9 @@
 --   gen_kl_error = mean of k3 = exp(d) - 1 - d; policy_kl_error is the same for -d. With k1, they are the means of -d and d;
 --   with k2, of d^2 / 2.
 --   js_divergence_error = mean of k3(a, m) / 2 + k3(b, m) / 2, where m is the mean of both probabilities.
---   sampling_importance_ratio = mean of exp(d), not truncated, where infinities and NaN become 0. At sequence level, it is the mean of exp(sum of d) over all sequences, times train_micro_batch_size, because NeMo-RL
---   multiplies the weights of a micro-batch by the mask of each of its sequences.
+--   sampling_importance_ratio = mean of exp(d), not truncated, where infinities and NaN become 0. At sequence level, it is
+--   the mean of exp(sum of d) over all sequences, times train_micro_batch_size, because NeMo-RL multiplies the weights of a
+--   micro-batch by the mask of each of its sequences.
 --   approx_entropy = -mean(exp(current - b) * current). probs_ratio = mean of exp(current - a); at sequence level, of exp(mean
 --   of current - a); with disable_ppo_ratio, of current. probs_ratio_clamped is the same, clamped to 1 - ratio_clip_min and
 --   1 + ratio_clip_max. All of these are NULL without the `current` pass. For the smallest and largest ratio, NeMo-RL ignores

@@ -63,7 +63,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
 def refuse_options(options: dict[str, Any]) -> None:
     for key, value in options.items():
         if value is not None and value is not False:
-            raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
+            raise InvalidOption(f"needs a framework; {_whose(key)}" if _owners(key) else "no such option", option=key)
 
 
 def check_name(name: str) -> None:
@@ -149,8 +149,11 @@ def _module(name: str) -> ModuleType:
     return import_module(f".{_files()[name].stem}", __package__)
 
 
+def _owners(name: str) -> list[str]:
+    return [framework for framework in FRAMEWORKS if name in options_of(framework)]
+
+
 def _whose(name: str) -> str:
-    owners = [framework for framework in FRAMEWORKS if name in options_of(framework)]
-    if not owners:
+    if not (owners := _owners(name)):
         return "no framework has it"
     return f"it belongs to {' and '.join(owners)}; drop it or use {option('like', owners[0])}"

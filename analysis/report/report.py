@@ -43,8 +43,8 @@ def report(
 
     `markdown` is a file for an issue or a chat (`-` prints it): the headline, the answers, the next commands and the
     series. `png`, `svg` and `pdf` are folders for one image and one CSV file per figure. `width` is a number of inches,
-    or a name that sets the column width and the text width: column (3.4 and 7 inches), aaai, acl,
-    acm, iclr, icml, ieee, jmlr, nature or neurips.
+    or a name that sets the column width and the text width: column (3.4 and 7 inches), aaai, acl, acm, iclr, icml,
+    ieee, jmlr, nature or neurips.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
