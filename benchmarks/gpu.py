@@ -292,25 +292,25 @@ def _recording(arguments, room):
     return [
         ("a training step alone, ms", partial(_step, arguments, room, "alone")),
         (
-            "a training step with tokens, metrics and optimizer recorded, over one without recording",
+            "a training step with tokens, metrics and optimizer recorded, relative to one without recording",
             partial(_step, arguments, room, "tokens"),
         ),
         ("the same, with all weights recorded at each step", partial(_step, arguments, room, "weights")),
-        ("the calls for its tokens on the training thread, ns per token", partial(_step, arguments, room, "calls")),
+        ("recording a step's tokens, ns per token on the training thread", partial(_step, arguments, room, "calls")),
         (
-            "values overwritten right after the call: recorded tokens that changed",
+            "recorded tokens that changed when the values were overwritten right after the call",
             partial(_overwritten, arguments, room),
         ),
         ("digests of the model, ms", partial(_digests, arguments)),
         (
-            "add_weights of the model, first two versions, ms on the training thread",
+            "add_weights, first two versions, ms on the training thread",
             partial(_weights, arguments, room, slice(2)),
         ),
         (
-            "add_weights of the model, later versions, ms on the training thread",
+            "add_weights, later versions, ms on the training thread",
             partial(_weights, arguments, room, slice(2, None)),
         ),
-        ("add_optimizer of the model, ms", partial(_optimizer, arguments, room)),
+        ("add_optimizer, ms", partial(_optimizer, arguments, room)),
     ]
 
 
@@ -516,7 +516,7 @@ def _locate(arguments, room):
     """Locate.
 
     The table shows the first operator whose error exceeds its bound, and the largest error divided by its bound.
-    Rounding stays below 1.
+    Rounding alone stays below 1.
     """
     pairs = {
         "dtype=bf16 against dtype=fp64": ("dtype=bf16", "dtype=fp64"),
