@@ -264,7 +264,7 @@ def replayed(tim_trace, trace, room, passes):
     tokens, equal = (sum(row[name] for row in rows) for name in ("num_tokens", "num_equal"))
     if "train" not in passes:
         distance = sum(row["mean_abs_d"] * row["num_tokens"] for row in rows) / tokens
-        return f"{tokens} tokens, rescored with attached weights, differ from the engine by {distance:.2g} nats on average"
+        return f"{tokens} tokens rescored with attached weights: mean difference from the engine {distance:.2g} nats"
     return f"{equal} of {tokens} tokens bit for bit"
 
 
