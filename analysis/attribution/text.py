@@ -29,10 +29,10 @@ EVIDENCE: Mapping[str, str] = {
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step}{interval}; from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
-    "data_fault": "check finds, starting at step {step}: {finding_title}",
+    "data_fault": "check finds a fault starting at step {step}: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, and a policy cannot change its prompts",
-    "stop_ignored": "starting at step {step}, {share:.0%} of responses go on after the token that usually ends them ({before_share:.0%} before), so the engine no longer stops there",
-    "rows_left_out": "starting at step {step}, the loss mask leaves out all tokens of {share:.0%} of responses ({before_share:.0%} before)",
+    "stop_ignored": "starting at step {step}, {share:.0%} of responses continue after the token that usually ends them ({before_share:.0%} before), so the engine no longer stops there",
+    "rows_left_out": "starting at step {step}, the loss mask excludes all tokens of {share:.0%} of responses ({before_share:.0%} before)",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
     "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
     "reference_changed": "starting at step {step}, {share:.0%} of {num_responses:,} repeated responses or prefixes get different reference logprobs than before, so the reference was replaced or misaligned",
@@ -54,7 +54,7 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
     "engine_moves_on": "only {still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs ({trainer_share:.0%} in the trainer), so the engine does get new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
-    "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so rewards and {outcome} measure different things",
+    "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
     "learning_rate_spike": "starting at step {step}, the learning rate reaches {factor:.3g} times its earlier median",
     "learning_rate_beyond": "starting at step {step}, the learning rate exceeds the declared one, by up to a factor of {factor:.3g}",
     "update_size": "a typical update changes the weights by {update_to_weight:.2g} times their norm",
@@ -78,8 +78,8 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "relation_breaks_alone": "starting at step {step}, rewards no longer increase with response probability, although the reward distribution and the policy are unchanged",
-    "reward_and_relation_move": "at step {step} rewards change and no longer increase with response probability, while the policy stays the same",
-    "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
+    "reward_and_relation_move": "at step {step}, rewards change and no longer increase with response probability, while the policy stays the same",
+    "reward_moves_alone": "at step {step}, rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Fact code -> sentence about a run. DIFFERENCES has the sentences that compare a run with its baseline."""
@@ -110,7 +110,7 @@ DIFFERENCES: Mapping[str, str] = {
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {
-    "no_outcome": "detecting a collapse takes rewards or evaluations from at least {min_values} steps",
+    "no_outcome": "detecting a collapse requires rewards or evaluations from at least {min_values} steps",
     "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
     "itself is wrong",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses "
