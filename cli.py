@@ -979,8 +979,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     The gradient under the recorded settings is computed first, and its norm is compared with the norm that the trainer
     logged. An arm is one or more comma-separated changes: the options listed under --arm,
     logprobs=train|rollout|current|replay/NAME (used in the loss instead of the trainer's logprobs; rollout is bypass
-    mode), or correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2
-    or sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
+    mode), correction=RULE (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
+    sequence_truncate:2 or sequence_mask:3), and name=NAME for the arm's name. correction=exact weights by the
+    untruncated ratio train / rollout.
 
     bias is the norm of the difference from the recorded gradient. variance is the variance of the mean over
     micro-batches.
@@ -1278,11 +1279,11 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     Like stats, gate stores per-sequence sums in the trace.
 
     A condition is either check (met if the check command finds a fault), or a metric and a threshold. The metric is
-    tim.NAME (a column in stats, or a per-step metric from the alerts) or verl.NAME (a column in stats --like verl). A
+    tim.NAME (a column in stats, or a per-step metric that alerts use) or verl.NAME (a column in stats --like verl). A
     condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
     steps). If only individual steps meet a condition, gate passes with a warning. The exit code is 1 if the gate
-    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
-    tell` if the confidence interval over groups contains the bound or cannot be computed.
+    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the
+    confidence interval over groups contains the threshold or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")

@@ -211,7 +211,7 @@ def formats():
             f"### {format.name}",
             "",
             f"Written by {format.writes}: {_coded(format.files)}. "
-            f"{_coded(format.alignment[0].upper() + format.alignment[1:])}.",
+            f"{re.sub(r'^[a-z]+(?= )', lambda word: word[0].capitalize(), _coded(format.alignment))}.",
             "",
             "| column | field |",
             "|---|---|",

@@ -9,7 +9,7 @@ VERDICT: Mapping[str, str] = {
     "nothing_read": "The mismatch's effect on the objective cannot be computed.",
     "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
     "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
-    "in_ratio": "The loss divides by the rollout's own logprobs, so the ratio used is the true ratio, and the bias is 0. This "
+    "in_ratio": "The loss divides by the rollout's own logprobs, so the ratio used is the true ratio, and the bias is 0. That "
     "ratio contains both the mismatch and the policy's drift, so clipping and correction weights act on both{how_far}.",
     "no_effect": "The mismatch does not change the objective's value: each token contributes as much with the used "
     "ratio as with the true ratio.",
@@ -25,9 +25,9 @@ VERDICT: Mapping[str, str] = {
     "negligible_push_down": "The mismatch biases the objective downward by a negligible amount: {down}. {how_much}",
     "small_push_down": "The mismatch biases the objective slightly downward: {down}. {how_much}",
     "large_push_down": "The mismatch biases the objective strongly downward: {down}. {how_much}",
-    "negligible_opposed": "The mismatch changes the objective negligibly, in a direction that depends on the clip: {opposed}. {how_much}",
-    "small_opposed": "The mismatch changes the objective slightly, in a direction that depends on the clip: {opposed}. {how_much}",
-    "large_opposed": "The mismatch changes the objective strongly, in a direction that depends on the clip: {opposed}. {how_much}",
+    "negligible_opposed": "The mismatch changes the objective negligibly, and the clip decides in which direction: {opposed}. {how_much}",
+    "small_opposed": "The mismatch changes the objective slightly, and the clip decides in which direction: {opposed}. {how_much}",
+    "large_opposed": "The mismatch changes the objective strongly, and the clip decides in which direction: {opposed}. {how_much}",
     "unclipped": "Without clipping, the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",

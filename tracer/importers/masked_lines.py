@@ -129,7 +129,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 PRIME_RL = Format(
     name="prime-rl",
-    writes="`trainer.enable_token_export = true`, the filesystem transport or the file monitor",
+    writes="`trainer.enable_token_export = true`, the filesystem transport and the file monitor",
     files="token_exports/step_<N>/rank_<r>.jsonl, else rollouts/step_<N>/rank_<r>.bin, else "
     "rollouts/step_<N>/train/effective/traces.jsonl",
     columns=COLUMNS,

@@ -106,7 +106,7 @@ MEGATRON = Format(
     writes="the inference scripts of its functional tests",
     files="<family>/<case>/golden_values_*.json",
     columns={"prompt": ("input_prompt",), "response_ids": ("generated_tokens",), "rollout_logprobs": ("logprobs",)},
-    alignment="each file is a pass, named for its folder and platform, and its contract lists the settings in that "
+    alignment="each file is a pass, named for its folder and platform, and its contract holds the settings in that "
     "name. logprobs cover the prompt (without its first token) and generated_tokens. The prompt's tokens are the first "
     "response tokens, with the id -1, because the files do not contain their ids",
     pattern=_FILE,

@@ -38,7 +38,7 @@ SCALARS = Format(
     writes="any logger of scalars (TRL, transformers, verl, slime, miles, TensorBoard, W&B)",
     files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, *.parquet, or a console log of verl or slime",
     columns={"step": (*_STEPS, _COUNTER)},
-    alignment="the files contain scalars per step, but no tokens. Other columns become metrics of the same name. "
+    alignment="scalars per step, no tokens. All other columns become metrics of the same name. "
     "[These names](../start/import.md#curves-only) are recognised as mismatch, reward and so on",
     recognises=is_of_scalars,
 )

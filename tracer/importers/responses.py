@@ -166,7 +166,7 @@ SGLANG = response_format(
     },
     name="sglang",
     writes="your client from `/generate` responses, requested with return_logprob=true",
-    alignment="each output token has a (logprob, id, text) tuple in output_token_logprobs. output_token_sampling_logprobs "
+    alignment="each output token has a (logprob, id, text) in output_token_logprobs. output_token_sampling_logprobs "
     "become the pass rollout/sampling, and rollout minus rollout/sampling is the log mass kept by truncation",
     rollout="the responses have no logprobs. Request them with return_logprob=true",
 )

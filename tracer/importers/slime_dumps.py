@@ -89,7 +89,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 SLIME = Format(
     name="slime",
-    writes="`--dump-details DIR`, `--save-debug-rollout-data` or `--save-debug-train-data`",
+    writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>.pt (or train_data/<id>_<rank>.pt)",
     columns=COLUMNS,
     alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
@@ -107,8 +107,8 @@ MILES = replace(
     SLIME,
     name="miles",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
-    alignment="same as slime, except that each context-parallel rank writes its zig-zag part of the response. "
-    "Tensor-parallel ranks write the same data. Old releases of miles wrote the same files as slime, "
+    alignment="same as slime, except that each context-parallel rank has its zig-zag part of the response. "
+    "Tensor-parallel ranks have the same data. Old releases of miles wrote the same files as slime, "
     "so `auto` imports these as slime",
     recognises=lambda folder: framework_of(folder) == "miles",
     lacks={name: note.replace("slime", "miles") for name, note in SLIME.lacks.items()},

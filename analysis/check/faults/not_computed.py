@@ -39,7 +39,7 @@ _EVIDENCE = {
     "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
     "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
-    "merged": "{side} is 0 for {num_tokens:,} tokens, and the logprob of the token {where} them includes theirs "
+    "merged": "{side} is 0 for {num_tokens:,} tokens, and the token {where} them has their logprobs added to its own "
     "({other}'s sums agree to {residual:.2g} nats), as if several tokens arrived as one, in {num_sequences:,} sequences",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
     "different contexts, far more often than any nearby value",
