@@ -157,7 +157,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum number of response tokens in a run for `record` to compute sums. In smaller runs, the first query does."""
+"""Minimum number of response tokens for `record` to compute sums. In smaller runs, the first query computes them."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -485,7 +485,7 @@ def example_(path: str, force: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
-    help="Record every policy version's weights, bit for bit (auto: only if the model is smaller than --weights-below).",
+    help="Record every policy version's weights, bit for bit (auto: only if the model is below --weights-below).",
 )  # fmt: skip
 @click.option("--weights-below", default="500MB", metavar="SIZE", help="Maximum model size for --weights auto.")
 @click.option(
@@ -804,9 +804,9 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     """List the differences between two runs, or between all passes of one run.
 
     With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, numerics
-    (contracts), prompts, responses, logprobs for identical tokens, rewards for identical responses, advantages for identical
-    rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where the
-    difference exceeds noise, and its size in standard deviations.
+    (contracts), prompts, responses, logprobs for identical tokens, rewards for identical responses, advantages for
+    identical rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where
+    the difference exceeds noise, and its size in standard deviations.
 
     Without RUN2, groups the passes of RUN (from several engines, or from the trainer and the engine) into classes of
     bit-identical passes. Reports each class's distance from the reference, tokens at which one class is far from all
@@ -852,8 +852,8 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--loss", metavar="KIND|FIELDS",
-    help="Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or both, e.g. "
-    "gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
+    help="Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or "
+    "both, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
 @_by("run", "step", help="What each row describes (with run, the worst steps are also listed).")
@@ -1219,8 +1219,8 @@ def report(traces: Sequence[str], **options: Any) -> None:
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
-    Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C closes only the view. Each alert is
-    shown with the step where it first fired. Alerts come from published levels and tim-trace's own rules
+    Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C closes only the view. Each alert
+    is shown with the step where it first fired. Alerts come from published levels and tim-trace's own rules
     (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show

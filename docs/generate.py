@@ -205,7 +205,7 @@ def public_names():
 
 
 def formats():
-    """Yield a section per `tim-trace import` format: its files, the fields read into each column, and missing passes."""
+    """Yield a section per `tim-trace import` format: its files, the fields of each column, and missing passes."""
     for format in FORMATS.values():
         lines = [
             f"### {format.name}",
