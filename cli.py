@@ -84,10 +84,10 @@ SECTIONS = {
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
         "compare": "Find what differs first between two runs.",
-        "corrections": "Show what each correction would mask or clip, and the cost.",
+        "corrections": "Show what each correction would mask or clip, and at what cost.",
         "objective": "Measure how the mismatch biases the training objective.",
         "dynamics": "Show when each series changed, and what changed first.",
-        "attribute": "Determine if and when a run collapsed, and the likely cause.",
+        "attribute": "Determine whether and when a run collapsed, and why.",
     },
     "replaying in depth": {
         "triangulate": "Attribute the mismatch to trainer and engine.",
@@ -500,7 +500,7 @@ def example_(path: str, force: bool) -> None:
 @click.option("--resume", is_flag=True, help="Append to an existing trace (for a run that resumes from a checkpoint).")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="How long to wait for an unresponsive file system before the program continues without recording.",
+    help="Maximum wait for an unresponsive file system. After that, COMMAND continues without recording.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
@@ -685,8 +685,7 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any) -> None:
     """List the named queries, or run a query on one or more traces.
 
-    Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
-    this comment.
+    Each query starts with a comment on its units, source and interpretation. --sql prints the query and this comment.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.columns import parse_pair
