@@ -452,8 +452,7 @@ def test_one_step_is_told_and_the_rest_named_as_open(tmp_path):
         "The run is too short to find what changed first (steps recorded: 1, needed: 12).",
     )
     assert any(
-        sentence.startswith("steps with a value: 1; change points require 12")
-        for sentence in unanswered_sentences(found)
+        sentence.startswith("steps with a value: 1; change points need 12") for sentence in unanswered_sentences(found)
     )
     # `stats` adds up sequence by sequence: a unit in the last place.
     k3 = {each.name: each.first for each in found.series}["k3"]
