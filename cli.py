@@ -84,10 +84,10 @@ SECTIONS = {
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
         "compare": "Find what differs first between two runs.",
-        "corrections": "Show what each correction would mask or clip, and the cost.",
+        "corrections": "Show what each correction would mask or clip, and at what cost.",
         "objective": "Measure how the mismatch biases the training objective.",
         "dynamics": "Show when each series changed, and what changed first.",
-        "attribute": "Determine if and when a run collapsed, and the likely cause.",
+        "attribute": "Determine whether and when a run collapsed, and why.",
     },
     "replaying in depth": {
         "triangulate": "Attribute the mismatch to trainer and engine.",
@@ -98,7 +98,7 @@ SECTIONS = {
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Commands in `--help`, by section. Each line there has at most 80 columns."""
+"""Commands in `--help`, by section. Help lines have at most 80 columns."""
 
 
 def _print_error(code: str, message: str) -> None:
@@ -139,7 +139,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear an error's frames. Otherwise, they can keep a DuckDB connection open, which prints an error at exit."""
+    """Clear an error's frames. They can keep a DuckDB connection open, which prints an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -157,19 +157,19 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum number of response tokens for which `record` computes sums. For smaller runs, the first query does it."""
+"""Minimum number of response tokens for `record` to compute sums. In smaller runs, the first query computes them."""
 _QUIET = f"{__name__}.quiet"
 
 
 class _Place(click.Path):
-    """A path with shell completion. Unlike click.Path, never accesses the path, because its file system may hang."""
+    """Path with shell completion. Unlike click.Path, it never accesses the path, whose file system may hang."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
 
 
 class Commands(click.Group):
-    """Command group that lists its commands by section in its help, and prints a TimTraceError as one line."""
+    """Command group that lists its commands by section and prints a TimTraceError as one line."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         for param in cmd.params:
@@ -211,11 +211,11 @@ class Commands(click.Group):
         options = [] if command is None else [name for param in command.get_params(ctx) for name in param.opts]
         text = f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error))
         failure = click.ClickException(text)
-        failure.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
+        failure.exit_code = error.exit_code  # type: ignore[misc]  # click declares a class variable
         return failure
 
     def _prints_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
-        """Return True if the arguments contain --json and the command has this option (or is unknown)."""
+        """Return True if the arguments contain --json and the command has this option or is unknown."""
         command = self.commands.get(ctx.invoked_subcommand or "")
         has_json = command is None or any("--json" in param.opts for param in command.params)
         return has_json and "--json" in arguments
@@ -242,7 +242,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command that accepts every framework's options and lists them by framework in its help."""
+    """Command that accepts every framework's options. Its help lists them by framework."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -299,9 +299,8 @@ class _Form:
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | Rows | None = None,
         json: Form | None = None,
     ) -> None:  # fmt: skip
-        """Print a result as text, CSV or JSON. The result's `_text` names a function as MODULE:NAME_text. This function
-        renders the text, and NAME_rows in the same module returns the CSV's rows, unless `rows` contains them. `json`
-        is the form of the JSON output (default: the module's NAME_FORM)."""
+        """Print a result as text, CSV or JSON. `found._text` names the text renderer, MODULE:NAME_text. CSV comes from
+        `rows`, or from NAME_rows in MODULE. JSON has the form `json`, or NAME_FORM in MODULE."""
         module, _, function = found._text.partition(":")
         renderers = vars(import_module(module))
         rows_of = f"{function.removesuffix('_text')}_rows"
@@ -322,7 +321,7 @@ _CSV = click.option(
 )  # fmt: skip
 _BRIEF = click.option(
     "--brief", "is_brief", is_flag=True,
-    help="Print a briefing for further analysis: summary, evidence, undecided suspects, and SQL for open questions.",
+    help="Print a briefing for further analysis: summary, evidence, remaining suspects, and SQL for open questions.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of the terminal's width.")
 
@@ -347,7 +346,7 @@ def _prints(
 
 
 def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Combine options into one decorator. The help lists them in the given order."""
+    """Combine options into one decorator. They appear in the help in this order."""
 
     def add(command: Any) -> Any:
         for option in reversed(options):
@@ -378,8 +377,8 @@ _partial = click.option("--partial", is_flag=True, help="Use the readable part o
 _confidence = click.option(
     "--confidence", default=0.95, type=float, metavar="C", help="Confidence level for intervals over groups."
 )
-_timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop a query that takes longer than this.")
-_memory = click.option("--memory", metavar="SIZE", help="Stop a query that needs more memory than this, e.g. 500MB.")
+_timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop queries that take longer than this.")
+_memory = click.option("--memory", metavar="SIZE", help="Stop queries that need more memory than this, e.g. 500MB.")
 _allow_kernel = click.option(
     "--allow-kernel", multiple=True, metavar="NAME",
     help="Download a recorded attention kernel from the Hugging Face hub and run it, e.g. "
@@ -439,7 +438,7 @@ _distributed = _all(_ray, _gpus_per_arm)
 
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """Append examples to a command's help. A test runs them all."""
+    """Append examples to a command's help. A test runs every example."""
 
     def add(command: click.Command) -> click.Command:
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
@@ -486,7 +485,7 @@ def example_(path: str, force: bool) -> None:
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
-    help="Record every policy version's weights, bit for bit (auto: only if the model is smaller than --weights-below).",
+    help="Record every policy version's weights, bit for bit (auto: only if the model is below --weights-below).",
 )  # fmt: skip
 @click.option("--weights-below", default="500MB", metavar="SIZE", help="Maximum model size for --weights auto.")
 @click.option(
@@ -496,27 +495,26 @@ def example_(path: str, force: bool) -> None:
 @click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture-of-experts model.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Record digests of the weights sent to vLLM (given), or also, at every version, of those that vLLM holds (held).",
+    help="Record digests of the weights sent to vLLM (given), or also of vLLM's own weights at every version (held).",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Append to an existing trace (for a run that resumes from a checkpoint).")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="How long to wait for an unresponsive file system before the program continues without recording.",
+    help="Maximum wait for an unresponsive file system. After that, COMMAND continues without recording.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    Every Python process that COMMAND starts is recorded, without code changes. The exit code is COMMAND's. RUN is a
+    Every Python process that COMMAND starts is recorded, without code changes. Exits with COMMAND's exit code. RUN is a
     folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). If training uses several nodes, run this
     command on each of them with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
 
     def at_end(recording: Any) -> None:
-        # A record-only installation has no DuckDB. The sums are then computed by the first query from a full
-        # installation.
+        # A record-only installation has no DuckDB. The first query in a full installation then computes the sums.
         if recording.num_tokens >= _SUMMED_TOKENS and find_spec("duckdb"):
             from .analysis.trace.sums import summarize
 
@@ -560,15 +558,15 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, megatron-rl, megatron-lm, vllm, sglang,
     nemo-gym, open-instruct, torchtitan, or metrics for logged scalars without tokens (CSV, JSON, logs, TensorBoard,
-    W&B). docs/reference/import-formats.md lists the files that are read for each format. Importing a folder again is
-    incremental. No code in the files is executed.
+    W&B). docs/reference/import-formats.md lists each format's files. Importing a folder again is incremental. Code in
+    the files is never executed.
 
-    Pass several paths if they hold different engines' values for the same prompts. Each path becomes a pass, and
-    sequences are matched by prompt.
+    To compare several engines on the same prompts, pass one path per engine. Each path becomes a pass, and sequences
+    are matched by prompt.
 
-    FORMAT parquet is the neutral format: Parquet or JSON files with one row per sequence and the columns step,
-    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is
-    a file or a folder. For parquet, it can also be a pattern or a URL (s3://bucket/dump).
+    FORMAT parquet reads Parquet or JSON files with one row per sequence and the columns step, prompt_ids, response_ids,
+    rollout_logprobs, train_logprobs and others (see docs/reference/trace-format.md). PATH is a file or a folder. For
+    parquet, it can also be a pattern or a URL (s3://bucket/dump).
     """
     from .analysis.trace.sums import summarize
     from .tracer.importers.neutral import parse_map
@@ -602,16 +600,16 @@ def info(traces: Sequence[str], form: _Form) -> None:
 def verify(trace: str, form: _Form, *, format: bool) -> None:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
 
-    The exit code is 2 if something is damaged or missing, and 1 if the trace only deviates from the format. Other
-    commands verify only what they read.
+    The exit code is 2 if any part is damaged or missing, and 1 if the trace only deviates from the format. Other
+    commands verify only the data that they read.
     """
     found = analysis.verify(trace, format=format, progress=_progress)
     form.result(found, rows=found.folders)
     if not found.is_whole:
-        _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
+        _tell(f"{trace}: {len(found.damaged)} parts are damaged or missing (listed above)")
         raise click.exceptions.Exit(2)
     if found.deviations:
-        _tell(f"{trace}: {len(found.deviations)} deviations from the format, listed above")
+        _tell(f"{trace}: {len(found.deviations)} deviations from the format (listed above)")
         raise click.exceptions.Exit(1)
 
 
@@ -687,8 +685,7 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any) -> None:
     """List the named queries, or run a query on one or more traces.
 
-    Each query starts with a comment on its units, its source, and how to read the result. --sql prints the query and
-    this comment.
+    Each query starts with a comment on its units, source and interpretation. --sql prints the query and this comment.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.columns import parse_pair
@@ -745,8 +742,8 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
 
     Start here. Runs attribute and check, reports each side's precision, and compares metrics with published values and
-    alert levels, computing each metric as its source defines it. Shows which questions the trace's replays
-    answer, and suggests replays for the others. The exit code is 1 if the comparison is not valid.
+    alert levels, computing each metric as its source defines it. Reports the effect of each replay in the trace,
+    and suggests further replays. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
     if form.is_brief:
@@ -778,11 +775,11 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     flips. Faults are listed by likelihood, each with its evidence, size, share of affected tokens and a command to
     confirm it.
 
-    If the engine's logprobs are missing, rewards, advantages, groups and the reference are checked without a comparison.
-    The exit code is then 1.
+    Without the engine's logprobs, check only covers rewards, advantages, groups and the reference, and the exit code
+    is 1.
 
-    If a trace has passes of several engines, but neither a train nor a rollout pass, all its passes are checked, as in
-    compare.
+    If a trace has passes from several engines, but neither a train nor a rollout pass, check compares all passes with
+    each other, as compare does.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -805,14 +802,14 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     """List the differences between two runs, or between all passes of one run.
 
-    With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, contracts,
-    prompts and responses, logprobs for identical tokens, rewards for identical responses, advantages for identical
-    rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where the
-    difference exceeds noise, and its size in standard deviations.
+    With RUN2, lists differences by the step where each begins, earliest first. Compares settings, sampling, numerics
+    (contracts), prompts, responses, logprobs for identical tokens, rewards for identical responses, advantages for
+    identical rewards, policy-version lags, and every series in dynamics. For a series, reports the first step where
+    the difference exceeds noise, and its size in standard deviations.
 
     Without RUN2, groups the passes of RUN (from several engines, or from the trainer and the engine) into classes of
     bit-identical passes. Reports each class's distance from the reference, tokens at which one class is far from all
-    others, and passes whose stated settings contradict their bits.
+    others, and contradictions, such as passes with the same declared settings but different bits.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -841,9 +838,9 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have masked or clipped, and at what cost.
 
-    The default thresholds are the published ones. verl's presets always use verl's own thresholds. Every row shows the
-    full rule, the ratio that the rule limits in its published source (verl's k1 limits the inverse ratio), and the
-    condition for keeping a token, where rho = exp(d).
+    The default thresholds are the published ones. verl's presets always use verl's own thresholds. Each row shows the
+    rule as published, the ratio that it bounds (the inverse ratio for verl's k1), and the condition for keeping a
+    token, where rho = exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
@@ -854,11 +851,11 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--loss", metavar="KIND|FIELDS",
-    help="Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or both, e.g. "
-    "gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
+    help="Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or "
+    "both, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
-@_by("run", "step", help="What each row describes (run also lists the worst steps).")
+@_by("run", "step", help="What each row describes (with run, the worst steps are also listed).")
 @_ray
 @_prints(json="Print JSON at full precision (with --by step, for every step).")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
@@ -907,7 +904,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
-    help="Score a few rows per arm, and only print the remaining work and an estimate of its time.",
+    help="Score only a few rows per arm, and print the remaining work and its estimated duration.",
 )  # fmt: skip
 @_distributed
 @_prints(json="Print JSON, one row per step (with --dry-run, one row per arm).")
@@ -981,8 +978,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     The gradient under the recorded settings is computed first, and its norm is compared with the norm that the trainer
     logged. An arm is one or more comma-separated changes: the options listed under --arm,
     logprobs=train|rollout|current|replay/NAME (used in the loss instead of the trainer's logprobs; rollout is bypass
-    mode), or correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2
-    or sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
+    mode), correction=RULE (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
+    sequence_truncate:2 or sequence_mask:3), and name=NAME for the arm's name. correction=exact weights by the
+    untruncated ratio train / rollout.
 
     bias is the norm of the difference from the recorded gradient. variance is the variance of the mean over
     micro-batches.
@@ -1051,7 +1049,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "-o", "--output", default="certify", metavar="DIR",
-    help="Folder for certificate.json, or for the counterexample's trace.",
+    help="Folder for certificate.json or the counterexample's trace.",
 )  # fmt: skip
 @_prints(csv=False, wide=False)
 def certify(trace: str, form: _Form, **options: Any) -> None:
@@ -1157,8 +1155,9 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with a probability,
-    evidence for and against it, and the cheapest replay or rerun that would settle it. A single run gives observational
-    evidence. Adding a baseline run gives a controlled experiment, which also shows when a run stopped learning.
+    evidence for and against it, and the cheapest replay or rerun that would confirm or rule it out. A single run gives
+    observational evidence. Adding a baseline run gives a controlled experiment, which also shows when a run stopped
+    learning.
     """
     from .analysis.attribution.brief import attribution_brief
     from .analysis.attribution.text import attribution_text
@@ -1191,9 +1190,7 @@ def report(traces: Sequence[str], **options: Any) -> None:
     """
     paths = [options[name] for name in ("output", "markdown", "png", "svg", "pdf")]
     if not any(paths):
-        raise click.UsageError(
-            "choose what to write: -o FILE.html, --markdown FILE.md, --png DIR, --svg DIR or --pdf DIR"
-        )
+        raise click.UsageError("choose an output: -o FILE.html, --markdown FILE.md, --png DIR, --svg DIR or --pdf DIR")
     is_printed = options["markdown"] == "-"
     made = _asked(analysis.report, list(traces), **options | ({"markdown": None} if is_printed else {}))
     if is_printed:
@@ -1221,10 +1218,9 @@ def report(traces: Sequence[str], **options: Any) -> None:
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is being recorded: its latest steps, its series so far, and the first alerts.
 
-    Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C ends only the view. Each alert is
-    shown with the step where it first fired. Alerts use published levels, each as its source defines it, and
-    tim-trace's own rules (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written
-    to the trace.
+    Waits for a run that does not exist yet, and ends when the recording ends. Ctrl-C closes only the view. Each alert
+    is shown with the step where it first fired. Alerts come from published levels and tim-trace's own rules
+    (docs/evidence/alerts.md). They are not a verdict: use diagnose for that. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows
@@ -1282,11 +1278,11 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     Like stats, gate stores per-sequence sums in the trace.
 
     A condition is either check (met if the check command finds a fault), or a metric and a threshold. The metric is
-    tim.NAME (a column in stats, or a per-step metric from the alerts) or verl.NAME (a column in stats --like verl). A
+    tim.NAME (a column in stats, or a per-step metric that alerts use) or verl.NAME (a column in stats --like verl). A
     condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
     steps). If only individual steps meet a condition, gate passes with a warning. The exit code is 1 if the gate
-    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot
-    tell` if the confidence interval over groups contains the bound or cannot be computed.
+    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the
+    confidence interval over groups contains the threshold or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")
@@ -1354,7 +1350,7 @@ def _told(error: TimTraceError, text: str) -> str:
 
 
 _streams: list[TextIO] = []
-"""Holds the real stderr while library output is hidden."""
+"""The real stderr, while library output is hidden."""
 
 
 def _stderr() -> TextIO:
@@ -1363,7 +1359,6 @@ def _stderr() -> TextIO:
 
 @contextmanager
 def _library_output_held_back() -> Iterator[None]:
-    """Hide library output, but show tim-trace's progress and warnings."""
     from .replay.library_output import library_output_held_back
 
     with library_output_held_back() as stream:

@@ -49,7 +49,7 @@ def error_codes():
 
 
 def alarm_codes():
-    return {alarm.code: f"{alarm.who}: {alarm.metric} {alarm.condition} ({alarm.summary})" for alarm in EVERY_ALARM}
+    return {alarm.code: f"{alarm.who}, {alarm.metric} {alarm.condition}: {alarm.summary}" for alarm in EVERY_ALARM}
 
 
 def codes():
@@ -88,12 +88,12 @@ def table():
     """Return all codes as Markdown, with one table per command and output field."""
     parts = []
     for place, found in codes().items():
-        rows = [f"| `{code}` | {_plain(meaning)} |" for code, meaning in found.items()]
+        rows = [f"| `{code}` | {plain(meaning)} |" for code, meaning in found.items()]
         parts.append("\n".join([f"### {place}", "", "| code | meaning |", "|---|---|", *rows]))
     return "\n\n".join(parts)
 
 
-def _plain(sentence):
+def plain(sentence):
     """Return a sentence template as table-cell text, with each placeholder replaced by its name in italics."""
     parts = [
         text + ("" if name is None else f"*{re.sub(r'[^a-z_0-9].*', '', name)}*")

@@ -77,17 +77,17 @@ def _type(type):
 
 
 NOTES = {
-    "seq_id": "default: the row's index in the import, from 0",
+    "seq_id": "default: the row's index among all imported rows, from 0",
     "response_mask": "true if the token contributes to the loss; default: true for all tokens",
     "advantage": "one value, or one per response token",
     "reward": "True is read as 1, False as 0",
-    "rewards": "a map, a struct or a JSON object: reward function -> value",
+    "rewards": "a map, a struct or a JSON object of reward function -> value",
     "split": "train (default) or eval",
     **dict.fromkeys(
-        VERSIONS, "version of the weights that computed the pass's logprobs; `rollout`: `policy_version` by default"
+        VERSIONS, "version of the weights that computed the pass's logprobs; default for `rollout`: `policy_version`"
     ),
-    **dict.fromkeys(PASSES, "becomes a pass; at least one of the four passes is required"),
-    **dict.fromkeys(OF_TOKENS, "stored with `train`; if there is no `train`, with `current` or `rollout`"),
+    **dict.fromkeys(PASSES, "stored as a pass; at least one of the four passes is required"),
+    **dict.fromkeys(OF_TOKENS, "stored with `train`, or with `current` or `rollout` if there is no `train` pass"),
     **{f"{STANDARD[0]}_{name}": "stored with the pass" for name in OF_TOKENS},
     **{
         f"{STANDARD[0]}_{name}": array.doc + (array.null and f"; if NULL, {array.null}")
@@ -128,20 +128,21 @@ def thresholds(*files):
 
 
 UNITS = {
-    "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count",
-    "correlation": "-1 to 1", "cut_share": "0 to 1", "customary_high": "the setting's", "customary_low": "the setting's",
-    "distance_after": "nats", "distance_before": "nats", "entropy": "nats", "factor": "ratio", "first": "nats",
-    "from_value": "the series'", "high": "step", "lag": "updates", "lag_before": "updates", "last": "nats",
-    "limit": "tokens", "longer_share": "0 to 1", "low": "step", "mean": "rewards", "mean_abs_d": "nats", "mean_before": "rewards", "mean_difference": "rewards",
+    "apart": "nats", "at_fall": "nats", "before_share": "0 to 1", "by_chance": "count",
+    "correlation": "-1 to 1", "distance_after": "nats", "distance_before": "nats", "entropy": "nats",
+    "factor": "ratio", "first": "nats", "from_value": "the series' unit", "lag": "updates",
+    "lag_before": "updates", "last": "nats", "limit": "tokens", "mean": "the reward's unit",
+    "mean_abs_d": "nats", "mean_before": "the reward's unit", "mean_difference": "the reward's unit",
     "num_agreeing": "count", "num_equal": "count", "num_openings": "count", "num_pairs": "count",
-    "num_responses": "count", "order": "text", "outcome": "series", "outcome_after": "the outcome's",
-    "outcome_before": "the outcome's", "ratio_before": "ratio", "ratio_since": "ratio", "reward_after": "rewards",
-    "reward_before": "rewards", "series": "name", "setting": "name", "share": "0 to 1", "step": "step",
-    "still_share": "0 to 1", "surprisal": "nats", "to_value": "the series'", "trainer_share": "0 to 1",
+    "num_responses": "count", "order": "a reordering of the rewards", "outcome": "name",
+    "outcome_after": "the outcome's unit", "outcome_before": "the outcome's unit", "ratio_before": "ratio",
+    "ratio_since": "ratio", "reward_after": "the reward's unit", "reward_before": "the reward's unit",
+    "series": "name", "setting": "name", "share": "0 to 1", "step": "step", "still_share": "0 to 1",
+    "surprisal": "nats", "to_value": "the series' unit", "trainer_share": "0 to 1",
     "unequal_ordered_share": "0 to 1", "unequal_share": "0 to 1", "update_to_weight": "ratio",
-    "value": "the setting's", "version": "step, or steps before",
+    "version": "step, or number of steps",
 }  # fmt: skip
-"""Units of the numbers in the sentences that `attribute` prints as evidence."""
+"""Units of the numbers in `attribute`'s evidence."""
 
 
 def evidence():
@@ -150,13 +151,12 @@ def evidence():
     for code, sentence in (EVIDENCE | DIFFERENCES).items():
         names = dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(sentence) if name)
         numbers = ", ".join(f"`{name}` ({UNITS[name]})" for name in names if name in UNITS)
-        plain = re.sub(r"\{(\w+)(:[^}]*)?\}", r"*\1*", sentence).replace("|", "\\|")
-        lines.append(f"| `{code}` | {numbers} | {plain} |")
+        lines.append(f"| `{code}` | {numbers} | {codes.plain(sentence)} |")
     return "\n".join(lines)
 
 
 def signature(public, name):
-    """Return a function's signature without annotations or the parameter `progress`."""
+    """Return a function's signature without type annotations and without `progress`."""
     parameters = inspect.signature(public).parameters
     texts, stars = [], False
     for key, parameter in parameters.items():
@@ -205,13 +205,13 @@ def public_names():
 
 
 def formats():
-    """Yield a section per `tim-trace import` format: its files, each column's field, and the passes that it lacks."""
+    """Yield a section per `tim-trace import` format: its files, the fields of each column, and missing passes."""
     for format in FORMATS.values():
         lines = [
             f"### {format.name}",
             "",
             f"Written by {format.writes}: {_coded(format.files)}. "
-            f"{_coded(format.alignment[0].upper() + format.alignment[1:])}.",
+            f"{re.sub(r'^[a-z]+(?= )', lambda word: word[0].capitalize(), _coded(format.alignment))}.",
             "",
             "| column | field |",
             "|---|---|",
@@ -239,7 +239,7 @@ def logged_names():
 
 
 def pages():
-    """Return the generated texts as a nested dict: page -> marker -> text."""
+    """Return the generated texts by page and marker."""
     return {
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
@@ -291,9 +291,9 @@ def arms():
 
 
 def clash_text(clash):
-    """Return the values and the option that cannot be combined, for example "`packed` with mode `decode`"."""
-    other = " ".join([f"`{clash.other.replace('_', '-')}`", ", ".join(clash.others)]).strip()
-    own = f"{', '.join(f'`{value}`' for value in clash.values)} with " if clash.values else ""
+    """Return the values and the option that cannot be combined, for example "`packed` with `mode` decode"."""
+    other = " ".join([f"`{clash.other.replace('_', '-')}`", " or ".join(clash.others)]).strip()
+    own = f"{' or '.join(f'`{value}`' for value in clash.values)} with " if clash.values else ""
     return own + other + (f" (engine {clash.engine})" if clash.engine else "")
 
 

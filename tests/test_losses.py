@@ -422,7 +422,7 @@ def test_masked_rows_stay_in_the_mean_of_a_recorded_run(trl, tmp_path, loss_type
     assert our_loss(path, loss, step)[0] == pytest.approx(losses, **CLOSE)
     assert (found.num_rows, found.num_sequences) == (8, 5)
     assert found.steps.dicts()[0]["num_rows"] == 8
-    assert any("3 of 8 sequences that went through the loss have no token to compare" in note for note in found.notes)
+    assert any("3 of 8 sequences used in the loss have no token to compare" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("delta", [None, 1.3, 1.05, 0.5])

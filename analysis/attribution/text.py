@@ -54,7 +54,7 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
     "engine_moves_on": "only {still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs ({trainer_share:.0%} in the trainer), so the engine does get new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
-    "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so rewards and {outcome} measure different things",
+    "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
     "learning_rate_spike": "starting at step {step}, the learning rate reaches {factor:.3g} times its earlier median",
     "learning_rate_beyond": "starting at step {step}, the learning rate exceeds the declared one, by up to a factor of {factor:.3g}",
     "update_size": "a typical update changes the weights by {update_to_weight:.2g} times their norm",
@@ -72,14 +72,14 @@ EVIDENCE: Mapping[str, str] = {
     "entropy_collapses": _ENTROPY + "it drops together with the outcome, although good results do not require low entropy",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, the same response gets a different reward than before, and the change depends on its length (correlation {correlation:.2f}, {num_responses:,} responses)",
-    "rewards_take_new_values": "starting at step {step}, {share:.1%} of rewards take values that never occurred before ({before_share:.1%} in the steps before)",
+    "rewards_take_new_values": "starting at step {step}, {share:.1%} of rewards take values that never occurred before (new values in earlier steps: {before_share:.1%})",
     "length_explains_rewards": "starting at step {step}, length explains {share:.0%} of the reward variance within a step ({before_share:.0%} before)",
     "length_explains_first_rewards": "from the first step on, length explains {share:.0%} of the reward variance within a step",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "relation_breaks_alone": "starting at step {step}, rewards no longer increase with response probability, although the reward distribution and the policy are unchanged",
-    "reward_and_relation_move": "at step {step} rewards change and no longer increase with response probability, while the policy stays the same",
-    "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
+    "reward_and_relation_move": "at step {step}, rewards change and no longer increase with response probability, while the policy stays the same",
+    "reward_moves_alone": "at step {step}, rewards change while the policy stays the same",
     "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
 """Fact code -> sentence about a run. DIFFERENCES has the sentences that compare a run with its baseline."""
@@ -110,7 +110,7 @@ DIFFERENCES: Mapping[str, str] = {
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {
-    "no_outcome": "detecting a collapse takes rewards or evaluations from at least {min_values} steps",
+    "no_outcome": "detecting a collapse requires rewards or evaluations from at least {min_values} steps",
     "no_evaluation": "no evaluation (a metric such as eval/reward) was logged, so a collapse stays hidden if the reward "
     "itself is wrong",
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses "

@@ -9,7 +9,7 @@ VERDICT: Mapping[str, str] = {
     "nothing_read": "The mismatch's effect on the objective cannot be computed.",
     "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
     "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
-    "in_ratio": "The loss divides by the rollout's own logprobs, so the used ratio is the true ratio and the bias is 0. That "
+    "in_ratio": "The loss divides by the rollout's own logprobs, so the ratio used is the true ratio, and the bias is 0. That "
     "ratio contains both the mismatch and the policy's drift, so clipping and correction weights act on both{how_far}.",
     "no_effect": "The mismatch does not change the objective's value: each token contributes as much with the used "
     "ratio as with the true ratio.",
@@ -58,11 +58,11 @@ NOTES: Mapping[str, str] = {
     "mismatch",
     "first_update_only": "the trace has no 'current' pass, so the figures are for the first update on a batch, which "
     "starts from the trainer's policy. The used ratio is 1 unless the loss divides by the rollout's logprobs",
-    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in some pass and are left out",
+    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in some pass and are excluded",
     "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
-    "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
+    "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences used in the loss have no token to "
     "compare: they add nothing to the sums but count in the loss's mean",
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",

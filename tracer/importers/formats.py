@@ -106,7 +106,7 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="completion_logprobs are aligned with a turn's completion_token_ids. Tokens between turns are masked "
+    alignment="logprobs are aligned with each turn's completion_token_ids. Tokens between turns are masked "
     "and have no logprobs. The newest policy version is used as the step. Validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,

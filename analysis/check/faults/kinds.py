@@ -346,7 +346,7 @@ ONSET = _by_cause(
     "position_onset", "the mismatch begins inside sequences", _ONSETS,
     {
         "recorded": "from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly "
-        "where the recorded {setting} of {window} cuts off the first token, so one side's window has another size"
+        "where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size"
     },
 )  # fmt: skip
 _EXPERTS = ("the mismatch pattern is typical of MoE models", "the model is a mixture of experts")

@@ -72,13 +72,13 @@ _COPIES = (
 TEMPERATURE = Fault(
     code="temperature", title="temperature on one side only", broken="recording",
     evidence={
-        "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted, between {least:.3g} and "
+        "scaled_logits": "{b}'s logits equal {a}'s divided by {temperature:.3g} (fitted; {least:.3g} to "
         "{largest:.3g}), which accounts for {r2:.0%} of the mismatch{recorded_text}",
         "divided": "{side}'s logprobs are those of temperature 1, divided by {temperature:g} but not normalised again: "
         "they differ from {other}'s nearly always in the same direction, by {slope:.2g} times (1/T - 1) times the "
         "entropy (correlation {correlation:.2f}), where T is the recorded temperature",
         "by_setting": "the ratio of the two sides' logits follows the temperatures recorded for the rows "
-        "({num_values} different ones, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
+        "({num_values} different values, {least:g} to {largest:g}), so {side} applies each row's temperature, but "
         "{other} uses one temperature for all rows",
     },
     words={"scaled_logits": _recorded_temperatures},

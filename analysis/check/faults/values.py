@@ -56,7 +56,7 @@ UNIT = Fault(
         "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of "
         "{of_tokens:,} tokens and never by more, so one side was clamped to within {limit:.6g} nats of the other, "
         "which hides the mismatch",
-        "other_unit": "{side} contains {unit_text}: without the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
+        "other_unit": "{side} contains {unit_text}: excluding the worst 10%, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
     words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
 )  # fmt: skip
