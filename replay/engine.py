@@ -168,7 +168,7 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm (the baseline of the others) and every arm with a sample cover all steps. Other arms cover
+        # The as-recorded arm (the baseline of the others) and every arm with a sample cover all steps. Other arms cover
         # only the steps that they have not scored yet.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
@@ -176,7 +176,7 @@ def _pending_arms(
         name = asked[0][0].name
         raise InvalidOption(
             f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace "
-            f"stats RUN --pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
+            f"stats RUN --pair {name}:{run.replayed_pass}), or replace them with {option('force')}"
         )
     return wanted
 
@@ -271,11 +271,8 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the number of tokens whose progress must still be
-        reported.
-
-        The number is 0 in this process (not in an actor), where tokens are reported as they are scored.
-        """
+        """Score a unit and write its scores. Return the results and the number of tokens to add to the progress bar (0
+        outside an actor, where the bar advances during scoring)."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)

@@ -126,7 +126,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
     if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # e.g. a kernel failed to load
-        raise KeyError(f"the attention {chosen['attn_implementation']} could not be fetched or loaded")
+        raise KeyError(f"attention kernel {chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # the weights are loaded later, so initialise only the buffers
     model.init_weights()

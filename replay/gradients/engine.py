@@ -90,7 +90,7 @@ def gradient(
 
 
 _Outcome = tuple[list[GradientStep], WeightsMissing | CannotReplay | None]
-"""A step's results, one per update and arm, up to the error that ended the step (None if the step was completed)."""
+"""A step's results, one per update and arm, and the error that ended the step (None if it was completed)."""
 
 
 class _StepTaker:

@@ -26,7 +26,7 @@ _SAFETY = 8.0
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Extra error allowed for code that may split sums differently, in unit roundoffs of each token's largest element."""
+"""Extra error allowed for code that may split sums differently, as a multiple of u times a token's largest element."""
 _ROWS = 64
 
 

@@ -28,7 +28,7 @@ class Pooled:
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """By side that runs user code, true if the code matches the recorded model in float64."""
+    """For each side with user code, True if that code matches the recorded model in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """Response log-probabilities [T] by side and sequence (nats)."""

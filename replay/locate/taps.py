@@ -112,7 +112,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
 
-    # A per-head query norm returns [B, N, W, D], so move the heads behind the tokens.
+    # A per-head query norm returns [B, N, W, D], so move the head axis after the token axis.
     if not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W):
         return of_tokens(value, shape, places_T, heads_first=True)
     return None
@@ -271,7 +271,8 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs of operators that are still running, by operator and row. Copied, since they may change in place."""
+        """Inputs of operators that are still running, by operator and row. They are copied because they may change in
+        place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),

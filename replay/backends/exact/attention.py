@@ -1,7 +1,6 @@
 """Attention over a KV cache. A query's result does not depend on keys that it cannot see.
 
-Keys that are not visible get a weight of exactly 0 and do not affect any scale, so prefill, chunked and decode modes
-give the same bits.
+Keys that a query cannot see get a weight of exactly 0, so prefill, chunked and decode modes give the same bits.
 
 Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
 N query heads per key head, D head width.
@@ -29,7 +28,7 @@ class Seen:
     keys_BTS: Any
     first_T: list[int]
     last_T: list[int]
-    """By query, the first and last key index that it sees in any row. Copied to the host once per forward pass."""
+    """First and last key index visible to each query in any row. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:

@@ -1,4 +1,4 @@
-"""Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
+"""Rounding, exp, log, sine and cosine, built from correctly rounded float64 operations.
 
 torch's own functions may round a tensor's last elements differently from the rest, and give different results on CPU
 and GPU. Basic IEEE 754 operations give the same bits everywhere. Each step is a separate torch operation, because a
@@ -95,8 +95,8 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Number of slices per value. Two slices preserve at least 36 bits, and three at least 51, relative to the
-        vector's largest element."""
+        """Number of slices (see slices.py) that represent a vector. Two slices preserve at least 36 bits, and three at
+        least 51, relative to the vector's largest element."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:

@@ -105,8 +105,7 @@ class Experts:
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return each token's weighted sum of expert outputs [M, H]. A token's expert outputs are added in the order
-        of the experts' indices."""
+        """Return each token's weighted sum of expert outputs [M, H]. Outputs are added in order of expert index."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
