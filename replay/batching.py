@@ -157,7 +157,7 @@ def forwards(
 
     By default, rows keep the recorded padding. With `batch_tokens`, rows are sorted by length, and the number of tokens
     per forward pass (including padding) is limited. With `right` padding, each row starts at column 0. With `packed`,
-    rows are placed end to end, and a forward pass holds up to `batch_size` rows or up to `batch_tokens` tokens
+    rows are placed end to end, and a forward pass contains up to `batch_size` rows or up to `batch_tokens` tokens
     (default: PACKED_TOKENS).
     """
     most = batch_tokens or PACKED_TOKENS[device]

@@ -175,8 +175,8 @@ def _pending_arms(
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace "
-            f"stats RUN --pair {name}:{run.replayed_pass}), or replace them with {option('force')}"
+            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view the scores "
+            f"(tim-trace stats RUN --pair {name}:{run.replayed_pass}), or replace them with {option('force')}"
         )
     return wanted
 

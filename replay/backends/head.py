@@ -11,7 +11,7 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Maximum bytes of logits to hold in memory at once."""
+"""Maximum size of the logits in memory at once (bytes)."""
 
 
 class BatchScorer:

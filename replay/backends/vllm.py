@@ -38,7 +38,7 @@ PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_repl
 
 
 class VllmEngine:
-    """A vLLM engine for a recorded model. Holds one policy version's weights at a time.
+    """A vLLM engine for a recorded model, loaded with one policy version's weights at a time.
 
     New versions are loaded in place and verified tensor by tensor. If this fails, the engine is restarted for each
     version. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.

@@ -267,7 +267,7 @@ class _Search:
         return None
 
     def _planned(self) -> list[Batch]:
-        """Return the planned batches. vLLM restarts for some layouts, so it runs all batches of a layout in one go."""
+        """Return the planned batches. vLLM restarts for some layouts, so all batches of a layout run together."""
         planned = list(probes(self.draw))
         if self.is_vllm:
             first = list(dict.fromkeys(replace(batch, pad_left=0, pad_right=0) for batch in planned))[:_NUM_VLLM]

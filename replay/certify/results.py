@@ -43,7 +43,7 @@ class Counterexample:
     """The smallest batch found whose logprobs differ."""
 
     folder: str
-    """A trace with this batch. Its pass `against` holds the second execution's logprobs."""
+    """A trace with this batch. Its pass `against` contains the second execution's logprobs."""
     replay: str
     """The command that shows the difference."""
     layout: str

@@ -168,7 +168,7 @@ def of_attention(
 
     All inputs are float64: query [T, N, D], key and value [T, G, D], and weights [N, T, T] (the exact softmax). `cut`
     is the error that slicing (`exact.slices.matmul`) adds to each weighted value, relative to the largest value. `off`
-    holds bounds on the query and key errors. If `off` is empty, queries and keys are assumed to be exact.
+    contains bounds on the query and key errors. If `off` is empty, queries and keys are assumed to be exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))

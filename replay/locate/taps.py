@@ -31,8 +31,8 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` then holds their rounded sum, but the operator may have used
-    the unrounded one."""
+    """True if the operator first adds two inputs. `takes` then contains their rounded sum, but the operator may have
+    used the unrounded one."""
     is_other_code: bool = False
     """True if the operator runs code other than the recorded model's. That code may round after each step."""
 
@@ -162,7 +162,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with `new` in place of the tensors that `tensors_of` returns."""
+    """Return the arguments with their tensors replaced by `new`, in the order of `tensors_of`."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -170,7 +170,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Iterable[Any]) -> Any:
-    """Return the value with `new` in place of the tensors that `outputs_of` returns."""
+    """Return the value with its tensors replaced by `new`, in the order of `outputs_of`."""
     rest = iter(new)
     if isinstance(value, torch.Tensor):
         return next(rest)

@@ -150,7 +150,8 @@ def _scripts(
 
 
 def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
-    """Write a script, and save its tensors in a file beside it. Return that file's path, or None if not needed."""
+    """Write a script, and save its tensors in a file next to it. Return that file's path, or None if it has no
+    tensors."""
     path.write_text(text)
     if not tensors:
         return None

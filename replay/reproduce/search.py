@@ -84,7 +84,7 @@ class Code:
     dtype: Any
     """Dtype in which the code computes."""
     built: str = ""
-    """Variable that holds the transformers module built by `setup`, or empty if there is none."""
+    """Variable of the transformers module that `setup` builds, or empty if it builds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Difference:
     random_weights: bool
     """True if `weights` are random numbers from `SEED` (in order), drawn after the inputs, except buffers."""
     random_inputs: tuple[bool, ...]
-    """For each input tensor, true if it holds random numbers from `SEED`."""
+    """For each input tensor, True if it contains random numbers from `SEED`."""
     output: int | None = None
     """Index of the differing tensor among the outputs, or None if there is only one."""
     part: Code | None = None

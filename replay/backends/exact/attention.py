@@ -19,8 +19,8 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length (tokens). Sums over more keys may be inexact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Maximum number of attention scores to hold in memory at once. On a CPU, these scores fit into the processor's cache.
-On a GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
+"""Maximum number of attention scores in memory at once. On a CPU, these scores fit into the processor's cache. On a
+GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_uni
 
 ROWS = 2048
 CHUNK_BYTES = 128 << 20
-"""Maximum bytes of float64 logits to hold in memory at once."""
+"""Maximum size of the float64 logits in memory at once (bytes)."""
 
 
 class Linear:
