@@ -72,7 +72,7 @@ def replay(
 
     `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about that
     many sequences. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep
-    the recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
+    the recorded batches still run whole forward passes, because the rest of the batch can change a sequence's logprobs.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers. `weights_from` is
     the run's checkpoint folder, needed if the trace has no weights.
@@ -81,13 +81,13 @@ def replay(
     must be TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) runs only if
     `allow_kernel` names it. Recorded attention or experts that do not run here are replaced by torch's own, and a
     warning says so. If the recording cannot be replayed at all, the other arms still run. In the results, `not_held`
-    says why the bits differ.
+    gives the reason if bits differ.
 
     `dry_run` writes nothing. It scores the first rows in each arm and returns a `plan` that estimates the remaining
     work and time.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
-    running one. Its nodes must see the trace at the same path. The bits are the same as in a single process. If a node
+    running one. Every node needs the trace at the same path. The bits are the same as in a single process. If a node
     dies, another takes over its step. `gpus_per_arm` is the number of GPUs per actor, or a fraction. The default is 1
     if this machine has a GPU, else 0.
 
@@ -107,7 +107,7 @@ def replay(
     if dry_run:
         _measure(run, wanted, plan, drawn)
         return results
-    with connected(ray):  # connect first, so that no pass is removed if the cluster does not answer
+    with connected(ray):  # connect first, so that no pass is removed if the cluster is unreachable
         for entry in wanted:
             if entry.is_replaced:
                 entry.target.remove()

@@ -59,7 +59,7 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # transformers can raise anything for a bad config
+    except Exception as error:  # transformers can raise any exception for a bad config
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"recorded in the trace (see tim-trace info), choose another attention, or build the model with "
@@ -94,8 +94,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that maps the recorded tensors to those that the built model loads. `adapter` is `merged`,
-    `off`, or None to keep adapters separate."""
+    """Return a function that converts recorded tensors to the built model's tensors. `adapter` is `merged`, `off`, or
+    None to keep adapters separate."""
     if not identity.get("adapters"):
         return lambda tensors: tensors
     if adapter is None:

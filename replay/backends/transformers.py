@@ -56,7 +56,7 @@ class TransformersScorer(BatchScorer):
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # As in sampling, first run the whole prompt, then the response through the KV cache, in parts.
+            # As in sampling, first run the whole prompt, then the response through the KV cache, in chunks.
             cached, parts = {"past_key_values": kv_cache(self._model.config, self._kv_dtype), "use_cache": True}, []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(input_ids=ids_BW[:, start:end], attention_mask=mask_BW[:, :end], **cached)

@@ -250,7 +250,7 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
             continue
-        if name == "architecture" and ":" in str(value):  # in timm, a prefix with a colon says where to fetch the model
+        if name == "architecture" and ":" in str(value):  # in timm, a prefix with a colon is a download source
             raise CannotReplay(
                 f"the model config's architecture {_named(value)} refers to external code; {_factory()[3:]}"
             )

@@ -95,7 +95,7 @@ class VllmEngine:
         preempt: int | None = None,
     ) -> list[np.ndarray]:
         """Return each row's response logprobs [T] as float32, in nats. Temperature, top-k and top-p are applied in this
-        order. If none is set, the logprobs are vLLM's raw values. Running requests are preempted after every `preempt`
+        order. If none is set, the logprobs are vLLM's raw values. Running requests are preempted once per `preempt`
         steps that generate tokens. Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]

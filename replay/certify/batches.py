@@ -37,12 +37,12 @@ class Batch:
 
     @property
     def before(self) -> int:
-        """Columns before the responses."""
+        """Number of columns before the responses."""
         return self.pad_left + max(len(prompt) for prompt, _ in self.rows)
 
     @property
     def after(self) -> int:
-        """Columns from the start of the responses to the last column."""
+        """Number of columns from the start of the responses to the end."""
         return self.pad_right + max(len(response) for _, response in self.rows)
 
     @property
@@ -93,7 +93,7 @@ def special(most: int) -> list[int]:
 
 
 def probes(draw: Drawer) -> Iterator[Batch]:
-    """Yield batches that each vary one property within its bounds, alternating between the properties."""
+    """Yield batches that each test one property (row count, length, padding, ...), alternating between properties."""
     families = [family(draw) for family in (_counts, _lengths, _grid, _pads, _orders, _tokens)]
     for made in chain.from_iterable(zip_longest(*families)):
         batch = made if isinstance(made, Batch) else Batch(tuple(made or ()))

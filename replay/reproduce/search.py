@@ -99,7 +99,7 @@ class Difference:
     own: dict[str, Any]
     """The suspect's parameters and buffers that differ from the reference's."""
     random_weights: bool
-    """True if `weights` are random numbers from `SEED` (in order), drawn after the inputs, except buffers."""
+    """True if `weights` (except buffers) are random numbers from `SEED`, drawn in order after the inputs."""
     random_inputs: tuple[bool, ...]
     """For each input tensor, True if it contains random numbers from `SEED`."""
     output: int | None = None

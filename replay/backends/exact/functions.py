@@ -82,8 +82,8 @@ def power_of_two(exponent: Any) -> Any:
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once. The divisor is passed as a tensor, because torch would multiply by the
-    reciprocal of a Python number on a GPU."""
+    """Return x / number, rounded once. The divisor is passed as a tensor, because on a GPU torch would multiply by the
+    reciprocal of a Python number."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 

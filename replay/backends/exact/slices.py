@@ -5,7 +5,7 @@ stay within 2**53, so a BLAS can add the products in any order and get the same 
 Numer. Algorithms 59, 2012). Each vector has its own power-of-two scale, so a token's result does not depend on its
 neighbours in the batch.
 
-Shapes: M rows on the left, N rows on the right, K summed over.
+Shapes: M rows on the left, N rows on the right, K elements per row.
 """
 
 from __future__ import annotations
