@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Users of an option besides the engines: two commands, and models from a factory that return only logits."""
+"""Commands (`gradient`, `locate`) and factory models that return only logits: they support some of the options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Clash:
     values: tuple[str, ...] = ()
     """Values of this option that conflict with `other`. Empty if all of them do."""
     others: tuple[str, ...] = ()
-    """Values of `other` that conflict with this option, written without `:N`. Empty if all of them do."""
+    """Values of `other` that conflict with this option (`chunked` for `chunked:N`). Empty if all of them do."""
     engine: str | None = None
 
     def meets(self, value: Any, other: Any) -> bool:
@@ -34,7 +34,7 @@ class Clash:
 class ArmOption:
     help: str
     users: tuple[str, ...] = (HF, EXACT)
-    """Engines that support the option, and GRADIENT, LOCATE or FACTORY if they support it too."""
+    """Engines, commands and model factories that support the option."""
     values: tuple[str, ...] = ()
     """Allowed values. Empty for numbers, switches and free text. In `word:N`, N is an integer of at least 1."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

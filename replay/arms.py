@@ -44,7 +44,7 @@ class Arm:
     )  # fmt: skip
     quantize: str | None = arm_option(
         "Round linear-layer and expert weights (not the head or routers) using one symmetric scale per 128 inputs. "
-        "Values are still computed in the arm's dtype.",
+        "Matrix products still run in the arm's dtype.",
         values=("int8", "int4", "fp8"), users=_TORCH, label="",
     )  # fmt: skip
     lm_head: str | None = arm_option(
@@ -83,7 +83,7 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "Run one forward pass (prefill), or run the response through the KV cache, 1 or N tokens at a time.",
+        "Run one forward pass (prefill), or pass the response through the KV cache in steps of 1 (decode) or N tokens.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     preempt: int | None = arm_option(
@@ -92,7 +92,7 @@ class Arm:
         clashes=(Clash(other="mode", others=("prefill", "chunked"), why="only decoding generates several tokens"),),
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
-        "Round keys and values in the KV cache to e4m3 with scale 1, as vLLM does by default.",
+        "Round keys and values in the KV cache to e4m3 with scale 1 (vLLM's default scale).",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
         clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill does not read the cache"),),
     )  # fmt: skip
@@ -145,7 +145,7 @@ class Arm:
         "Score with this policy version's weights.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Arm name. Scores become pass replay/NAME.  [default: made from the changes]",
+        "Arm name. Scores become pass replay/NAME.  [default: generated from the changes]",
         default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
@@ -184,12 +184,12 @@ class Arm:
 
     @property
     def unheard(self) -> list[str]:
-        """Changed options that prevent `locate` from observing operators. In vLLM, it can observe them in any mode."""
+        """Changed options that `locate` does not support. With vLLM, `locate` supports every mode."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` can observe the operators, because they run and round their results in this process."""
+        """True if `locate` can observe the operators: they run in this process and round their results."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property

@@ -61,7 +61,7 @@ class _PlacedRows:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedBatch(_PlacedRows):
     mask_BW: np.ndarray
-    """int64 attention mask: 1 for tokens that attention may use, else 0."""
+    """int64 attention mask: 1 for visible tokens, else 0."""
     first_B: np.ndarray
     """For each row, the column where the response starts (int64)."""
 
@@ -105,9 +105,9 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the column boundaries of the parts that run one by one through a KV cache.
+    """Return the column boundaries of the chunks that run one by one through a KV cache.
 
-    The first part is the prompt. Each later part has `cached_tokens` columns, except that the last may be shorter.
+    The first chunk is the prompt. Later chunks have `cached_tokens` columns, but the last may be shorter.
     """
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
@@ -155,10 +155,10 @@ def forwards(
 ) -> list[ForwardBatch]:  # fmt: skip
     """Group rows into the recorded forward passes, or into groups of `batch_size` rows in the recorded order.
 
-    In both cases, rows keep the recorded padding. With `batch_tokens`, rows are instead sorted by length, and the
-    number of tokens per forward pass (including padding) is limited. With `right` padding, each row starts at column 0.
-    With `packed`, rows are placed end to end, and a forward pass holds up to `batch_size` rows or up to `batch_tokens`
-    tokens (default: PACKED_TOKENS).
+    By default, rows keep the recorded padding. With `batch_tokens`, rows are sorted by length, and the number of tokens
+    per forward pass (including padding) is limited. With `right` padding, each row starts at column 0. With `packed`,
+    rows are placed end to end, and a forward pass contains up to `batch_size` rows or up to `batch_tokens` tokens
+    (default: PACKED_TOKENS).
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:

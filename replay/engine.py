@@ -72,7 +72,7 @@ def replay(
 
     `sample` draws whole prompt groups across all steps: a fraction of the sequences if below 1, otherwise about that
     many sequences. A trace always gives the same sample, and a larger sample includes every smaller one. Arms that keep
-    the recorded batches still run whole forward passes, because the rest of the batch affects a sequence's bits.
+    the recorded batches still run whole forward passes, because the rest of the batch can change a sequence's logprobs.
 
     `model_factory` names a function (`module:function`) that builds models missing from transformers. `weights_from` is
     the run's checkpoint folder, needed if the trace has no weights.
@@ -81,13 +81,13 @@ def replay(
     must be TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) runs only if
     `allow_kernel` names it. Recorded attention or experts that do not run here are replaced by torch's own, and a
     warning says so. If the recording cannot be replayed at all, the other arms still run. In the results, `not_held`
-    says why the bits differ.
+    gives the reason if bits differ.
 
     `dry_run` writes nothing. It scores the first rows in each arm and returns a `plan` that estimates the remaining
     work and time.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
-    running one. Its nodes must see the trace at the same path. The bits are the same as in a single process. If a node
+    running one. Every node needs the trace at the same path. The bits are the same as in a single process. If a node
     dies, another takes over its step. `gpus_per_arm` is the number of GPUs per actor, or a fraction. The default is 1
     if this machine has a GPU, else 0.
 
@@ -107,7 +107,7 @@ def replay(
     if dry_run:
         _measure(run, wanted, plan, drawn)
         return results
-    with connected(ray):  # connect first, so that no pass is removed if the cluster does not answer
+    with connected(ray):  # connect first, so that no pass is removed if the cluster is unreachable
         for entry in wanted:
             if entry.is_replaced:
                 entry.target.remove()
@@ -168,15 +168,15 @@ def _pending_arms(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # The identity arm (the baseline of the others) and every arm with a sample cover all steps. Other arms cover
+        # The as-recorded arm (the baseline of the others) and every arm with a sample cover all steps. Other arms cover
         # only the steps that they have not scored yet.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_PendingArm(scorer, target, asked_steps, scored_before, is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
-            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view them (tim-trace "
-            f"stats RUN --pair {name}:{run.replayed_pass}), or replace it with {option('force')}"
+            f"{name} has already scored all of these {'steps' if sample is None else 'sequences'}; view the scores "
+            f"(tim-trace stats RUN --pair {name}:{run.replayed_pass}), or replace them with {option('force')}"
         )
     return wanted
 
@@ -271,11 +271,8 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores. Return the results and the number of tokens whose progress must still be
-        reported.
-
-        The number is 0 in this process (not in an actor), where tokens are reported as they are scored.
-        """
+        """Score a unit and write its scores. Return the results and the number of tokens to add to the progress bar (0
+        outside an actor, where the bar advances during scoring)."""
         if self._opened is None:
             torch.set_num_threads(self._threads)
             run = RecordedRun(**self._opening)

@@ -39,7 +39,7 @@ LoadKey = tuple[Any, ...]
 
 class HfScorer:
     keeps_recorded_rows = True
-    """True if the identity arm must fail when memory runs out, instead of running fewer rows per forward pass."""
+    """True if the as-recorded arm must fail when memory runs out, instead of running fewer rows per forward pass."""
     pass_of_rows = "per forward pass"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -178,8 +178,8 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows to run in order to score `rows`. If the arm keeps recorded batches, these are all rows in
-        `of` that share a forward pass with any of `rows`."""
+        """Return the rows that must run to score `rows`. If the arm keeps recorded batches, these are all rows in `of`
+        that share a forward pass with any of `rows`."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -191,7 +191,7 @@ class HfScorer:
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Score rows with the loaded weights. If memory runs out, try again with half as many rows per forward pass.
 
-        Raises CannotReplay if memory runs out in the identity arm, or in an arm that sets the batch shape.
+        Raises CannotReplay if memory runs out in the as-recorded arm, or in an arm that sets the batch shape.
         """
         return self._within_memory(rows, partial(self._score, rows, advance))
 

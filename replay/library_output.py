@@ -15,9 +15,9 @@ _MOST_LINES = 40
 
 @contextmanager
 def library_output_held_back() -> Iterator[TextIO]:
-    """Hold back stdout and stderr, including output from C code. Yield a stream to the real stderr.
+    """Capture stdout and stderr, including output from C code. Yield a stream to the real stderr.
 
-    If the block raises an exception, the output is printed, since it often explains the error.
+    If the block raises an exception, the last lines are printed, since they often explain the error.
     """
     with tempfile.TemporaryFile() as kept:
         try:

@@ -27,7 +27,7 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 
 
 class LoadedModel:
-    """Holds the model. Arms whose scorers have the same `key` share the model. It is rebuilt when the key changes."""
+    """Builds the model and loads its weights. Scorers with the same `key` share the model. A new key rebuilds it."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights

@@ -84,7 +84,7 @@ class Numerics:
 
     @property
     def experts(self) -> str | None:
-        """Name of the experts implementation in transformers. Only `eager` supports float64."""
+        """transformers' name for the experts implementation. Only `eager` supports float64."""
         recorded = self.recorded["model"].get("experts")
         return "eager" if recorded and self.arm.dtype == "fp64" else recorded
 

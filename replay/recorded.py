@@ -116,7 +116,7 @@ class RecordedRun:
 
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
-        # Try trainers first, because engines do not record the model's class.
+        # Try trainer processes first, because engines do not record the model's class.
         for state in sorted(states, key=lambda state: "class" not in state.model):
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
@@ -174,7 +174,7 @@ class RecordedRun:
         """Return the hash of the rows' contract. Raises CannotReplay if the rows have several contracts."""
         digest, *others = {row.contract for row in rows}
         if others:
-            why = f"{where} was scored under {len(others) + 1} contracts, but exactly one is needed"
+            why = f"{where} was scored under {len(others) + 1} different contracts, but a replay needs exactly one"
             raise CannotReplay(f"{self.store.url}: {why}")
         return digest
 
@@ -210,7 +210,7 @@ class RecordedRun:
                 f"the model in {self.store.url} is not a mixture of experts; replay it without routing=recorded"
             )
         raise CannotReplay(
-            f"routing recorded: {self.store.url} has no router choices for pass {self.replayed_pass!r}; record them "
+            f"routing=recorded: {self.store.url} has no router choices for pass {self.replayed_pass!r}; record them "
             "with tim-trace record --routing, or Recorder.add_scores(routing=...)"
         )
 
@@ -222,7 +222,7 @@ class RecordedRun:
         places = []
         for row in rows:
             if row.routing is None or row.routing_start is None:
-                raise CannotReplay(f"routing recorded: {self.store.url}: sequence {row.seq_id!r} has no router choices")
+                raise CannotReplay(f"routing=recorded: {self.store.url}: sequence {row.seq_id!r} has no router choices")
             places.append((row.routing, row.routing_start, len(row.prompt_ids) + len(row.response_ids)))
         return read_routing(self.store, places)
 

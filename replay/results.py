@@ -52,7 +52,7 @@ class ReplayPlan(list[ArmPlan], Table):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
     """One step's scores in one arm, compared with the recorded pass. d is the replayed logprob minus the recorded one
-    (nats). If the recording cannot be replayed here, the identity arm has no tokens, and its d is NaN."""
+    (nats). If the recording cannot be replayed here, the as-recorded arm has no tokens, and its d is NaN."""
 
     arm: str
     step: int
@@ -67,7 +67,7 @@ class ReplayedStep:
     `trusted.WHY` (recorded code was replaced), `conditions` (different settings, versions or hardware) or
     `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
+    """For the as-recorded arm, the contract fields that differ, or why it cannot run here. Empty if all bits match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

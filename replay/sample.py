@@ -15,7 +15,7 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Fixed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
+"""Fixed seed, so that a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
 _GOLDEN = 0.6180339887498949
 """Golden ratio minus 1. For consecutive steps, its multiples modulo 1 are spread evenly over [0, 1)."""

@@ -11,7 +11,7 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Maximum bytes of logits to hold in memory at once."""
+"""Maximum size of the logits in memory at once (bytes)."""
 
 
 class BatchScorer:
@@ -19,7 +19,7 @@ class BatchScorer:
     """True if the recorded pass computed gradients, which affects kernel selection."""
 
     def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N] of the response tokens in nats, row by row."""
+        """Return the log-probabilities [N] of all rows' response tokens in nats."""
         with torch.set_grad_enabled(self.grad_enabled):
             return self.logprobs(batch).detach()
 

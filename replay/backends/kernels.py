@@ -12,9 +12,9 @@ from ...tracer.hooks.patches import replaced
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
     implementation: str = "sdpa"
-    """Name of the attention in transformers (`sdpa` is torch's scaled_dot_product_attention)."""
+    """transformers' name for the attention implementation (`sdpa` is torch's scaled_dot_product_attention)."""
     backend: str | None = None
-    """Name of a member of torch's SDPBackend, or None if torch may choose any backend."""
+    """Member of torch's SDPBackend, or None if torch may choose any backend."""
     needs_cuda: bool = False
     shares_heads: bool = True
     rounds_scores: bool = True
@@ -41,7 +41,7 @@ def forced(attention: str | None) -> Iterator[None]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations import sdpa_attention
 
-    # For kernels without shared key-value heads, let transformers repeat keys and values for each query head.
+    # If the kernel lacks grouped-query attention, let transformers repeat keys and values for each query head.
     shares = nullcontext() if kernel.shares_heads else replaced(sdpa_attention, "use_gqa_in_sdpa", lambda *_: False)
     try:
         with sdpa_kernel([getattr(SDPBackend, kernel.backend)]), shares:

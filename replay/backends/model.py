@@ -59,7 +59,7 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # transformers can raise anything for a bad config
+    except Exception as error:  # transformers can raise any exception for a bad config
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"recorded in the trace (see tim-trace info), choose another attention, or build the model with "
@@ -94,8 +94,8 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that maps the recorded tensors to those that the built model loads. `adapter` is `merged`,
-    `off`, or None to keep adapters separate."""
+    """Return a function that converts recorded tensors to the built model's tensors. `adapter` is `merged`, `off`, or
+    None to keep adapters separate."""
     if not identity.get("adapters"):
         return lambda tensors: tensors
     if adapter is None:
@@ -126,7 +126,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
     with no_init_weights():
         model = model_class._from_config(model_class.config_class.from_dict(config), **chosen)
     if chosen["attn_implementation"] not in ("eager", *AttentionInterface()):  # e.g. a kernel failed to load
-        raise KeyError(f"the attention {chosen['attn_implementation']} could not be fetched or loaded")
+        raise KeyError(f"attention kernel {chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # the weights are loaded later, so initialise only the buffers
     model.init_weights()

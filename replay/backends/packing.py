@@ -81,5 +81,5 @@ def _attention(
 
 def _cannot(why: str) -> CannotReplay:
     return CannotReplay(
-        f"padding packed is not possible with this model: {why}; use {option('padding', 'left')} or right"
+        f"padding=packed is not possible with this model: {why}; use {option('padding', 'left')} or right"
     )

@@ -37,7 +37,7 @@ def followed(
             for index, router in enumerate(known):
                 handle = router.module.register_forward_hook(partial(table.replace, index))
                 stack.callback(handle.remove)
-        stack.enter_context(tap)  # registered last, so that the tap sees the choices that the experts receive
+        stack.enter_context(tap)  # registered last, to read the choices that the experts receive
         yield
     parts = tap.forwards()
     if parts:

@@ -56,7 +56,7 @@ class TransformersScorer(BatchScorer):
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # As in sampling, first run the whole prompt, then the response through the KV cache, in parts.
+            # As in sampling, first run the whole prompt, then the response through the KV cache, in chunks.
             cached, parts = {"past_key_values": kv_cache(self._model.config, self._kv_dtype), "use_cache": True}, []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(input_ids=ids_BW[:, start:end], attention_mask=mask_BW[:, :end], **cached)
@@ -68,7 +68,7 @@ class TransformersScorer(BatchScorer):
         ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
         inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # Pass no spans: as in the recorded run, transformers' attention starts a row where positions restart at 0.
+            # Pass no spans: as in the recorded run, transformers splits the rows where positions restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
@@ -90,8 +90,8 @@ class TransformersScorer(BatchScorer):
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return a KV cache. With `fp8`, keys and values are rounded to e4m3 at scale 1, as vLLM does by default (vLLM
-    docs, "Quantized KV cache")."""
+    """Return a KV cache. With `fp8`, keys and values are rounded to e4m3 with scale 1, vLLM's default scale (vLLM docs,
+    "Quantized KV cache")."""
     from transformers import DynamicCache
 
     if kv_dtype is None:

@@ -1,7 +1,7 @@
-"""Allowlists of the code that a trace can make a replay run: TRL functions, transformers models and torch names.
+"""Allowlists of code that a replay may run because a trace names it: TRL functions, transformers models, torch names.
 
-A trace may come from an untrusted source. Other code runs only if the user allows it with `--model-factory` or
-`--allow-kernel`.
+A trace may come from an untrusted source. Code outside these lists runs only if the user allows it with
+`--model-factory` or `--allow-kernel`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way, without calling these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers function that checks for an attention's package, without which a hub kernel would be fetched."""
+"""transformers function that checks whether an attention's package is installed. If not, transformers uses a hub
+kernel."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
-"""Environment variable with more kernels to allow: hub names, separated by commas."""
+"""Environment variable that allows more hub kernels (comma-separated names)."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
     "kernel-not-allowed", "attention-not-installed", "attention-unknown", "attention-needs-16-bits",
 )  # fmt: skip
@@ -153,7 +154,7 @@ def check_scoring(contract: Contract) -> None:
         name = contract.get(field)
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
             raise CannotReplay(
-                f"the contract's {field} {_named(name)} is not part of TRL, so it is not called; "
+                f"the recorded {field} {_named(name)} is not part of TRL, so it is not called; "
                 f"replay a trace from TRL's own trainers, {_factory()}"
             )
 
@@ -166,11 +167,11 @@ def check_attention(
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
-            f"the contract's attention {_named(name)} is not trusted, so it is not loaded; {_factory()[3:]}"
+            f"the recorded attention {_named(name)} is not trusted, so it is not loaded; {_factory()[3:]}"
         )
     if experts not in (None, *EXPERTS):
         raise CannotReplay(
-            f"the contract's experts {_named(experts)} are not trusted, so they are not loaded; {_factory()[3:]}"
+            f"the recorded experts {_named(experts)} are not trusted, so they are not loaded; {_factory()[3:]}"
         )
 
 
@@ -210,7 +211,7 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 def check_dtype(name: str) -> None:
     if name not in DTYPES:
         raise CannotReplay(
-            f"the contract's dtype {_named(name)} is unknown; the trace may be damaged (known dtypes: "
+            f"the recorded dtype {_named(name)} is unknown; the trace may be damaged (known dtypes: "
             f"{', '.join(DTYPES)})"
         )
 
@@ -241,7 +242,7 @@ def model_class(path: str) -> Any:
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without fields, at any depth, that would make transformers fetch, import or run something.
+    """Return the config without the fields that would make transformers fetch, import or run something, at any depth.
     Raises CannotReplay for impossible sizes."""
     found: dict[str, Any] = {}
     for name, value in config.items():
@@ -249,7 +250,7 @@ def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in ("dtype", "torch_dtype") and str(value).removeprefix("torch.") not in DTYPES:
             continue
-        if name == "architecture" and ":" in str(value):  # in timm, a prefix with a colon says where to fetch the model
+        if name == "architecture" and ":" in str(value):  # in timm, a prefix with a colon is a download source
             raise CannotReplay(
                 f"the model config's architecture {_named(value)} refers to external code; {_factory()[3:]}"
             )

@@ -38,7 +38,7 @@ PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_repl
 
 
 class VllmEngine:
-    """A vLLM engine for a recorded model. Holds one policy version's weights at a time.
+    """A vLLM engine for a recorded model, loaded with one policy version's weights at a time.
 
     New versions are loaded in place and verified tensor by tensor. If this fails, the engine is restarted for each
     version. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
@@ -95,7 +95,7 @@ class VllmEngine:
         preempt: int | None = None,
     ) -> list[np.ndarray]:
         """Return each row's response logprobs [T] as float32, in nats. Temperature, top-k and top-p are applied in this
-        order. If none is set, the logprobs are vLLM's raw values. Running requests are preempted after every `preempt`
+        order. If none is set, the logprobs are vLLM's raw values. Running requests are preempted once per `preempt`
         steps that generate tokens. Raises CannotReplay."""
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
@@ -194,7 +194,7 @@ class VllmEngine:
         try:
             return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # Trace replay requires vLLM 0.31 and its Model Runner V2. If it is unavailable, use a logits processor.
+            # vLLM's trace replay requires version 0.31 and Model Runner V2. Otherwise, use a logits processor.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
@@ -202,16 +202,13 @@ class VllmEngine:
 
 
 _DECORATED: dict[type, Any] = {}
-"""By transformers class that vLLM has decorated, the decorated `__init__`."""
+"""vLLM's `__init__` for each transformers class that it decorated."""
 
 
 @contextmanager
 def _transformers_classes() -> Iterator[None]:
-    """On exit, restore the transformers classes that vLLM decorates in place to run models that it does not implement.
-
-    The decorated classes need vLLM's config, so otherwise the trainer's model could not be built or run in this
-    process.
-    """
+    """On exit, restore the transformers classes that vLLM decorated to run models that it does not implement.
+    Decorated classes need vLLM's config, so they cannot build or run the trainer's model."""
     for cls, decorated in _DECORATED.items():
         cls.__init__ = decorated  # type: ignore[misc]
     try:
@@ -224,15 +221,13 @@ def _transformers_classes() -> Iterator[None]:
             if cls.__module__.startswith("transformers.") and getattr(init, "__module__", "").startswith("vllm."):
                 _DECORATED[cls] = init
                 cls.__init__ = getclosurevars(init).nonlocals.get("old_init", init)  # type: ignore[misc]
-                cls.do_not_compile = True  # type: ignore[attr-defined]  # each of vLLM's instances has its own value
+                cls.do_not_compile = True  # type: ignore[attr-defined]  # vLLM's instances set their own value
 
 
 @contextmanager
 def preempting(core: Any, every: int) -> Iterator[None]:
-    """Preempt all running requests after every `every` steps that generate tokens.
-
-    Steps that generate no token are not counted, because otherwise a long chunked prefill would never end.
-    """
+    """Preempt all running requests once per `every` steps that generate tokens. Other steps do not count: if they did,
+    a long chunked prefill would never end."""
     get_output, num_steps = core.get_output, 0
 
     def get_and_preempt() -> Any:

@@ -1,1 +1,1 @@
-"""Search for a batch in which two executions give different bits. The rest of replay does not import this package."""
+"""Search for a batch on which two executions differ bitwise. The rest of replay does not import this package."""

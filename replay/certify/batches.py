@@ -18,7 +18,7 @@ Sequence_ = tuple[tuple[int, ...], tuple[int, ...]]
 SHORT = 12
 """Maximum prompt and response length (tokens) of short rows, used where lengths are not tested."""
 _NUM_SHORT = 48
-"""Number of distinct short rows. Few, because every row must also be scored alone."""
+"""Number of distinct short rows. Kept low, because every row is also scored alone."""
 MOST_TOKENS = 8192
 """Maximum tokens in a batch, including padding."""
 PADS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128)
@@ -37,12 +37,12 @@ class Batch:
 
     @property
     def before(self) -> int:
-        """Columns before the responses."""
+        """Number of columns before the responses."""
         return self.pad_left + max(len(prompt) for prompt, _ in self.rows)
 
     @property
     def after(self) -> int:
-        """Columns from the start of the responses to the last column."""
+        """Number of columns from the start of the responses to the end."""
         return self.pad_right + max(len(response) for _, response in self.rows)
 
     @property
@@ -93,7 +93,7 @@ def special(most: int) -> list[int]:
 
 
 def probes(draw: Drawer) -> Iterator[Batch]:
-    """Yield batches that each vary one property within its bounds, alternating between the properties."""
+    """Yield batches that each test one property (row count, length, padding, ...), alternating between properties."""
     families = [family(draw) for family in (_counts, _lengths, _grid, _pads, _orders, _tokens)]
     for made in chain.from_iterable(zip_longest(*families)):
         batch = made if isinstance(made, Batch) else Batch(tuple(made or ()))
@@ -210,7 +210,7 @@ def _fewer_options(batch: Batch) -> Iterator[Batch]:
 
 
 def _fewer_rows(batch: Batch) -> Iterator[Batch]:
-    """Yield batches with some rows removed. Each is as narrow as possible first, then padded to its previous width."""
+    """Yield batches with some rows removed, each first at its minimum width, then padded to the previous width."""
     for size in _halves(len(batch.rows)):
         for start in range(0, len(batch.rows), size):
             narrow = _without(batch, start, size)

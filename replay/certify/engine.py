@@ -79,10 +79,10 @@ def certify(
     chunks and the prefix cache).
 
     The search tries every row count and length, paddings, orders, duplicates, shared prefixes and token ids, then
-    random changes of batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
-    written as the trace `output`/counterexample, replacing an earlier one. The result contains the command that shows
-    the difference. A certificate is written to `output`/certificate.json. The verdict is `undecided` if time runs out
-    before every planned batch was tried.
+    random changes to batches that reached new operator calls, for at most `minutes`. A batch that differs is shrunk and
+    written as the trace `output`/counterexample, replacing an earlier one. The result contains the command that
+    reproduces the difference. A certificate is written to `output`/certificate.json. The verdict is `undecided` if time
+    runs out before every planned batch was tried.
 
     `model_factory` and `against_factory` name functions (module:function) that build the two executions' models.
 
@@ -131,7 +131,7 @@ def _as_trace(path: Path, folder: Path) -> Path:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[misc]  # torch declares no types for it
-    """Collects operator calls: operator, output dtype, and for each output size its bit length and if 16 divides it."""
+    """Collects operator calls: operator, output dtype, and each output size's bit length and divisibility by 16."""
 
     def __init__(self, found: set[Any]):
         super().__init__()
@@ -219,7 +219,7 @@ class _Search:
         self.is_complete = False
         self._before: Batch | None = None
         self._found: _Bits | None = None
-        """Both executions' logprobs of the smallest batch so far whose bits differ."""
+        """Both executions' logprobs of the smallest differing batch so far."""
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[str]:
@@ -244,7 +244,8 @@ class _Search:
                     self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
-        """Return the smallest batch whose bits differ, after any batch that must run first. None if no bits differ."""
+        """Return the smallest differing batch, preceded by any batch that must run first, or None if no batch
+        differs."""
         last, until = monotonic(), math.inf
         planned, kept = iter(self._planned()), list[Batch]()
         while (now := monotonic()) < until:
@@ -266,7 +267,7 @@ class _Search:
         return None
 
     def _planned(self) -> list[Batch]:
-        """Return the planned batches. vLLM restarts for some layouts, so it runs all batches of a layout in one go."""
+        """Return the planned batches. vLLM restarts for some layouts, so all batches of a layout run together."""
         planned = list(probes(self.draw))
         if self.is_vllm:
             first = list(dict.fromkeys(replace(batch, pad_left=0, pad_right=0) for batch in planned))[:_NUM_VLLM]
@@ -278,7 +279,7 @@ class _Search:
         return planned
 
     def _try(self, batch: Batch) -> tuple[bool, bool]:
-        """Return whether the batch reached new operator calls or has a new shape, and whether its bits differ."""
+        """Return whether the batch reached new operator calls or has a new shape, and whether its logprobs differ."""
         num_calls, shape = len(self._calls), (len(batch.rows), batch.width, batch.layout)
         is_new = shape not in self._shapes
         is_watched = is_new and not self.is_vllm and self.num_batches % 4 == 0
@@ -291,14 +292,14 @@ class _Search:
             self._unsupported[batch.layout] = first_line(error)
             self.layouts.remove(batch.layout)
             return False, False
-        if not self.num_batches:  # the first batch has no layout, so vLLM still runs with the arm's own values
+        if not self.num_batches:  # the first batch has no layout, so these are the arm's own settings
             self.settings = self.a.scorer().made_by(), self._sides[-1].scorer().made_by()
         self._shapes.add(shape)
         self._note(batch)
         return is_new or len(self._calls) > num_calls, differs
 
     def _differs(self, batches: Sequence[Batch]) -> bool:
-        """Run the batches in order, and return whether the last one's bits differ."""
+        """Run the batches in order, and return whether the last one's logprobs differ."""
         for batch in batches[:-1]:
             self.a.score(batch)
         bits = self.a.score(batches[-1], empties=self.b is not None), self._expected(batches[-1])
@@ -359,7 +360,7 @@ class _Search:
             side.loaded.close()
 
     def write(self, batches: Sequence[Batch], output: Any) -> Counterexample:
-        """Write a trace with the batches and return what differs in the last one."""
+        """Write a trace with the batches, and return the counterexample (the last batch)."""
         folder, batch, run = Path(output) / COUNTEREXAMPLE, batches[-1], self.a.run
         repeats = self._differs(batches)
         assert self._found is not None

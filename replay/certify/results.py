@@ -20,7 +20,7 @@ class Coverage:
 
     num_batches: int = 0
     num_planned: int = 0
-    """Batches to try before a certificate is given. Random changes follow."""
+    """Batches to try before a certificate is issued. Random changes follow."""
     num_sequences: int = 0
     num_tokens: int = 0
     """Response tokens compared."""
@@ -31,19 +31,19 @@ class Coverage:
     widths: tuple[int, ...] = ()
     """Tokens per row, including padding."""
     layouts: tuple[str, ...] = ()
-    """Arm options that the search set, such as `mode=decode`. An empty string means the arm's own values."""
+    """Arm options set by the search, such as `mode=decode`. An empty string means the arm's own values."""
     vocabulary: float = 0.0
     """Share of the token ids that occurred."""
     num_calls: int = 0
-    """Distinct operator calls seen: operator, dtypes and classes of sizes. 0 for vLLM."""
+    """Distinct operator calls seen: operator, dtypes and size classes. 0 for vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterexample:
-    """The smallest batch found in which bits differ."""
+    """The smallest batch found whose logprobs differ."""
 
     folder: str
-    """A trace with this batch. Its pass `against` holds the second execution's logprobs."""
+    """A trace with this batch. Its pass `against` contains the second execution's logprobs."""
     replay: str
     """The command that shows the difference."""
     layout: str
@@ -52,20 +52,20 @@ class Counterexample:
     pad_left: int
     pad_right: int
     row: int
-    """First row with different bits, from 0."""
+    """Index of the first row whose logprobs differ, from 0."""
     token: int
-    """The row's first response token with different bits, from 0."""
+    """Index of the row's first response token whose logprob differs, from 0."""
     value: float
     """The first execution's logprob there (nats)."""
     other: float
     """The second execution's logprob there (nats)."""
     num_different: int
-    """Response tokens with different bits in this batch."""
+    """Number of response tokens in this batch whose logprobs differ."""
     max_abs_d: float
     needs_history: bool
-    """True if the bits differ only when another batch runs first. That batch is forward pass 0 in the trace."""
+    """True if the logprobs differ only when another batch runs first. That batch is forward pass 0 in the trace."""
     repeats: bool
-    """False if the bits were equal when the batches ran again. `value` and `other` are then from the first run."""
+    """False if the logprobs were equal when the batches ran again. `value` and `other` are then from the first run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Certificate(Result):
     """The run or model folder."""
     arm: str
     against: str | None
-    """None if batches were compared with each sequence alone, under the same arm."""
+    """The second arm. None if batches were compared with each sequence alone."""
     max_batch: int
     max_length: int
     """Maximum tokens per prompt and per response."""

@@ -11,14 +11,14 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Corrections with the untruncated importance weights train / rollout, at the level of the loss (`exact`), per token,
-or per sequence."""
+"""Corrections with untruncated importance weights (train / rollout), per token or per sequence. `exact` uses the level
+of the recorded correction or loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
     logprobs: str | None = arm_option(
-        "Pass to use as the denominator of the importance ratio, and instead of train in the correction's ratio "
+        "Pass whose logprobs are the importance ratio's denominator and replace train in the correction ratio "
         "(train / rollout): train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip

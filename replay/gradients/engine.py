@@ -55,7 +55,7 @@ def gradient(
     needed if the trace has no weights. `allow_kernel` lists recorded hub kernels that may run. Nothing is written.
 
     `ray` distributes the steps across a Ray cluster: `local` starts one here, and `auto` or `host:port` connects to a
-    running one. Its nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
+    running one. Every node needs the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
     fraction. The default is 1 if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
@@ -90,7 +90,7 @@ def gradient(
 
 
 _Outcome = tuple[list[GradientStep], WeightsMissing | CannotReplay | None]
-"""A step's results, one per update and arm, up to the error that ended the step (None if the step was completed)."""
+"""A step's results, one per update and arm, and the error that ended the step (None if it was completed)."""
 
 
 class _StepTaker:

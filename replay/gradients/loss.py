@@ -126,7 +126,7 @@ class _Cells:
     advantage: Any
     """[B, 1] (one advantage per row) or [B, T] (one per token)."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Arranges each row's values as [B, T], and fills the remaining cells with the given value."""
+    """Arranges each row's values as [B, T], padded with the given value."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:

@@ -12,7 +12,7 @@ from ...schemas.results import Result
 class ModuleGradient:
     """Compares an arm's gradient a with the recorded gradient r, for the whole model or one kind of module.
 
-    Both are sums over n micro-batches: a = sum(a_i), r = sum(r_i). Each micro-batch alone estimates a as n a_i.
+    a and r are sums over n micro-batches: a = sum(a_i), r = sum(r_i). Each micro-batch alone estimates a as n a_i.
     """
 
     module: str

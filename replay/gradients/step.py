@@ -78,7 +78,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("the step has several updates, and it is unclear which logged grad norm is this update's")
+            notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
         if scorer.substitution is not None:
             notes.append(f"the recorded code cannot run here ({scorer.substitution}), so a substitute was used")
         if reproduced is False:

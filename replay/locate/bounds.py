@@ -26,7 +26,7 @@ _SAFETY = 8.0
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and so round only once."""
 _STEPS_OF_CODE = 4.0
-"""Extra error allowed for code that may split sums differently, in unit roundoffs of each token's largest element."""
+"""Extra error allowed for code that may split sums differently, as a multiple of u times a token's largest element."""
 _ROWS = 64
 
 
@@ -168,7 +168,7 @@ def of_attention(
 
     All inputs are float64: query [T, N, D], key and value [T, G, D], and weights [N, T, T] (the exact softmax). `cut`
     is the error that slicing (`exact.slices.matmul`) adds to each weighted value, relative to the largest value. `off`
-    holds bounds on the query and key errors. If `off` is empty, queries and keys are assumed to be exact.
+    contains bounds on the query and key errors. If `off` is empty, queries and keys are assumed to be exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
@@ -202,7 +202,7 @@ def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
     """Bound the error [T] in a projection (if `weight` is given) and a log-softmax. `logits` [T, V] are exact and
-    already scaled."""
+    already divided by `temperature`."""
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
     if weight is not None:
@@ -272,8 +272,9 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round eight values: the mean, the centred value, its square, the mean square, the root, a quotient, a
-    # factor and a sum. The root halves the errors of the square and the mean square, so these count as 7 roundings.
+    # Implementations may round eight values: the mean, the centred value, its square, the mean square, the root, a
+    # quotient, a factor and a sum. The root halves the errors of the square and the mean square, so these count as 7
+    # roundings.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)

@@ -87,8 +87,8 @@ class Cores:
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # Queries and keys use the same cosines and sines, so if only the keys are wrong, the keys are to blame.
-                # The rotation is blamed only if each head's norm is right.
+                # Queries and keys use the same cosines and sines, so if only the keys are wrong, report the keys,
+                # unless each head's norm is right.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A wrong rotation still preserves each head's norm.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)

@@ -41,7 +41,7 @@ _SHARE_OF_MEMORY = 0.25
 """Fraction of the free memory that recorded operator values may use."""
 _TASKS = 4
 _NEAR_VERSIONS = 16
-"""If a tensor differs, its values are looked up in up to this many policy versions, the nearest first."""
+"""Maximum number of policy versions (nearest first) in which to look for the values of a differing tensor."""
 _Side = tuple[Arm, RecordedRun, Prepare | None]
 
 

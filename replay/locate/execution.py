@@ -212,7 +212,7 @@ def _heard_exactly(
 
 def check_heard(arm: Arm) -> None:
     for name in arm.unheard:
-        why = "comparing operators requires that one forward pass per row runs every operator"
+        why = "operators can be compared only if one forward pass per row runs all of them"
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:

@@ -1,4 +1,4 @@
-"""Compare mixtures of experts with float64: the router's choice, the expert weights, and their sum.
+"""Compare mixtures of experts with float64: the router's choice, the expert weights, and the sum of the outputs.
 
 A router may choose by groups, add a bias, or scale its scores, so the router itself is run again on the execution's
 logits.

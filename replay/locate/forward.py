@@ -93,9 +93,7 @@ class Forward:
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
         takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-        if call is None or all(
-            each is None for each in call.gives
-        ):  # e.g. an operator that runs a few tokens at a time
+        if call is None or all(each is None for each in call.gives):  # for example, if the operator runs in chunks
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None
@@ -116,7 +114,7 @@ class Forward:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
-        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # for custom attention code without a call to hook
+        if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # custom attention code may have no function to hook
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)

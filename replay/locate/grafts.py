@@ -1,6 +1,5 @@
-"""Run one execution (the taker) with operators from the other (the giver), on the taker's inputs.
-
-Copying the giver's results instead would also copy the effects of all earlier differences.
+"""Run one execution (the taker) with operators from the other (the giver), on the taker's inputs. Copying the giver's
+results instead would also copy the effects of all earlier differences.
 """
 
 from __future__ import annotations

@@ -144,10 +144,8 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return the output and error bound of an operator that was not observed, shaped like `exact`.
-
-        Return None if the operator was observed, or if its output differs from `exact` in size.
-        """
+        """Return the output and error bound of an operator that was not observed, shaped like `exact`, or None if it
+        was observed or its output has another size."""
         value, bound = self.unheard.get((layer, kind), (None, None))
         if value is None or bound is None or value.numel() != exact.numel():
             return None

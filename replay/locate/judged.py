@@ -66,7 +66,7 @@ class Judgement:
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
         """Judge integers that must be equal, such as positions and expert choices. `differs` [T, ...] is True where
-        they are not."""
+        they differ."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs

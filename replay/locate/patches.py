@@ -1,4 +1,4 @@
-"""Measure how much mismatch remains if one execution takes over operators or expert choices from the other.
+"""Measure how much mismatch remains if one execution uses the other's operators or expert choices.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """

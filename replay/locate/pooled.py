@@ -28,7 +28,7 @@ class Pooled:
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """By side that runs user code, true if the code matches the recorded model in float64."""
+    """For each side with user code, True if that code matches the recorded model in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """Response log-probabilities [T] by side and sequence (nats)."""
@@ -69,7 +69,8 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A layer's residual stream is checked in two places. Take the order from whichever of the two shows the error.
+        # A layer's residual stream is checked in two places. Take the position in forward order from the check that
+        # shows the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -94,7 +95,7 @@ def first_divergence(
 ) -> Divergence | None:
     """Return the first operator where rounding does not explain the difference, or None.
 
-    Differences that do not affect float64 log-probabilities are noted in `pooled.unjudged`.
+    Differences that do not affect float64 log-probabilities are recorded in `pooled.unjudged`.
     """
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []

@@ -1,6 +1,5 @@
-"""Run the recorded model in float64, and check each operator on the execution's own inputs.
-
-The error found for an operator therefore excludes the errors of earlier operators.
+"""Run the recorded model in float64, and check each operator on the execution's own inputs. An operator's error
+therefore excludes the errors of earlier operators.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Reference:
     ) -> list[dict[Point, float]]:  # fmt: skip
         """Return each error's first-order contribution to sum(weights_T * logprobs): error times gradient.
 
-        This takes one float64 forward and backward pass. `errors_of` returns the executions' errors in a layer window.
+        Runs one float64 forward and backward pass. `errors_of` returns the executions' errors in a layer window.
         Windows are visited from last to first, and only one window's errors are in memory at a time.
         """
         products = _Products(windows, errors_of, self.names)

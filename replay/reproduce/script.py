@@ -22,7 +22,7 @@ _IMPORTS = {
     "TemporaryDirectory(": "from tempfile import TemporaryDirectory",
     "functional_call(": "from torch.func import functional_call",
 }  # fmt: skip
-"""Text in a script -> import that it needs."""
+"""Maps text in a script to the import that it requires."""
 _NOT_IN_CONFIG = ("architectures", "dtype", "transformers_version", "model_type", "use_cache", "_name_or_path")
 
 
@@ -32,7 +32,7 @@ class Writer:
         self._suspect, self._reference = suspect, A if suspect == B else B
         self._file: dict[str, Any] = {}
         self._used: set[str] = set()
-        """Sources of the weights that the script needs."""
+        """Source expressions of the weights that the script needs."""
         self._constants: dict[str, Any] = {}
 
     def script(self, header: str) -> tuple[str, dict[str, Any]]:
@@ -58,7 +58,7 @@ class Writer:
             f"unit, at = torch.finfo({codes[suspect].dtype}).eps / 2, error.argmax()",
             "bound = 4 * max(float(rounding), unit * float(exact.abs().max()))",
             f"print(f'a {{value_a[at]:.9g}}, b {{value_b[at]:.9g}}, {reference} in float64 {{exact[at]:.9g}}')",
-            f"print(f'error of {suspect} {{error[at]:.3g}}, of which rounding explains {{bound:.3g}}')",
+            f"print(f'error of {suspect} {{error[at]:.3g}}, rounding bound {{bound:.3g}}')",
             "raise SystemExit(0 if error[at] <= bound else 1)", "",
         ])  # fmt: skip
         return f'"""{header}"""\n\n' + text.replace("'", '"'), self._file

@@ -22,9 +22,10 @@ SEED = 0
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 """Lengths to try (tokens), before the whole row."""
 _LARGE = 1e4
-"""Magnitude from which a number counts as part of a mask."""
+"""Minimum magnitude of a number that counts as part of a mask."""
 _ROUNDINGS = 4.0
-"""Largest error that rounding explains, in multiples of a's rounding error. The script uses the same rule."""
+"""Largest error that rounding explains, in multiples of the reference's rounding error. The script uses the same
+rule."""
 _TINY = 1e-300
 _CALLS = 2
 """Number of calls to try per module. A rotary embedding is called for full and for sliding attention."""
@@ -39,7 +40,7 @@ class Scope:
     path: str
     """Module name, or an empty string for the whole model."""
     num_layers: int | None
-    """Layers that the whole model keeps. None within a module."""
+    """Number of layers that the whole model keeps. None for a single module."""
     a: Any
     """Model of the reference execution."""
     b: Any
@@ -50,7 +51,8 @@ class Scope:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Within the block, both models keep only their first `num_layers` layers, and a's experts support float64."""
+        """Within the block, both models keep only their first `num_layers` layers, and the reference's experts run in
+        eager mode, which supports float64."""
         with ExitStack() as stack:
 
             def put(owner: Any, name: str, value: Any) -> None:
@@ -82,7 +84,7 @@ class Code:
     dtype: Any
     """Dtype in which the code computes."""
     built: str = ""
-    """Variable that holds the transformers module built by `setup`, or empty if there is none."""
+    """Variable of the transformers module that `setup` builds, or empty if it builds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +99,9 @@ class Difference:
     own: dict[str, Any]
     """The suspect's parameters and buffers that differ from the reference's."""
     random_weights: bool
-    """True if `weights` are random numbers from `SEED` (in order), drawn after the inputs, except buffers."""
+    """True if `weights` (except buffers) are random numbers from `SEED`, drawn in order after the inputs."""
     random_inputs: tuple[bool, ...]
-    """For each input tensor, true if it holds random numbers from `SEED`."""
+    """For each input tensor, True if it contains random numbers from `SEED`."""
     output: int | None = None
     """Index of the differing tensor among the outputs, or None if there is only one."""
     part: Code | None = None
@@ -112,7 +114,7 @@ class Difference:
 
 def differences(a: Any, b: Any, operator: str, row_T: Any, token: int) -> Iterator[Difference]:
     """Yield differences between two models at an operator from `locate`, smallest module first. `token` is the index of
-    the token with the largest error. The models stay cut until the next difference is requested."""
+    the token with the largest error. The models stay shortened until the next difference is requested."""
     for scope in _scopes(a, b, operator):
         with scope.cut():
             is_found = False
@@ -186,7 +188,7 @@ class _Search:
 
     def _tried(self, ids_T: Any, call: int, random_weights: bool, random_inputs: bool) -> Difference | None:
         scope = self._scope
-        with suppress(*OF_CODE), torch.random.fork_rng(devices=[]):  # code that does not run on these numbers
+        with suppress(*OF_CODE), torch.random.fork_rng(devices=[]):  # the code may not run on these numbers
             args, kwargs = self._calls_of(ids_T)[call]
             inputs = tensors_of(args, kwargs)
             # Only tensor arguments are randomised. Rotary tables are passed as a tuple, so they keep their values.

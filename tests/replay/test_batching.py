@@ -136,7 +136,7 @@ def test_packed_rows_of_a_model_with_adapters_give_what_each_row_gives_alone(tmp
 def test_a_sliding_window_is_refused_in_a_line(tmp_path):
     layers = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     trace = record_groups(tmp_path / "run", tiny_model(**layers), steps=1)
-    with pytest.raises(CannotReplay, match=r"padding packed is not possible .* sliding_attention"):
+    with pytest.raises(CannotReplay, match=r"padding=packed is not possible .* sliding_attention"):
         replay(trace, padding="packed")
     replay(trace, batch_tokens=64)
 

@@ -1,1 +1,1 @@
-"""Forward passes in which a token's bits depend only on the token and its context, not on batch, padding or mode."""
+"""Batch-invariant forward passes: batch, padding and mode never change a bit of a token's result."""

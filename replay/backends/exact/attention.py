@@ -1,7 +1,6 @@
 """Attention over a KV cache. A query's result does not depend on keys that it cannot see.
 
-Keys that are not visible get a weight of exactly 0 and do not affect any scale, so prefill, chunked and decode modes
-give the same bits.
+Keys that a query cannot see get a weight of exactly 0, so prefill, chunked and decode modes give the same bits.
 
 Shapes: B rows, W cache width, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G = A /
 N query heads per key head, D head width.
@@ -20,8 +19,8 @@ from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, 
 MOST_KEYS = 1 << 17
 """Maximum context length (tokens). Sums over more keys may be inexact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Maximum number of attention scores to hold in memory at once. On a CPU, these scores fit into the processor's cache.
-On a GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
+"""Maximum number of attention scores in memory at once. On a CPU, these scores fit into the processor's cache. On a
+GPU, they take 256 MB, plus six to eight times as much for intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Seen:
     keys_BTS: Any
     first_T: list[int]
     last_T: list[int]
-    """By query, the first and last key index that it sees in any row. Copied to the host once per forward pass."""
+    """First and last key index visible to each query in any row. Copied to the host once per forward pass."""
 
 
 class KeyValueCache:

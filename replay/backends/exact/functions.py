@@ -1,4 +1,4 @@
-"""Rounding, exp, log, sine and cosine from correctly rounded float64 operations.
+"""Rounding, exp, log, sine and cosine, built from correctly rounded float64 operations.
 
 torch's own functions may round a tensor's last elements differently from the rest, and give different results on CPU
 and GPU. Basic IEEE 754 operations give the same bits everywhere. Each step is a separate torch operation, because a
@@ -82,8 +82,8 @@ def power_of_two(exponent: Any) -> Any:
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once. The divisor is passed as a tensor, because torch would multiply by the
-    reciprocal of a Python number on a GPU."""
+    """Return x / number, rounded once. The divisor is passed as a tensor, because on a GPU torch would multiply by the
+    reciprocal of a Python number."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
@@ -95,8 +95,8 @@ class Precision:
 
     @property
     def slices(self) -> int:
-        """Number of slices per value. Two slices preserve at least 36 bits, and three at least 51, relative to the
-        vector's largest element."""
+        """Number of slices (see slices.py) that represent a vector. Two slices preserve at least 36 bits, and three at
+        least 51, relative to the vector's largest element."""
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:

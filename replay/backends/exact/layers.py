@@ -13,7 +13,7 @@ from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_uni
 
 ROWS = 2048
 CHUNK_BYTES = 128 << 20
-"""Maximum bytes of float64 logits to hold in memory at once."""
+"""Maximum size of the float64 logits in memory at once (bytes)."""
 
 
 class Linear:
@@ -105,8 +105,7 @@ class Experts:
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return each token's weighted sum of expert outputs [M, H]. A token's expert outputs are added in the order
-        of the experts' indices."""
+        """Return each token's weighted sum of expert outputs [M, H]. Outputs are added in order of expert index."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]

@@ -86,7 +86,7 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Map module names in transformers to operators. `<name>.attention` is the core of the attention module `<name>`,
+        """Map transformers' module names to operators. `<name>.attention` is the core of the attention module `<name>`,
         without its linear layers."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}

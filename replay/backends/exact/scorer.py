@@ -75,8 +75,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, or None for a model without adapters. The exact layers support adapters only if they are
-        merged or turned off."""
+        """`off` or `merged`, or None for a model without adapters. The exact layers cannot run unmerged adapters."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:

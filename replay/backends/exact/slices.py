@@ -2,10 +2,10 @@
 
 A vector is cut into slices with a few bits each, stored as integers in float64. Products of slices and all partial sums
 stay within 2**53, so a BLAS can add the products in any order and get the same bits (Ozaki, Ogita, Oishi and Rump,
-Numer. Algorithms 59, 2012). Each vector sets its own power-of-two scale, so a token's result does not depend on its
+Numer. Algorithms 59, 2012). Each vector has its own power-of-two scale, so a token's result does not depend on its
 neighbours in the batch.
 
-Shapes: M rows on the left, N rows on the right, K summed over.
+Shapes: M rows on the left, N rows on the right, K elements per row.
 """
 
 from __future__ import annotations
