@@ -160,7 +160,7 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
         (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores' \(found: step, seq_id, prompt_ids, .*, score"),
         (
             ["score=prize"],
-            "map: 'score' cannot be mapped to 'prize'. Columns are step, seq_id, .*response_ids, .*finish_reason",
+            "map: 'score' cannot be mapped to 'prize'. Known columns: step, seq_id, .*response_ids, .*finish_reason",
         ),
         (["score=reward"], r"the columns reward and score both map to 'reward'. Skip one with the mapping reward="),
         (

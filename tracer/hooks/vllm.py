@@ -125,7 +125,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and what the caller requested for each prompt.
+        """Return arguments that also request logprobs, and the caller's own request for each prompt.
 
         Both are empty if the call is not recorded.
         """
