@@ -107,7 +107,10 @@ def test_text_that_is_no_text_is_named(tmp_path):
         ("[1]", "row 1 is not an object: each row must be an object with one sequence"),
         ('[{"step": 1}', r"dump\.json is not JSON .*: a \.json file that begins with \[ must be an array of objects"),
         ("[]", "missing columns"),
-        ('{\n "step": 1}', r"line 1 is not JSON .*: each line must be one object, or a \.json file one array"),
+        (
+            '{\n "step": 1}',
+            r"line 1 is not JSON .*: each line must be one object, except that a \.json file may contain one array",
+        ),
     ],
 )
 def test_wrong_json_says_what_a_file_may_be(tmp_path, text, message):

@@ -88,7 +88,7 @@ def _merged(layer: Any, inner: str) -> Any:
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
     """Yield the engine's weights under the names used to send them.
 
-    `shapes` maps these names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
+    `shapes` maps names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
     stacked experts and tensors packed for a kernel are skipped.
     """
     parameters = dict(model.named_parameters())

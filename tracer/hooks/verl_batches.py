@@ -186,7 +186,7 @@ def progress_of(trainer: Any) -> Progress:
 def _fully_asynchronous(trainer: Any) -> Progress:
     """Return the progress of a fully asynchronous trainer.
 
-    Its `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
+    The trainer's `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
     """
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)

@@ -127,7 +127,7 @@ class OfflineHooks(EngineHooks):
     ) -> tuple[dict[str, Any], list[Requested]]:
         """Return arguments that also request logprobs, and the caller's own request for each prompt.
 
-        Both are empty if the call is not recorded.
+        Returns ({}, []) if the call is not recorded.
         """
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"

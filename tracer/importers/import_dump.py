@@ -309,7 +309,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
         if ours == "step" and ours not in columns:
             raise cannot_map(theirs, ours, f"{format.name} files have no field for the step")
         if ours and ours not in taken:
-            only = "Only the parquet format has this column. Write the data to Parquet and import that"
+            only = "Only the parquet format has this column. Convert the data to Parquet and import it"
             raise cannot_map(theirs, ours, only if ours in KNOWN else f"{format.name} takes {', '.join(taken)}")
         if ours:
             columns[ours] = (theirs,)
