@@ -72,7 +72,7 @@ def right_sum(prompts, completions, **kwargs):
 def let_weights_change():
     """Keep vLLM's linear layers unpacked on a CPU.
 
-    Otherwise, vLLM 0.32 packs their weights for its CPU kernels and drops the originals, so TRL cannot load new
+    By default, vLLM 0.32 packs linear weights for its CPU kernels and drops the originals, so TRL cannot load new
     weights.
     """
     from vllm.model_executor.layers import utils

@@ -73,7 +73,7 @@ def main():
     if arguments.steps is None and not has_fast_bfloat16():
         sys.exit(
             "this CPU has no AVX-512, so bfloat16 runs at a tenth of the speed or less, and 24 steps would take hours; "
-            "use a machine with AVX-512 or a GPU, or set the number of steps to run here anyway: --steps 2"
+            "use a machine with AVX-512 or a GPU, or set --steps to run it here anyway, e.g. --steps 2"
         )
 
     convert(arguments.model)

@@ -82,7 +82,7 @@ class LengthDecayLR(LRScheduler):
         return [group["lr"] * self._ratio for group in self.optimizer.param_groups]
 
     def state_dict(self):
-        """Return the state, without learning rates, as plain values that torch.load can read with weights_only=True."""
+        """Return the state as plain values that torch.load can read with weights_only=True."""
         state = {name: value for name, value in vars(self).items() if name != "optimizer" and not callable(value)}
         return state | {"_lengths": list(self._lengths), "_over": list(self._over)}
 

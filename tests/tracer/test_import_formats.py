@@ -107,7 +107,10 @@ def test_text_that_is_no_text_is_named(tmp_path):
         ("[1]", "row 1 is not an object: each row must be an object with one sequence"),
         ('[{"step": 1}', r"dump\.json is not JSON .*: a \.json file that begins with \[ must be an array of objects"),
         ("[]", "missing columns"),
-        ('{\n "step": 1}', r"line 1 is not JSON .*: each line must be one object, or a \.json file one array"),
+        (
+            '{\n "step": 1}',
+            r"line 1 is not JSON .*: each line must be one object, except that a \.json file may contain one array",
+        ),
     ],
 )
 def test_wrong_json_says_what_a_file_may_be(tmp_path, text, message):
@@ -160,7 +163,7 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
         (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores' \(found: step, seq_id, prompt_ids, .*, score"),
         (
             ["score=prize"],
-            "map: 'score' cannot be mapped to 'prize'. Columns are step, seq_id, .*response_ids, .*finish_reason",
+            "map: 'score' cannot be mapped to 'prize'. Known columns: step, seq_id, .*response_ids, .*finish_reason",
         ),
         (["score=reward"], r"the columns reward and score both map to 'reward'. Skip one with the mapping reward="),
         (

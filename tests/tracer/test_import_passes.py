@@ -340,7 +340,7 @@ def test_columns_of_tokens_follow_the_tokens_of_matched_responses(tmp_path):
         ("tp8", ids_b, [no, no, no, 2.0, 3.0], no, mask_b, no),
     ]
     dumps.write_lines(tmp_path / "tp8.jsonl", [b | {"spread": [0.5]}])
-    with pytest.raises(ImportFailed, match=r"tp8.jsonl, response 1: 1 entropy for 3 tokens, expected one per token"):
+    with pytest.raises(ImportFailed, match=r"tp8.jsonl, response 1: entropy needs one value per token \(3\), got 1"):
         import_dump("vllm", [tmp_path / "tp1.jsonl", tmp_path / "tp8.jsonl"], output=tmp_path / "odd", map=map)
 
 

@@ -408,7 +408,7 @@ EPISODES = {
     "cycle": (trace_with(parent=1), "expected the index of an earlier node"), "later": (trace_with(parent=9), "expected the index of an earlier node"),
     "flag": (trace_with(parent=False), "expected the index of an earlier node"), "below": (trace_with(parent=-1), "expected the index of an earlier node"),
     "mask": (trace_with(mask=[True, True]), "mask has 2 entries for 1 token_ids"), "two": (trace_with(mask=[2]), "expected a list with only 0 and 1"),
-    "logprobs": (trace_with(logprobs=[-1.0, -2.0]), "2 values of rollout_logprobs for 1 sampled tokens"),
+    "logprobs": (trace_with(logprobs=[-1.0, -2.0]), "rollout_logprobs has 2 values for 1 sampled tokens"),
     "words": (trace_with(logprobs=["a"]), "expected a list of numbers"), "ids": (trace_with(token_ids=[-1]), "expected a list of token ids"),
     "links": (trace_with(semantic_parents=[[]]), "expected a list of objects"), "run": (trace_with() | {"run": 1}, "expected an object"),
     "version": (trace_with() | {"run": {"work": {"policy": {"end": "x"}}}}, "expected a whole number"),

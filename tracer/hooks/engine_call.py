@@ -1,4 +1,4 @@
-"""Request the logprobs to record from an engine, but give the caller only what it requested."""
+"""Request extra logprobs from an engine for recording, and return only what the caller requested."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...schemas.tables import SAMPLING
 from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK, tail_of
 
 ALL_LOGPROBS = -1
-ROOM_FOR_ALL = 1 << 30  # exceeds any vocabulary; vLLM's own value for "no limit", -1, disables other features
+ROOM_FOR_ALL = 1 << 30  # larger than any vocabulary; vLLM's own value for "no limit", -1, disables other features
 DELTA = "DELTA"
-"""vLLM's output kind in which each output has only new tokens. vLLM drops flat logprobs when it merges such outputs."""
+"""vLLM output kind that contains only new tokens. vLLM drops flat logprobs when it merges such outputs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return the top-K logprobs with their tail (see tail_of), or logprobs over the full vocabulary."""
+    """Return the top-K logprobs and the log probability of all other tokens, or the full vocabulary's logprobs."""
     if logprobs is None or not len(logprobs):
         return None
     ids_TK, logprobs_TK = _ranked(logprobs)
@@ -166,7 +166,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions, with their logprobs as the rollout pass. `names` holds one name per prompt."""
+        """Record the completions and their logprobs (rollout pass). `names` has one name per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -22,9 +22,9 @@ _ROW_BYTES = 256
 _NUM_ROWS = 64
 _MAX_VALUES = 256  # maximum number of distinct values in an 8-bit dtype
 _MIN_TIMES_MORE = 2
-"""A copy counts as rounded if the original has at least this many times its number of distinct values per row."""
+"""Minimum ratio of distinct values per row, original to copy, for the copy to count as rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine similarity of a copy to its original, in standard deviations of the similarity of unrelated tensors."""
+"""Minimum z-score of the cosine similarity between a copy and its original, relative to unrelated tensors."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -103,7 +103,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors that are sent to the engine, and hash each tensor."""
+        """Hash and yield the tensors sent to the engine."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -114,7 +114,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors that the trainer gathers for the engine. If the trainer is sharded, hash each tensor."""
+        """Yield the tensors that the trainer gathers for the engine. Hash them if the trainer is sharded."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -217,7 +217,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 def values_a_row(own: Any, coarse: Any) -> int | None:
     """Return the maximum number of distinct values in a row of `coarse`.
 
-    Returns None if `coarse` is not a rounded copy of `own`.
+    Returns None if `coarse` is not a rounded copy of the original, `own`.
     """
     if own.numel() < 2:
         return None

@@ -86,9 +86,9 @@ def _merged(layer: Any, inner: str) -> Any:
 
 
 def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield each weight that the engine holds, under the name used to send it.
+    """Yield the engine's weights under the names used to send them.
 
-    `shapes` maps sent names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
+    `shapes` maps names to shapes. Fused parameters are split, and vocabulary padding is removed. Sharded tensors,
     stacked experts and tensors packed for a kernel are skipped.
     """
     parameters = dict(model.named_parameters())
@@ -118,7 +118,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 def _engine_name(model: Any, name: str) -> str:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
-    # Mappers that stack tensors return the fused tensor's name. Keep the original name, which the lookup needs.
+    # A mapper that stacks tensors returns the fused tensor's name, but the lookup needs the original name.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 
@@ -166,10 +166,10 @@ def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
 
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
-        return f"DeepSpeed ZeRO-3 shards cannot be read here; {_REMEDY}"
+        return f"tim-trace cannot read DeepSpeed ZeRO-3 shards; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 parameters that are also sharded in another way cannot be read here (use FSDP2); {_REMEDY}"
+        return f"tim-trace cannot read FSDP1 parameters that are also sharded in another way (use FSDP2); {_REMEDY}"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 _MISSING = object()
 Original = Callable[..., Any]
 Points = Mapping[str, tuple[str, str]]
-"""Maps a function's name to two names: the hook method that wraps it, and the data recorded from its calls."""
+"""Maps a function's name to the hook method that wraps it and the data recorded from its calls."""
 
 
 class Patches:
@@ -39,9 +39,9 @@ class Patches:
         return True
 
     def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`, or with `around`, whose first argument is then the method.
+        """Wrap a class's functions with methods of `hooks`. If given, `around(method, ...)` is called instead.
 
-        Returns the missing functions, each mapped to the data that is lost without it.
+        Returns the missing functions, mapped to the data lost without them.
         """
         missing = {}
         for name, (method, lost) in points.items():
@@ -109,7 +109,7 @@ def tested_releases(library: str) -> str:
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
     """Return a note if the release is untested or functions are missing, otherwise None.
 
-    `missing` maps each missing function to the data that is lost without it.
+    `missing` maps each missing function to the data lost without it.
     """
     if not missing and not untested(library, version):
         return None

@@ -1,4 +1,4 @@
-"""Pass the recording options on to Ray workers on all nodes."""
+"""Pass the recording options to Ray workers on all nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def install(session: Session, module: Any) -> Patches:
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
-        session.note(f"{_INHERITED}; adding it in ray.init failed: {type(error).__name__}: {error}")
+        session.note(f"{_INHERITED}; passing it to ray.init failed: {type(error).__name__}: {error}")
 
     def init(original: Original, *args: Any, **kwargs: Any) -> Any:
         given, job = kwargs, os.environ.get(_JOB)

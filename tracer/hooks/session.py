@@ -47,7 +47,7 @@ class Order:
     engine_weights: str = "given"
     """What to compare: `given` (the weights sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
-    """Seconds to wait for an unresponsive file system."""
+    """Maximum time to wait for an unresponsive file system, in seconds."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))

@@ -31,7 +31,7 @@ class TrainerClasses:
         self._hears = False
 
     def init(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._session.guard("a trainer (its functions could not be hooked)"):
+        with self._session.guard("a trainer whose functions could not be hooked"):
             if type(trainer) not in self._seen:
                 self._seen.add(type(trainer))
                 self._hook(type(trainer))
@@ -58,7 +58,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook, but not for trainers of a hooked subclass, whose own hook already covers calls via super()."""
+        """Run a hook, except on super() calls from a hooked subclass, whose own hook covers them."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)

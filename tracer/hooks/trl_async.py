@@ -42,7 +42,7 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("a sample's weight version"):
-            # The trainer passes on only each sample's token array, so use the array's identity as the key.
+            # The trainer forwards only each sample's token array, so use the array's id() as the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False

@@ -1,4 +1,4 @@
-"""Read TRL batches: passes, loss rows, rewards and finish reasons. Packed samples are stored in a batch as bytes."""
+"""Read TRL batches: passes, loss rows, rewards and finish reasons."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """Positional arguments that follow the model in a scoring call."""
 ROW_KEY = "tim_trace_row"
-"""Batch key for row indices or encoded samples, by which rows are recognised after shuffling."""
+"""Batch key for row indices or encoded samples, used to identify rows after shuffling."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Pair each scoring call with its pass name, found by the output tensor that holds its logprobs or, for RLOO, by
-    the call order."""
+    """Pair each scoring call with its pass name, based on its output tensor or, for RLOO, on the call order."""
     named = []
     for index, scoring in enumerate(scorings):
         is_reference = scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps")

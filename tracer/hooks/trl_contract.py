@@ -89,7 +89,7 @@ def worker_contract(trainer: Any, server: Any) -> Contract:
     engine = "vllm" if uses_server(trainer) else None
     return _rollouts(trainer, engine, class_path(trainer.rollout_worker)) | {
         "server": server,
-        "weights_note": "policy_version is that of a group's first request; running requests go on with newer weights",
+        "weights_note": "policy_version is from a group's first request; in-flight requests switch to newer weights",
     }
 
 

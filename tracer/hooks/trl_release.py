@@ -1,4 +1,4 @@
-"""TRL names needed for recording, and what is lost without them.
+"""TRL names needed for recording, and the data lost without them.
 
 Users subclass TRL's trainers, and unsloth and ms-swift copy them, so any class with these functions is hooked.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from .patches import tested_releases, untested
 
 _ALWAYS = {
-    "train": ("train", "a separate attempt for each train() call"),
+    "train": ("train", "which train() call each step belongs to"),
     "compute_loss": ("compute_loss", "current logprobs"),
     "_maybe_log_save_evaluate": ("step_end", "per-step learning rate and grad norm, optimizer statistics"),
     "log": ("log", "logged metrics"),
@@ -49,11 +49,11 @@ class Attribute:
     gives: str
     """Data that is lost if the attribute is missing."""
     paths: tuple[str, ...]
-    """Dotted paths from the trainer, newest release first."""
+    """Dotted attribute paths from the trainer, newest release first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return a tokenizer attribute's possible paths: in TRL 1.3 and newer, older releases, multimodal processors."""
+    """Return a tokenizer attribute's paths in TRL 1.3 and newer, in older releases, and in multimodal processors."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -70,7 +70,7 @@ SERVER_URL = Attribute(  # the paths in TRL 0.28 and newer, in older releases, a
 )
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from trainers that generate their own samples. Samples from a queue already include rewards."""
+"""Attributes read from trainers that generate their own samples."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
@@ -107,7 +107,7 @@ def fused_lm_head() -> str | None:
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Return the sampled logprobs from `_generate`'s result (TRL before 0.28), one list per response, or None."""
+    """Return the sampled logprobs of each response in `_generate`'s result (TRL before 0.28), or None if missing."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))

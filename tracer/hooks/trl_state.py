@@ -64,7 +64,7 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """[B][T][1] logprobs from the server, which the trainer did not request (nats). None stands for NaN."""
+    """[B][T][1] logprobs (nats) requested from the server only for recording. None stands for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:

@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Keeps last-layer hidden states from one scoring call, to compute distributions for captured rows."""
+    """Keeps last-layer hidden states from one scoring call, to compute the distributions of selected rows."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows

@@ -39,7 +39,7 @@ class TrainerHooks:
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.begin_training()
-        self._states.pop(trainer, None)  # Cached weights and contracts belong to the previous attempt's writer.
+        self._states.pop(trainer, None)  # drop weights and contracts cached in the previous run
         return original(trainer, *args, **kwargs)
 
     def generate_and_score(self, original: Original, trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +178,8 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics. With `only_new`, skip changed metrics, because comparing values may
-        wait for the device."""
+        """Record new and changed metrics. With `only_new`, skip changed metrics, because comparing them may
+        synchronize with the GPU."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -316,7 +316,7 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the logprobs, but the engine call still has them. Use them only if every row has them.
+            # RLOO discards the logprobs, so take them from the engine call, but only if every row has them.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:

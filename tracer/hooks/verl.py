@@ -24,17 +24,17 @@ from .verl_batches import FORWARD_KEYS, UPDATE_KEY, Row
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 
 _POINTS = {
-    "fit": ("fit", "a separate attempt for each training run in a process"),
+    "fit": ("fit", "which training run each step belongs to"),
     "_compute_advantage": (
         "compute_advantage",
-        "sequences, rewards, advantages, rollout, train and reference logprobs",
+        "sequences, rewards, advantages, and the rollout, train and reference logprobs",
     ),
     "_update_actor": ("update_actor", "current logprobs"),
 }
 _OLDER_POINTS = {
     "fit": _POINTS["fit"],
-    "_compute_old_log_prob": ("compute_older_logprobs", "which rows shared a forward pass in the train pass"),
-    "_compute_ref_log_prob": ("compute_older_logprobs", "which rows shared a forward pass in the reference pass"),
+    "_compute_old_log_prob": ("compute_older_logprobs", "which rows shared a forward pass for the train logprobs"),
+    "_compute_ref_log_prob": ("compute_older_logprobs", "which rows shared a forward pass for the reference logprobs"),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }
 _LOGGED = {"log": ("log", "logged metrics")}
@@ -44,8 +44,8 @@ _SYNC = "verl.trainer.main_ppo_sync"
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
-    "verl's workers in {} are not hooked, so current logprobs, weights, training contracts and forward-pass rows are "
-    "not recorded; {}"
+    "verl's workers in {} are not hooked, so current logprobs, weights, training settings and the rows of each forward "
+    "pass are not recorded; {}"
 )
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
@@ -73,8 +73,8 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Pass the task runner of verl's imported entry module to `run_ppo`. `python -m` runs another copy of this module,
-    which is not hooked."""
+    """Pass the task runner of the hooked entry module to `run_ppo`, because `python -m` runs a second copy of the
+    module that is not hooked."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the workers' forward-pass columns to the logprobs batch, so that each value stays with its row."""
+        """Copy the columns that describe forward passes from the workers' output to the batch with the logprobs."""
         columns: dict[str, Any] = {}
         patches = Patches()
 

@@ -59,14 +59,14 @@ def fetch(batch: Any, columns: Sequence[str]) -> Any:
 
 
 def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.ndarray] | None:
-    if name not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
+    if name not in data.keys():  # noqa: SIM118 - TensorDict supports `in` only on keys()
         return None
     parts = data[name].unbind()
     return [to_numpy(parts[row.index]) for row in rows]
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return the value [B] that all unmasked tokens of a row share, or None if they differ in any row.
+    """Return one value per row [B], or None if the unmasked tokens of any row have different values.
 
     Fully masked rows get 0.0.
     """
@@ -123,7 +123,7 @@ def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
 
 def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
     name = _NAMES.get(name, name)
-    if name not in batch.batch.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
+    if name not in batch.batch.keys():  # noqa: SIM118 - TensorDict supports `in` only on keys()
         return None
     if name in FORWARD_KEYS.values():
         return list(to_numpy(batch.batch[name]))
@@ -134,7 +134,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
 
 
 def ride_along(batch: Any, told: dict[str, Any]) -> None:
-    """Add row numbers and the update's details (`told`) to a batch, for the workers to read."""
+    """Attach row numbers and the update's details (`told`) to a batch for the workers."""
     import torch
 
     batch.meta_info[UPDATE_KEY] = told
@@ -151,9 +151,9 @@ def get_off(batch: Any) -> None:
 class Progress:
     step: int
     version: int
-    """Number of actor updates that the trainer's weights include."""
+    """Number of actor updates included in the trainer's weights."""
     old_version: int
-    """Number of actor updates included in the weights that compute `old_log_probs`."""
+    """Number of actor updates included in the weights used for `old_log_probs`."""
     updates_a_transfer: int
     """Number of actor updates per weight transfer."""
     transfers_ahead: int = 0
@@ -186,7 +186,7 @@ def progress_of(trainer: Any) -> Progress:
 def _fully_asynchronous(trainer: Any) -> Progress:
     """Return the progress of a fully asynchronous trainer.
 
-    Its `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
+    The trainer's `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
     """
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
@@ -201,16 +201,16 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 ROW_KEY = "tim_trace_row"
-"""Batch key for row indices, by which rows are recognised in shuffled micro-batches."""
+"""Batch key for row indices, used to identify rows in shuffled micro-batches."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Maps a pass to the column in the workers' output that holds the result of `Forwards.column`."""
+"""Maps a pass to the column in the workers' output that contains the result of `Forwards.column`."""
 
 
 class Forwards:
     """Forward passes in one engine call.
 
-    Stores four numbers for each row: its forward pass's number, its index in that pass, the number of rows in that
-    pass, and the number of padding tokens after the row.
+    Stores four numbers per row: the id of its forward pass, its index in that pass, the number of rows in that pass,
+    and the number of padding tokens after the row.
     """
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
@@ -245,7 +245,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return the four numbers of each row as [B, 4] int64, or None if a row was not in any pass."""
+        """Return the numbers stored for each row as [B, 4] int64, or None if any row has none."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -257,7 +257,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the contract's `attended_tokens` entry, or an empty dict if attention sees all tokens.
+    """Return the setting `attended_tokens`, or an empty dict if attention sees all tokens.
 
     Before verl 0.8, attention sees only the first W tokens of a padded row, where W is the loss mask's width.
     """

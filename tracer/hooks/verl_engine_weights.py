@@ -36,7 +36,7 @@ class VerlEngineWeights(EngineWeights):
         super().__init__(session)
         self._engine: Any = None
         self._newest: Any = None
-        """Training engine in the latest transfer, or None once that transfer's comparison is recorded."""
+        """Training engine of the latest transfer, or None once its comparison is recorded."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
@@ -159,7 +159,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Like `trainer_tensors`, but only for unsharded models, and with the names that verl uses to send the tensors."""
+    """Yield an unsharded model's tensors, as `trainer_tensors` does, under the names that verl uses."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

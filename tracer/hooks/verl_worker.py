@@ -77,7 +77,7 @@ def install(session: Session, module: Any) -> Patches:
         target = getattr(module, owner, None) if owner else module
         if target is None or not patches.wrap(target, name, wrapper):
             shown = ".".join(filter(None, (owner, name)))
-            session.tell(f"verl's current logprobs, contracts or weights are not recorded: {shown} was not found")
+            session.tell(f"some current logprobs, contracts or weights are not recorded: verl has no {shown}")
     return patches
 
 
@@ -131,7 +131,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Record the weights only here, because with param_offload they may not have been on the device before.
+            # With param_offload, the weights may not be on the device earlier, so record them here.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -174,7 +174,7 @@ class WorkerHooks:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        # Pass the column to the driver, which records this pass's scores.
+                        # The driver records this pass's scores, so send it the forward-pass numbers.
                         output[FORWARD_KEYS[pass_name]] = column
         return output
 
@@ -241,7 +241,7 @@ class WorkerHooks:
         from verl.workers.utils.padding import no_padding_2_padding
 
         data, output = call["data"], call["model_output"]
-        if ROW_KEY not in data.keys():  # noqa: SIM118 - `in` of a TensorDict looks elsewhere
+        if ROW_KEY not in data.keys():  # noqa: SIM118 - TensorDict supports `in` only on keys()
             return
         numbers = data[ROW_KEY].cpu().numpy()
         kept = [place for place, number in enumerate(numbers) if int(number) in update.places]
@@ -277,7 +277,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract of a pass whose scores the driver records. Only one process does this, once per pass."""
+        """Record the settings of a pass whose scores the driver records. Only one process does this, once per pass."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

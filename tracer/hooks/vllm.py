@@ -125,9 +125,9 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and what the caller requested for each prompt.
+        """Return arguments that also request logprobs, and the caller's own request for each prompt.
 
-        Both are empty if the call is not recorded.
+        Returns ({}, []) if the call is not recorded.
         """
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"

@@ -184,7 +184,7 @@ class GivenCompletion:
     index: int
     num_tokens: int = 0
     tokens: Any = ()
-    """May hold more than `num_tokens` token ids, because vLLM may still be appending to this list."""
+    """May have more than `num_tokens` token ids, because vLLM may still be appending to this list."""
     positions: Any = None
     finish_reason: str | None = None
 

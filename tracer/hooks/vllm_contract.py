@@ -39,7 +39,7 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Settings that may differ between requests, so a serving engine's contract excludes them."""
+"""Settings that may differ between requests, so they are not recorded for a serving engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +50,8 @@ class Conditions:
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Return a call's adapters, and whether it uses a grammar. `lora_requests` is None, a request or a list of
-        requests, one per prompt."""
+        """Return a call's LoRA adapters, and whether it uses a grammar. `lora_requests` is None, one request, or a list
+        with one request per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
         has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)
@@ -74,8 +74,8 @@ class Conditions:
 
 
 _GRAMMAR = (
-    "logprobs over the full vocabulary are not recorded for rollouts with structured outputs: vLLM returns logprobs "
-    "over the tokens allowed by the grammar, so d includes the grammar's effect"
+    "logprobs over the full vocabulary are not recorded for rollouts with structured outputs: vLLM normalises over the "
+    "tokens allowed by the grammar, which changes the log ratio d"
 )
 
 
@@ -164,7 +164,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the device's name. A GPU's name comes from vLLM: asking torch would initialise CUDA and prevent forks."""
+    """Return the device's name. A GPU's name comes from vLLM, because torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)
@@ -172,6 +172,6 @@ def _device(config: Any) -> str | None:
         return None if device is None else environment.device_name(device)
     from vllm.platforms import current_platform
 
-    if type(current_platform).__name__.startswith("NonNvml"):  # on Jetson, vLLM itself asks torch for the name
+    if type(current_platform).__name__.startswith("NonNvml"):  # on Jetson, vLLM would ask torch for the name too
         return "cuda"
     return f"cuda {current_platform.get_device_name(torch.device(device).index or 0)}"

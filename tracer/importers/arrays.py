@@ -35,7 +35,7 @@ class NumpyDtype:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">", "|", "=")):
-            raise NotPlain("a NumPy dtype with unexpected pickled state")
+            raise NotPlain("a NumPy dtype has unexpected pickled state")
         self.order = state[1]
 
     @property
@@ -67,7 +67,7 @@ class NumpyArray:
     def array(self) -> np.ndarray:
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
-                raise NotPlain("a NumPy array with too many or too few objects for its shape")
+                raise NotPlain("a NumPy array has too many or too few objects for its shape")
             found = np.empty(len(self._bytes), object)
             for place, item in enumerate(self._bytes):
                 found[place] = item
@@ -95,7 +95,7 @@ class Tensor:
         self._dtype = dtype
         self._array: np.ndarray | None = None
         if len(self._shape) != len(self._strides):
-            raise NotPlain("a tensor whose strides and shape differ in length")
+            raise NotPlain("a tensor's strides and shape differ in length")
 
     def array(self) -> np.ndarray:
         if self._array is None:
@@ -105,12 +105,12 @@ class Tensor:
     def _made(self) -> np.ndarray:
         name, content = self._dtype or self._storage.dtype, self._storage.content
         if content is None or name not in TORCH_DTYPES:
-            raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without data")
+            raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor has no data")
         dtype = NUMPY_DTYPES[name]
         count = math.prod(self._shape)
         last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(content) // dtype.itemsize:
-            raise NotPlain("a tensor that extends past its data")
+            raise NotPlain("a tensor extends past its data")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
@@ -123,7 +123,7 @@ HELD = (NumpyArray, Tensor)
 
 
 class Shell:
-    """Stand-in for a framework's object. Holds the object's constructor arguments and pickled state."""
+    """Stand-in for a framework's object, with its constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")
 
@@ -147,7 +147,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 
 def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: bool = False) -> np.ndarray:
     if dtype.hasobject or dtype.itemsize == 0 or len(content) != math.prod(shape) * dtype.itemsize:
-        raise NotPlain(f"an array with shape {shape} but {len(content)} bytes")
+        raise NotPlain(f"an array has shape {shape} but {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
@@ -212,7 +212,7 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    raise NotPlain("a call to a torch dtype, which is not callable")
+    raise NotPlain("the pickle calls a torch dtype")
 
 
 _BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {

@@ -193,7 +193,7 @@ ROWS_AT_ONCE = 512
 class RowBatch:
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """One value per row for each column, by the column's name in the file."""
+    """Maps each column's name in the file to its values, one per row."""
     numbers: Sequence[int]
     unit: str = "row"
     """Word for a row in messages: row, line, sample, ..."""

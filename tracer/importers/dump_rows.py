@@ -61,7 +61,7 @@ def _column(cells: list[Any], where: str) -> Any:
     parts = [Values(cell, all_known[: len(cell)]) if isinstance(cell, np.ndarray) else cell for cell in cells]
     filled = [part for part in parts if part is not None and len(part)]
     if any(part.values.shape[1:] != filled[0].values.shape[1:] for part in filled):
-        raise ImportFailed(f"{where}: rows differ in the number of layers or slots of their router choices")
+        raise ImportFailed(f"{where}: the number of router layers or slots differs between rows")
     values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
     known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
     missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None
@@ -106,7 +106,7 @@ def padded_columns(
 
 
 def added_columns(fields: Fields, num_rows: int, own: Collection[str]) -> dict[str, Any]:
-    """Return the columns that `map` adds to a padded batch, except `own`. Mapped fields must have one value per row."""
+    """Return the columns that `map` adds to a padded batch, except those in `own`, with one value per row."""
     found = {name: settled(fields.get(name)) for name in fields.added if name not in own}
     found = {name: values for name, values in found.items() if values is not None}
     for name, values in found.items():

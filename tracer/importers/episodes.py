@@ -34,7 +34,7 @@ Branch = tuple[dict[str, Any], np.ndarray, np.ndarray, dict[str, Values | None]]
 
 
 def branches_of(fields: Fields) -> Iterator[Branch]:
-    """Yield an episode's trainable branches. A sampled node counts for training only in the first branch with it."""
+    """Yield an episode's trainable branches. A sampled node counts for training only in its first branch."""
     work = _record(_record(_record(fields.record, "run", fields), "work", fields), "policy", fields)
     common = {
         "policy_version": fields.of(work, fields.where, policy_version="end").integer("policy_version"),
@@ -59,7 +59,7 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
         if leaf in parents or (
             "compaction_attempt" in [link.get("type") for link in links[leaf]] and leaf not in resumed
         ):
-            continue  # training skips a compaction that the agent did not resume from
+            continue  # prime-rl does not train on a compaction from which the agent did not resume
         path = [leaf]
         while (parent := nodes[path[-1]].parent) is not None:
             path.append(parent)
@@ -92,7 +92,7 @@ def _node(fields: Fields, number: int) -> _Node:
         if given is None or not len(given):
             continue
         if len(given) != mask.sum():
-            raise ImportFailed(f"{fields.where}: {len(given)} values of {name} for {mask.sum()} sampled tokens")
+            raise ImportFailed(f"{fields.where}: {name} has {len(given)} values for {mask.sum()} sampled tokens")
         whole = Values(np.zeros(len(tokens)), mask.copy())
         whole.values[mask], whole.known[mask] = given.values, given.known
         values[name] = whole
@@ -105,7 +105,7 @@ def _spread(name: str, nodes: list[_Node]) -> Values | None:
 
 
 def _rewards(trace: Fields) -> dict[str, Any]:
-    """Return the scores and their weighted sum. Rewards without a score are left out."""
+    """Return the rewards' scores and their weighted sum. Rewards without a score are left out."""
     scores, total = {}, 0.0
     for name in (given := _record(trace.record, "rewards", trace)):
         own = trace.of(

@@ -163,8 +163,8 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return the field mapped to `rewards`. Without one, return all numeric fields that no column reads and that
-        are not in `but`."""
+        """Return the field mapped to `rewards`. If there is none, return all numeric fields, except those used by a
+        column or listed in `but`."""
         if mapped := self.rewards("rewards"):
             return mapped
         known = {name for names in self._columns.values() for name in names}
@@ -270,5 +270,5 @@ def _short(value: Any) -> str:
         text = json.dumps(value if not isinstance(value, float) or math.isfinite(value) else str(value))
         return text if len(text) <= 60 else f"{text[:57]}..."
     if isinstance(value, Foreign):
-        return f"an object of {value}, which cannot be read"
+        return f"an object of class {value}, which cannot be read"
     return "NULL" if value is None else f"a {type(value).__name__}"

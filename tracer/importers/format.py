@@ -130,7 +130,7 @@ class Reading:
     """Number of the last complete line in each JSON Lines file, counted from 1. Set by the reader."""
     partial: bool = False
     added: tuple[str, ...] = ()
-    """Columns that `map` reads from fields other than the format's."""
+    """Columns that `map` adds or reads from other fields than the format does."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     without_values: list[str] = field(default_factory=list)
     """Files that were skipped because no request in them has logprobs. Set by the reader."""
@@ -167,7 +167,7 @@ class Format:
     """Option that makes the framework write this format."""
     files: str
     columns: Mapping[str, tuple[str, ...]]
-    """Fields that may hold each trace column. The first field found in the file is read."""
+    """Possible fields for each trace column. The first one found in the file is read."""
     alignment: str
     """How values align with tokens and which values are placeholders. Shown in the docs."""
     pattern: str = ""
@@ -175,15 +175,15 @@ class Format:
     lacks: Mapping[str, str] = field(default_factory=dict)
     """For each pass, a note on why files may lack its logprobs and how to get them."""
     contracts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """For each pass, the contract fields that the format determines, such as the precision of stored values."""
+    """For each pass, the settings known from the format, such as the precision of stored values."""
     lines: bool = False
-    """True if a file holds several steps and grows as rows are appended."""
+    """True if a file contains several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
     """Function that detects this format in a folder. None if `pattern` suffices."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
     """Function that groups a folder's files by step. None if each file is read on its own."""
     passes: Callable[[DumpFolder], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
-    """Function that returns the pass name and contract for each file. None if all files belong to the same passes."""
+    """Function that returns each file's pass name and settings. None if all files belong to the same passes."""
     rows: RowsOf | None = None
     """Function that converts a line to rows. None if each line is one row with plain fields."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None

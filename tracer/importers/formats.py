@@ -129,7 +129,7 @@ FORMATS: dict[str, Format] = {
 
 def recognised(folder: DumpFolder) -> str | None:
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
-    if len(found) > 1 and SCALARS.name in found:  # a run's folder often has scalars beside dumps
+    if len(found) > 1 and SCALARS.name in found:  # a run's folder often contains both dumps and scalars
         found.remove(SCALARS.name)
     if len(found) > 1:
         commands = " or ".join(f"tim-trace import {name} {shlex.quote(folder.url)} -o RUN" for name in found)

@@ -147,13 +147,13 @@ def import_dump(
 
 
 def _check_one_run(folder: DumpFolder, parts: list[Part]) -> None:
-    """Raise ImportFailed if a step's files come from several runs, or from training and validation."""
+    """Raise ImportFailed if a step's files come from several runs, or from both training and validation."""
     places: dict[tuple[int, str], str] = {}
     for part in parts:
         for name in part.files if part.step is not None else ():
             place, base = os.path.split(name)
-            # The files of a step may be in folders with different names. But two files with the same name, in folders
-            # with the same name, come from two runs.
+            # A step's files may be in folders with different names, but files with the same name in folders with the
+            # same name come from two runs.
             key = f"{os.path.basename(place)}/{base}" if len(part.files) > 1 else ""
             if (other := places.setdefault((part.step or 0, key), place)) != place:
                 raise ImportFailed(
@@ -309,7 +309,7 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
         if ours == "step" and ours not in columns:
             raise cannot_map(theirs, ours, f"{format.name} files have no field for the step")
         if ours and ours not in taken:
-            only = "Only the parquet format has this column. Write the data to Parquet and import that"
+            only = "Only the parquet format has this column. Convert the data to Parquet and import it"
             raise cannot_map(theirs, ours, only if ours in KNOWN else f"{format.name} takes {', '.join(taken)}")
         if ours:
             columns[ours] = (theirs,)

@@ -15,7 +15,7 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """A column contains an invalid value. The caller catches this and finds the row with the value."""
+    """A column contains an invalid value. The caller catches this error and finds the row."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)

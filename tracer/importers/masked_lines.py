@@ -19,7 +19,7 @@ from .micro_batches import read_micro_batches
 
 _EXPORTS = r"step_(\d+)/rank_\d+\.jsonl"
 _KINDS = (_EXPORTS, r"step_(\d+)/rank_\d+\.bin", r"step_(\d+)/train/effective/traces\.jsonl")
-"""Patterns for files that hold the same sequences, best first: files with the trainer's logprobs, with all of the
+"""Patterns for files with the same sequences, best first: files with the trainer's logprobs, with all of the
 engine's logprobs, or with rounded logprobs."""
 _MARKER = "STABLE"
 _WAITS = "step {} has no STABLE file yet, so the step was skipped. Import again later, or use --partial"
@@ -129,7 +129,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 PRIME_RL = Format(
     name="prime-rl",
-    writes="`trainer.enable_token_export = true`, the filesystem transport and the file monitor",
+    writes="`trainer.enable_token_export = true`, the filesystem transport, or the file monitor",
     files="token_exports/step_<N>/rank_<r>.jsonl, else rollouts/step_<N>/rank_<r>.bin, else "
     "rollouts/step_<N>/train/effective/traces.jsonl",
     columns=COLUMNS,

@@ -1,7 +1,7 @@
-"""Import the reference values of Megatron-LM's functional tests of inference (golden_values_*.json).
+"""Import reference values from Megatron-LM's functional inference tests (golden_values_*.json).
 
-The fields are those written by examples/inference/{utils,advanced/gpt_static_inference}.py. The settings are named as
-in the folders of tests/functional_tests/test_cases (NVIDIA/Megatron-LM, d98e8a64).
+Field names are from examples/inference/{utils,advanced/gpt_static_inference}.py. Setting names are from the
+folders of tests/functional_tests/test_cases (NVIDIA/Megatron-LM, d98e8a64).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _case(path: str) -> tuple[list[str], str, str]:
 
 
 def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return each file's pass name and contract, both parsed from its path."""
+    """Return each file's pass name and settings, both parsed from its path."""
     cases = {name: _case(f"{folder.root}/{name}") for name, _ in folder.matching(_FILE)}
     shared = set.intersection(*(set(env.split("_")) for _, _, env in cases.values())) if cases else set()
     paths = []
@@ -54,7 +54,7 @@ def _requests(path: Path) -> list[Mapping[str, Any]]:
     content = whole_content(path, TIMES_AS_JSON)
     if not content.strip():  # the Megatron-LM repository has some empty files
         return []
-    found = parsed(content, str(path), "a golden file holds one object per request")
+    found = parsed(content, str(path), "a golden file contains one object per request")
     if not isinstance(found, Mapping):
         return []
     requests = [found] if "generated_tokens" in found else found.values()
@@ -106,7 +106,7 @@ MEGATRON = Format(
     writes="the inference scripts of its functional tests",
     files="<family>/<case>/golden_values_*.json",
     columns={"prompt": ("input_prompt",), "response_ids": ("generated_tokens",), "rollout_logprobs": ("logprobs",)},
-    alignment="each file is a pass, named for its folder and platform, and its contract holds the settings in that "
+    alignment="each file is a pass, named after its folder and platform, and its contract has the settings in that "
     "name. logprobs cover the prompt (without its first token) and generated_tokens. The prompt's tokens are the first "
     "response tokens, with the id -1, because the files do not contain their ids",
     pattern=_FILE,

@@ -39,7 +39,7 @@ SCALARS = Format(
     files="trainer_state.json, *.tfevents.*, *.wandb, *.csv, *.jsonl, *.json, *.parquet, or a console log of verl or slime",
     columns={"step": (*_STEPS, _COUNTER)},
     alignment="scalars per step, no tokens. All other columns become metrics of the same name. "
-    "[These names](../start/import.md#curves-only) are recognised as mismatch, reward and so on",
+    "[Common names](../start/import.md#curves-only) of mismatch, reward and other metrics are recognised",
     recognises=is_of_scalars,
 )
 _MAP = "Map the step column, e.g. theirs=step"

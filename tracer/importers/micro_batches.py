@@ -18,7 +18,7 @@ from ...schemas.errors import ImportFailed
 from .textfiles import whole_content
 
 _LEAST_BYTES = 10
-"""Size of the smallest micro-batch: a list of nine empty fields."""
+"""Size in bytes of the smallest possible micro-batch, a list of nine empty fields."""
 _TIMES = 34
 """Maximum memory for a decoded micro-batch, as a multiple of its size in the file. A number that takes one byte in
 the file takes 32 bytes as a Python float in a list."""
@@ -54,7 +54,7 @@ def read_micro_batches(path: Path, _first: int) -> Iterator[tuple[int, dict[str,
     where = str(path)
     try:
         if _num_items(content) * _LEAST_BYTES > len(content):
-            raise msgspec.DecodeError("the file holds fewer micro-batches than its header states")
+            raise msgspec.DecodeError("the file contains fewer micro-batches than its header states")
         for number, raw in enumerate(_LIST.decode(content), start=1):
             where = f"{path}, micro-batch {number}"
             batch = _ONE.decode(raw)

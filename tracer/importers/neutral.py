@@ -228,7 +228,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
         if ours and ours not in KNOWN:
             names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
             raise cannot_map(
-                theirs, ours, f"Columns are {names}. The prefix rollout_ can also be train_, current_ or reference_"
+                theirs, ours, f"Known columns: {names}. The prefix rollout_ can also be train_, current_ or reference_"
             )
 
 

@@ -18,7 +18,7 @@ from ...schemas.errors import ImportFailed
 CONTAINER_BYTES = 64
 """Memory charged (bytes) for each list, dict or tuple, because pickles do not state container sizes up front."""
 VIEWED_BYTES = 1 << 16
-"""Byte strings at least this long are kept as views of the file instead of being copied."""
+"""Byte strings of at least this many bytes are kept as views of the file instead of being copied."""
 BYTES = (bytes, memoryview)
 
 
@@ -35,7 +35,7 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Deduct `num_bytes`, which are about to be allocated. Raises ImportFailed if the budget is exceeded."""
+        """Deduct `num_bytes` before they are allocated. Raises ImportFailed if the budget is exceeded."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
@@ -47,7 +47,7 @@ class Budget:
 class Foreign:
     """Inert stand-in for a class or function outside the allowlist, or for the object that a call to it would return.
 
-    Holds the name, and the state that the file sets on the object. Arguments and items are dropped.
+    Keeps the name and the state that the file sets on the object, but drops arguments and items.
     """
 
     __slots__ = ("module", "name", "state")

@@ -18,7 +18,7 @@ CLAMPED = -9999.0
 POLICY = (ROLLOUT, TRAIN, CURRENT)
 """Passes that score the same policy. A token with probability 1 in one of them should have probability 1 in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""Largest |logprob| (bfloat16 rounding error) at which a token counts as having probability 1."""
+"""Largest |logprob| in nats (bfloat16 rounding error) at which a token counts as having probability 1."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
 """Verdicts on a list of zeros: logprobs, placeholders, or undecided until the import ends."""
@@ -61,8 +61,8 @@ class ZeroLists:
     """Decides whether lists of zeros are placeholders or logprobs from a policy that gives every token probability 1.
 
     A list of zeros counts as logprobs if another pass over the same policy has values for the same tokens, all within
-    CERTAIN_NATS of 0. Otherwise it counts as a placeholder, unless the list has only one value, because a single zero
-    is weak evidence.
+    CERTAIN_NATS of 0. Otherwise, a list of two or more zeros counts as a placeholder. A single zero is weak evidence,
+    so it is kept, unless the whole pass was never filled in.
 
     If all of a pass's values in an import are 0.0, the pass was probably never filled in, and its values become NULL.
     They are kept only if other passes over the same policy have values too, all of them 0.0.

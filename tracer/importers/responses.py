@@ -1,6 +1,6 @@
 """Import responses saved from vLLM, SGLang or NeMo-Gym, as JSON Lines or a JSON array.
 
-Responses contain only the engine's logprobs. The fields of NeMo-Gym are those in nemo_gym/openai_utils.py
+Responses contain only the engine's logprobs. NeMo-Gym's fields are defined in nemo_gym/openai_utils.py
 (NVIDIA-NeMo/Gym, 07d6b0d0).
 """
 
@@ -45,7 +45,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
         yield from read_lines(path, first)
         return
     found = parsed(
-        whole_content(path, TIMES_AS_JSON), str(path), "a .json file holds one response or an array of responses"
+        whole_content(path, TIMES_AS_JSON), str(path), "a .json file must contain one response or an array of responses"
     )
     for number, item in enumerate(found if isinstance(found, list) else [found], start=1):
         if not isinstance(item, Mapping):
@@ -54,7 +54,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return a saved object's response and request. If either is missing, the object itself takes its place."""
+    """Return a saved object's response and request. If either is missing, the object itself is used instead."""
     inside, request = record.get("response"), record.get("request", record.get("responses_create_params"))
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -165,8 +165,8 @@ SGLANG = response_format(
         "finish_reason": ("type",),
     },
     name="sglang",
-    writes="your client from `/generate` responses, requested with return_logprob=true",
-    alignment="each output token has a (logprob, id, text) in output_token_logprobs. output_token_sampling_logprobs "
+    writes="a client that saves `/generate` responses with return_logprob=true",
+    alignment="output_token_logprobs has one (logprob, id, text) per output token. output_token_sampling_logprobs "
     "become the pass rollout/sampling, and rollout minus rollout/sampling is the log mass kept by truncation",
     rollout="the responses have no logprobs. Request them with return_logprob=true",
 )
@@ -234,7 +234,8 @@ VLLM = response_format(
         "finish_reason": ("finish_reason",),
     },
     name="vllm",
-    writes="your client from `/v1/completions` or `/v1/chat/completions` responses, requested with logprobs and return_token_ids=true",
+    writes="a client that saves `/v1/completions` or `/v1/chat/completions` responses with logprobs and "
+    "return_token_ids=true",
     alignment="logprobs are aligned with the choice's token_ids, or with tokens written as token_id:<id>",
     rollout="the responses have no logprobs. Request them with logprobs=1 (chat: logprobs=true)",
 )

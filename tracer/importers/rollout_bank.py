@@ -202,8 +202,8 @@ MEGATRON_RL = Format(
     files=f"generations/generation-<id>/gen-<N>/{_LEDGER} with tokens.bin, logprobs.bin and masks.bin",
     columns={"group_id": ("uid",), "step": ("collection_iter",), "reward": ("reward",)},
     alignment="each turn has all its tokens, a mask that marks the generated tokens, and one logprob per generated token. "
-    "Turns that continue each other are one sequence. uid names the iteration that collected a group. The step is the next "
-    "iteration, as in Megatron-LM",
+    "Turns that extend each other form one sequence. The uid contains the iteration that collected the group. "
+    "The step is the next iteration, as in Megatron-LM",
     pattern=_PATTERN,
     parts=_parts,
     read=_read,

@@ -41,7 +41,7 @@ OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
 """Score columns other than logprobs. If their name contains no pass, they belong to the first imported pass among
 `train`, `current` and `rollout`."""
 OF_PASSES = {f"{name}_{column}": name for name in STANDARD for column in ("logprobs", *OF_TOKENS, *ARRAYS)}
-"""Name of the pass for each column that belongs to a pass."""
+"""Maps each pass-specific column to its pass."""
 
 POLICY_VERSION, SPLIT = "_policy_version", "split"
 VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
@@ -156,7 +156,6 @@ class RowImport:
             if name not in self.result.passes:
                 self.result.passes += (name,)
                 self.add_pass(name)
-        # Rows with the same step, the same split and non-NULL values in the same columns are recorded together.
         has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
         splits = np.array([split or TRAIN_SPLIT for split in columns.list(SPLIT) or [None] * columns.num_rows])
         for part in _groups(np.array(columns.list("step"), np.int64), splits, *has):
@@ -187,7 +186,7 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Record rows with the same step, the same split, and non-NULL values in the same columns."""
+        """Record rows that share a step, a split, and the set of non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -235,7 +234,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores. For HOLES, zeros become NULL. For OPEN, the scores wait for `_settle`."""
+        """Record a pass's scores. HOLES turns zeros into NULL, and OPEN postpones the decision to `_settle`."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:

@@ -144,7 +144,7 @@ def _csv_rows(path: Path, _notes: list[str], ignored: dict[str, None]) -> Iterat
 
 
 def _columns(path: Path, names: list[str], ignored: dict[str, None]) -> list[str]:
-    """Return each column's name, or "" to skip it. W&B names chart columns `RUN - NAME`, NAME__MIN and NAME__MAX."""
+    """Return each column's name, or "" to skip it. W&B charts name columns `RUN - NAME[__MIN|__MAX]`."""
     runs = dict.fromkeys(name.rpartition(" - ")[0] for name in names[1:])
     if names[0] == "Step" and len(runs) > 1 and "" not in runs:
         raise ImportFailed(f"{path} contains {len(runs)} runs ({listed_names([*runs])}). Export one run per file")
@@ -193,7 +193,7 @@ def _console_rows(path: Path, notes: list[str], _ignored: dict[str, None]) -> It
             is_any |= bool(values)
             yield where, int(found[1]), values
     if broken:
-        notes.append(f"{num_broken:,} items in log lines have no number (first: {broken})")
+        notes.append(f"{num_broken:,} items in log lines have no numeric value (first: {broken})")
     if not is_any:
         raise ImportFailed(
             f"{path} contains no scalars in the format of verl (step:1 - NAME:VALUE) or slime (step 1: {{...}}). TRL's "

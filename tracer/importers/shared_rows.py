@@ -31,7 +31,7 @@ from .row_import import KINDS, OF_TOKENS, POLICY_VERSION
 PROMPT_LOGPROBS = "prompt_logprobs"
 """Column with the engine's logprobs of the prompt tokens. The first prompt token has none."""
 UNKNOWN = -1
-"""Id of a response token whose id was not recorded."""
+"""Id used for response tokens whose id was not recorded."""
 TOKENS = list_of(required(integer("a token id", pa.int32(), UNKNOWN, INT32_MAX)), "a list of token ids")
 PROMPT = "prompt"
 """Column with a name for a prompt whose token ids are unknown."""
@@ -39,7 +39,7 @@ MOST_REPEATS = 1024
 CELLS = tuple(
     name for name, column in GIVEN.items() if not pa.types.is_list(column.type) and name not in ("seq_id", "group_id")
 )
-"""Columns with one value per row that are copied from a response. seq_id and group_id are assigned by the matching."""
+"""Columns with one value per row that are copied from a response. seq_id and group_id are set during matching."""
 MASK = "response_mask"
 OF_RESPONSES = (MASK, "advantages")
 PER_TOKEN = (*OF_TOKENS, *OF_RESPONSES)
@@ -65,7 +65,7 @@ class _Prompt:
     label: str
     ids: np.ndarray | None
     passes: dict[str, dict[bytes, list[_Response]]] = field(default_factory=dict)
-    """Each pass's distinct responses by their tokens, each with all of its repetitions."""
+    """For each pass, maps the token ids (as bytes) of each distinct response to its repetitions."""
 
 
 class SharedRows:
@@ -101,7 +101,7 @@ class SharedRows:
             tokens = {name: found for name, column in of_tokens.items() if (found := column[row]) is not None}
             for name, found in tokens.items():
                 if len(found) != len(ids):
-                    raise ImportFailed(f"{where}: {len(found)} {name} for {len(ids)} tokens, expected one per token")
+                    raise ImportFailed(f"{where}: {name} needs one value per token ({len(ids)}), got {len(found)}")
             own = {name: column[row] for name, column in cells.items()}
             if own.get("rewards") is not None:
                 own["rewards"] = dict(own["rewards"])  # Arrow returns maps as pairs
@@ -229,15 +229,15 @@ _SETTINGS = {
     "async_sched": ("scheduler_config", "async_scheduling", True),
     "fp8": ("model_config", "quantization", "fp8"),
 }
-"""Patterns for words in file names, and the vLLM settings that these words mean."""
+"""Patterns for words in file names, and the vLLM settings they stand for."""
 _MODES = ("static", "dynamic", "offline")
 NOT_SETTINGS = ("inference", "logitsmatch", "tokensmatch")
-"""Words to ignore in file names: words that all names have, and words for what a test compares."""
+"""Words to ignore in file names, because they describe the test instead of the engine."""
 MODEL_SIZE = re.compile(r"\d+(?:\.\d+)?[mb]", re.IGNORECASE)
 
 
 def named_settings(name: str) -> dict[str, Any]:
-    """Return contract fields for the settings in a file name. An unknown word becomes a field with the value True.
+    """Parse the settings in a file name into contract fields. An unknown word becomes a field with the value True.
 
     >>> named_settings("tp8_chunked_prefill_zmq")["config"]["parallel_config"]
     {'tensor_parallel_size': 8}

@@ -35,7 +35,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "rollout_expert_ids": ("rollout_routed_experts",),
 }
-"""Fields that may hold each column or a value from which it is computed."""
+"""Possible fields for each column, or for a value from which it is computed."""
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,7 @@ def _usual(names: dict[str, int]) -> dict[str, int]:
 def framework_of(folder: DumpFolder) -> str | None:
     """Return "slime", "miles" or None. Dumps that match both (rank files of old releases) count as slime's."""
     kinds = {re.sub(r"\d+", "", name): name for names in reversed(dump_files(folder)) for name in reversed(names)}
-    is_dump = False  # rollout dumps and the rank files of old releases do not say which framework wrote them
+    is_dump = False  # rollout dumps and the rank files of old releases do not identify the framework
     for name in kinds.values():
         try:
             record = read_pickled(folder.path(name))
@@ -92,7 +92,7 @@ SLIME = Format(
     writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>.pt (or train_data/<id>_<rank>.pt)",
     columns=COLUMNS,
-    alignment="lists have response_length values, for tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
+    alignment="lists are aligned with tokens[-response_length:]. 0.0 where the loss mask is 0 means no logprob",
     recognises=lambda folder: framework_of(folder) == "slime",
     parts=dump_parts,
     read=_read,
@@ -107,7 +107,7 @@ MILES = replace(
     SLIME,
     name="miles",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
-    alignment="same as slime, except that each context-parallel rank has its zig-zag part of the response. "
+    alignment="same as slime, except that context-parallel ranks split the response in a zig-zag layout. "
     "Tensor-parallel ranks have the same data. Old releases of miles wrote the same files as slime, "
     "so `auto` imports these as slime",
     recognises=lambda folder: framework_of(folder) == "miles",

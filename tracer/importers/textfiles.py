@@ -74,7 +74,7 @@ def _block(objects: Iterator[Any]) -> Iterator[Any]:
 
 
 _LINE = "each line must be one object"
-_LINES = "each line must be one object, or a .json file one array of objects"
+_LINES = "each line must be one object, except that a .json file may contain one array of objects"
 
 
 def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -121,7 +121,7 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Local header of a zip entry: size in bytes, then offset and format of the lengths of the name and extra field."""
+"""Zip entry header: its size in bytes, then the offset and format of its two length fields (name, extra)."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
@@ -163,7 +163,7 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise NotPlain("malformed storage")
     if view and view[0] is not None:
-        raise NotPlain("a storage that is a view of another storage")
+        raise NotPlain("a storage is a view of another storage")
     return kind.dtype, key, numel
 
 
@@ -190,10 +190,10 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     content, found = bytes_of(storage.array()), {}
     for name, leaf in metadata["leaves"].items():
         if not (isinstance(leaf, tuple) and len(leaf) == 5 and all(type(end) is int for end in leaf[2:])):
-            raise NotPlain(f"a TensorDict with an entry {name!r} that is not a plain tensor")
+            raise NotPlain(f"TensorDict entry {name!r} is not a plain tensor")
         dtype, shape, start, stop, padding = leaf
         if not 0 <= start <= stop - padding <= stop <= len(content):
-            raise NotPlain(f"a TensorDict with an entry {name!r} outside its data")
+            raise NotPlain(f"TensorDict entry {name!r} has offsets outside its data")
         found[name] = raw_tensor(dtype, shape, content[start : stop - padding])
     return found
 

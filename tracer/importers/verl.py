@@ -149,7 +149,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     groups = settled(fields.get("group_id"))
     if groups is not None and len(groups) == num_rows:
         if odd := next((group for group in groups if isinstance(group, Foreign)), None):
-            raise ImportFailed(f"{where}: uid holds {shown(odd)}. Leave it out with --map uid=")
+            raise ImportFailed(f"{where}: uid contains {shown(odd)}. Leave it out with --map uid=")
         columns["group_id"] = [str(group) for group in groups]
     rewards = _rewards(fields, responded, where)
     if rewards is not None:
@@ -215,7 +215,7 @@ VERL = Format(
     lacks={
         "rollout": "the dump has no rollout_log_probs. verl keeps them with "
         "actor_rollout_ref.rollout.calculate_log_probs=True, except in rollout_data_dir",
-        "train": "the dump has no old_log_probs. gen_batch.dp is written before the trainer scores the batch, and files in "
-        "rollout_data_dir hold only text. Call batch.save_to_disk(PATH) after compute_log_prob, and import that file",
+        "train": "the dump has no old_log_probs. gen_batch.dp is written before the trainer scores the batch, and "
+        "rollout_data_dir contains only text. Call batch.save_to_disk(PATH) after compute_log_prob and import PATH",
     },
 )
