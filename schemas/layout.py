@@ -37,7 +37,7 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr."""
+    """One writer's batch of records, kept in a journal and later sealed as Parquet and Zarr files."""
 
     writer: str
     number: int

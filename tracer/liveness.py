@@ -120,7 +120,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     """Return the attempt that this process begins or joins.
 
     `session` identifies the launch. `ordinal` counts earlier training runs in this process. With `resumes`, earlier
-    recordings from this process belong to a previous attempt even if they are still open, as in notebooks.
+    recordings from this process belong to a previous attempt even if still open (common in notebooks).
 
     All ranks restart together, but torchrun's restart count may differ between nodes, so each rank counts its own
     earlier writers. A new rank takes its attempt number from rank 0, or from a driver that has no rank.

@@ -1,4 +1,4 @@
-"""Results from `locate`, one file each in a trace's locate/ folder."""
+"""Results of `locate`, each in its own file in a trace's locate/ folder."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class WeightDifference:
     largest: float
     """Largest absolute difference between corresponding elements."""
     version: int | None
-    """Policy version whose recorded tensor is identical, or None if there is no such version."""
+    """Policy version whose recorded tensor is identical to this one, or None."""
     share: float = 1.0
 
 
@@ -138,7 +138,7 @@ class Patch:
     """Execution in which operators are replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """Sum of d^2 (nats^2) that remains for each sequence in the result."""
+    """Remaining sum of d^2 (nats^2) in each of the result's sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

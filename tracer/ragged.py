@@ -189,7 +189,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
             return None  # let _row raise the error about rounded token ids
         try:
             data = [row.numpy() for row in data]
-        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor that requires grad
+        except (TypeError, ValueError, RuntimeError):  # NumPy lacks this dtype, or the tensor requires grad
             return None
     return list(data) if data[0].dtype.kind in _KINDS[dtype.kind] else None
 
@@ -216,7 +216,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
 def _has_none(row: Sequence[Any]) -> bool:
     try:
         return None in row
-    except (TypeError, ValueError, RuntimeError):  # comparing an array in the list with None gives several truth values
+    except (TypeError, ValueError, RuntimeError):  # an array in the list has no single truth value
         return any(item is None for item in row)
 
 

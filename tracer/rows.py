@@ -21,7 +21,7 @@ from .scalars import as_float, as_text, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""By dtype, the largest positive logprob that rounding can produce (nats): the spacing of numbers just above 16."""
+"""Largest positive logprob (nats) that rounding can produce, by dtype: one ulp for values between 16 and 32."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 

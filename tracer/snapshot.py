@@ -89,7 +89,7 @@ class Snapshot:
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Cache of `_lacking_columns`. A key is a table's name and the id() of a schema from the index."""
+    """Cache of `_lacking_columns`, keyed by table name and the id() of a schema from the index."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
     """Writers whose state does not match their files, perhaps because the state has since changed."""

@@ -103,7 +103,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Each remote folder's entries when `look` was last called."""
+        """Entries of each remote folder, as of the last call of `look`."""
 
     @property
     def is_local(self) -> bool:

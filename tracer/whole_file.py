@@ -176,7 +176,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # folders cannot be locked here, but files might be
+        except OSError:  # some file systems (NFS) can lock files but not folders
             continue
         finally:
             os.close(descriptor)

@@ -152,7 +152,7 @@ Changes = tuple[np.ndarray, np.ndarray]
 """[K] positions of changed elements, in ascending order, and [K] differences between their new and old bits."""
 
 _LONGEST = 255
-"""A distance is stored as the sum of one or more bytes. After a byte with this value, the distance continues."""
+"""A distance is stored as one or more bytes that add up to it. After a byte with this value, another one follows."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)

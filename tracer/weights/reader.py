@@ -165,8 +165,8 @@ class WeightReader:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             if isinstance(error, TimTraceError):
                 raise
-            where = f"{self.store.shown(WEIGHTS)}: the files of version {version}"
-            raise damaged(f"{where} contradict each other ({first_line(error)})") from error
+            what = f"the files of version {version} contradict each other ({first_line(error)})"
+            raise damaged(f"{self.store.shown(WEIGHTS)}: {what}") from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
         found = []
@@ -237,7 +237,7 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # raises an error that names the first version with wrong bits
+            self._read(step, tensor)  # an error here names the first damaged version
         raise damaged(f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged (hash mismatch)")
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
@@ -308,8 +308,8 @@ class WeightReader:
                     f"be rebuilt"
                 )
             if parent >= path[-1].row:
-                found = f"version {path[-1].version} is recorded as a change to row {parent}"
-                raise damaged(f"{self._shown(record)}: {found}, which does not come before it")
+                change = f"row {path[-1].row} is recorded as a change to row {parent}, which is not an earlier row"
+                raise damaged(f"{self._shown(record)}: {change}")
             path.append(by_row[parent])
             parent = path[-1].parent_row
         self._paths[key] = path[::-1]
