@@ -171,7 +171,7 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """Name of this document without `.json`. The names of all the writer's files begin with this name."""
+    """Name of this document without `.json`, and prefix of all the writer's file names."""
     run_id: str = ""
     """As in trace.json."""
     state: str = OPEN
@@ -257,7 +257,7 @@ def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = Tru
     return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)
 
 
-# --- Contracts: the settings that determine a pass's values
+# --- Contracts: the settings that determine a pass's logprobs
 
 Contract = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Columns in a trace's Parquet tables: meaning, unit, alignment, and what NULL means."""
+"""Columns in a trace's Parquet tables: meaning, unit, alignment and meaning of NULL."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the batch, with NULL in columns that older releases lacked. Return None if columns do not match."""
+        """Return the batch with NULL in columns added by later releases, or None if other columns differ."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None

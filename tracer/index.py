@@ -1,4 +1,4 @@
-"""The cache in index/: footers, writer states and contracts. It lets traces with many files open quickly.
+"""The cache in index/: footers, writer states and contracts. It speeds up opening traces with many files.
 
 Entries are validated before use. Anything missing or changed is read from the trace's own files, so a stale index is
 harmless and can be deleted at any time.

@@ -23,7 +23,7 @@ SILENT_S = 900.0
 """A writer on another machine counts as ended after this many seconds without a heartbeat."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""How `liveness` decided: by a normal close, the process, a machine reboot, or the last heartbeat."""
+"""Evidence that `liveness` used: a normal close, the process, a machine reboot, or the last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,7 +186,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
         return None
     if kinds != {np.ndarray}:
         if dtype.kind == "i" and data[0].dtype.is_floating_point:
-            return None  # let _row raise the error about rounded token ids
+            return None  # _row raises the error about rounded token ids
         try:
             data = [row.numpy() for row in data]
         except (TypeError, ValueError, RuntimeError):  # NumPy lacks this dtype, or the tensor requires grad

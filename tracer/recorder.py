@@ -162,7 +162,7 @@ class Recorder:
         self._metric_step: int | None = None
         self._warned: set[str] = set()
         self._kinds: dict[str, dict[str, Any]] = {}
-        """By Zarr group and array name: the shape of one token's values, and their dtype."""
+        """Shape and dtype of one token's values, for each Zarr group and array name."""
 
     def __enter__(self) -> Recorder:
         return self
@@ -431,8 +431,8 @@ class Recorder:
         Warns if `describe` or `add_contract` has not been called, because a replay needs both. `close` warns again if
         one is still missing.
 
-        Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
-        tensors may change. Each version is saved only once.
+        Tensors may be on any device. If they are DTensors, each process saves its shard. The caller may modify the
+        tensors once the call returns. Each version is saved only once.
 
         Raises InvalidRecord for an unsupported dtype.
         """
@@ -498,7 +498,7 @@ class Recorder:
     def add_optimizer(self, step: int, optimizer: Any) -> None:
         """Record the size of this step's update relative to the weights, and the optimizer's mean second moment.
 
-        Call this after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. The optimizer's state is only
+        Call this after `optimizer.step()` of torch's Adam, AdamW or SGD with momentum. The optimizer's state is only
         read. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
 
         Raises InvalidRecord if the step decreases.

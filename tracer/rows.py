@@ -27,7 +27,7 @@ FLOAT32_ROUNDING_NATS = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows. Each field holds one integer per row, [B]."""
+    """Positions of rows in forward passes. Each field has one integer per row, [B]."""
 
     ids: np.ndarray
     """Forward pass id. Rows in the same forward pass share it."""

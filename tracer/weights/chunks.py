@@ -30,7 +30,7 @@ DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 Bits = dict[str, np.ndarray]
-"""By dtype: the bits of [E] elements, as unsigned integers."""
+"""Bits of [E] elements as unsigned integers, keyed by dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 

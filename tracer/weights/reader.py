@@ -70,10 +70,10 @@ class WeightReader:
         self.damaged: list[str] = []
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """By version and attempt: one sentence that names the damaged or missing file."""
+        """For each version and attempt, a sentence that names the damaged or missing file."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """By segment, dtype and chunk: the version in memory and its bits."""
+        """The version in memory and its bits, for each segment, dtype and chunk."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
@@ -99,7 +99,7 @@ class WeightReader:
             self._note_lost(name, told, known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
-            self.damaged.append(f"{where} contains the record for {record.segment}.{record.version}.json; remove it")
+            self.damaged.append(f"{where} has the content of {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if writer is None:
