@@ -281,8 +281,8 @@ def remove_replaced(aside: Path) -> None:
 def move_part(building: Path, folder: Path) -> None:
     """Move an addition's files into a trace.
 
-    The addition's manifest is removed first. An addition without a manifest tells `remove_unfinished` to complete the
-    move, in case this process dies.
+    The addition's manifest is removed first. If this process dies, `remove_unfinished` completes the move of
+    additions without a manifest.
     """
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)

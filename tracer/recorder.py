@@ -208,7 +208,7 @@ class Recorder:
 
     @checked
     def add_contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract (dtype, kernels and other settings that affect its values), and return its hash.
+        """Record a pass's contract (dtype, kernels and other settings that affect its logprobs), and return its hash.
 
         The contract applies to scores added later. Passes with non-standard names must be declared this way.
         """
@@ -227,7 +227,7 @@ class Recorder:
 
     @checked
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
-        """Record free-form descriptions of the trained model and its tokenizer."""
+        """Describe the trained model (a replay needs its `class` and `config`) and its tokenizer."""
         state = self.writer.state
         state.model = state.model if model is None else dict(model)
         state.tokenizer = state.tokenizer if tokenizer is None else dict(tokenizer)

@@ -121,7 +121,7 @@ def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
 Label = Callable[[int], str]
 """Function that takes a row's index and returns the row's name for messages."""
 
-ALIGN = "pass as many values as tokens, or these values' own attention mask"
+ALIGN = "pass one value per token, or an attention mask for these values"
 
 
 def aligned(

@@ -192,7 +192,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add table files that no state lists to their writers' states. Called only if the trace may lack checksums."""
+    """Add unlisted table files to their writers' states. Called only if the trace may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():

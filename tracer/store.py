@@ -229,7 +229,7 @@ class Store:
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
-        """Return when a file last changed (Unix time), or None if unknown."""
+        """Return a file's modification time (Unix time), or None if unknown."""
         try:
             found = self.filesystem.modified(self.path(relative))
         except (NotImplementedError, OSError, KeyError):

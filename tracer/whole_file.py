@@ -190,7 +190,7 @@ def _locked_file(folder: Path) -> int | None:
         try:
             file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(folder / LOCK, file):  # otherwise the previous holder has removed the file
+            if _is_there(folder / LOCK, file):  # False if the previous holder has removed the file
                 return file
         except OSError as error:
             if file is not None:

@@ -355,7 +355,7 @@ class WeightReader:
     @property
     def told_checkpoints(self) -> str:
         return (
-            f"they are in checkpoints outside the trace, in {self.checkpoints!r} at the time of recording; to read them, "
+            f"weights are in separate checkpoints, in {self.checkpoints!r} at the time of recording; to read them, "
             f"pass {option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
         )
 
@@ -364,7 +364,7 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"it has no weights: {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
+            return f"none were recorded. To add some, {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
         return f"it has {len(versions):,} versions, {versions[0]} to {versions[-1]}"
 
 
