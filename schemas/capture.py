@@ -47,7 +47,7 @@ class Capture:
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Return True if a sequence's distributions are kept. The choice depends only on step and id."""
+        """Return True if a sequence's distributions are kept. A hash of step and id selects the sequences."""
         if not self.dense:
             return False
         digest = blake2b(f"{step}/{seq_id}".encode(), digest_size=8).digest()

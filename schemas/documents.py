@@ -225,7 +225,7 @@ class WriterState:
     waited_s: float = 0.0
     """Time that the recorded program waited for the file system (seconds)."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Description of the trained model, such as its class and config. Set by `Recorder.describe` or the hooks."""
+    """Description of the trained model, such as its class and config (see `Recorder.describe`)."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of installed packages, by name."""

@@ -234,10 +234,8 @@ def _expected_values(dtype: np.dtype) -> str:
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
-        raise InvalidRecord(
-            f"{what}: got {name}, which rounds token ids {'above 256' if name == 'bfloat16' else 'above 2048'}. "
-            "Pass integers"
-        )
+        limit = 256 if name == "bfloat16" else 2048
+        raise InvalidRecord(f"{what}: got {name}, which rounds token ids above {limit}. Pass integers")
     try:
         return to_numpy(data)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -255,7 +255,8 @@ def _rows_lost(record: SealedFile) -> str:
     if record.steps is None:
         return ""
     first, last = record.steps
-    return f" ({record.num_rows:,} rows of {f'step {first}' if first == last else f'steps {first} to {last}'})"
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f" ({record.num_rows:,} rows of {steps})"
 
 
 def _open_file(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile, spec: Table) -> TableFile:

@@ -364,7 +364,9 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"none were recorded. To add some, {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
+            return (
+                f"none were recorded. To add some, {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
+            )
         return f"it has {len(versions):,} versions, {versions[0]} to {versions[-1]}"
 
 
