@@ -1,7 +1,6 @@
 """tim-trace: record, replay and query the training-inference mismatch of LLM RL runs.
 
-Every verb of the command line is a function here, under the same name and with the same options. Names are imported when
-they are asked for.
+Each command is also a function in this package, with the same name and options. Functions are imported on first use.
 """
 
 # ruff: noqa: F405  # type checkers find the names in `__all__` through the star import below

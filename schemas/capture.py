@@ -11,7 +11,7 @@ LEVELS = (LOGPROBS, TOPK, LOGITS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """How much of each token's distribution to record, and for which sequences."""
+    """Settings for recording token distributions: level, K and fraction of sequences."""
 
     level: str = "logprobs"
     """`logprobs` (sampled token only), `topk` or `logits`."""
@@ -47,7 +47,7 @@ class Capture:
         return self.level != "logprobs" and self.fraction > 0.0
 
     def selects(self, step: int, seq_id: str) -> bool:
-        """Return True if a sequence's distributions are kept. A hash decides, so that all processes agree."""
+        """Return True if a sequence's distributions are kept. A hash of step and id selects the sequences."""
         if not self.dense:
             return False
         digest = blake2b(f"{step}/{seq_id}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""JSON documents in a trace: trace.json, writers/<id>.json and pass contracts."""
+"""JSON documents in a trace: trace.json, writers/<id>.json and passes/<pass>/<hash>.json."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _check(document: Any, content: bytes) -> None:
     if not isinstance(document, dict):
         raise TypeError(f"its type is {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # it cannot exceed MAX_DEPTH or contain a lone surrogate: skip the slow traversal
+        return  # too few brackets and no escapes, so the slow traversal would find nothing
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
         if isinstance(value, str):
-            value.encode()  # raises an error for a lone surrogate, which cannot be printed
+            value.encode()  # raises UnicodeEncodeError for a lone surrogate
         elif isinstance(value, (dict, list)):
             if depth > MAX_DEPTH:
                 raise ValueError(f"nesting exceeds {MAX_DEPTH} levels")
@@ -119,18 +119,18 @@ class Manifest:
     created_by: str
     """tim-trace's version, or the name and version of the program that wrote the trace."""
     source: str
-    """`record`, `recorder` (the Python API), `import <format>`, or any other text in a foreign writer's trace."""
+    """`record`, `recorder` (the Python API), `import <format>`, or any text chosen by another program."""
     command: tuple[str, ...] = ()
     """The recorded command, one word per element."""
     capture: str = "logprobs"
     """`logprobs`, `topk:K` or `logits`."""
     capture_fraction: float = 1.0
-    """Share of the sequences whose distributions were captured."""
+    """Fraction of sequences (0 to 1) whose distributions were captured."""
     weights_from: str | None = None
     """Hugging Face checkpoint folder to read weights from, if any."""
     format_version: int = FORMAT_VERSION
     checksums: bool = True
-    """False if the trace may lack checksums, so that damage in it cannot be detected."""
+    """False if files may lack checksums. Damage in such files cannot be detected."""
 
     @property
     def is_import(self) -> bool:
@@ -171,7 +171,7 @@ class WriterState:
     """One writer: its process, its files and whether it finished."""
 
     writer: str
-    """Name of this document without `.json`. The names of all the writer's files begin with this name."""
+    """Name of this document without `.json`, and prefix of all the writer's file names."""
     run_id: str = ""
     """As in trace.json."""
     state: str = OPEN
@@ -180,7 +180,7 @@ class WriterState:
     """Why recording stopped early."""
     host: str = ""
     boot_id: str | None = None
-    """The machine's boot id when the writer started. If the machine's boot id has changed, the process has ended."""
+    """Boot id of the machine when the writer started. If it has changed since then, the process has ended."""
     pid_namespace: str | None = None
     pid: int = 0
     process_start: int | None = None
@@ -188,19 +188,19 @@ class WriterState:
     rank: int | None = None
     opened_at: str = ""
     closed_at: str | None = None
-    """None if the writer is still open or its process was killed."""
+    """When the writer closed. None if it is still open or its process was killed."""
     attempt: int | None = None
     """Training attempt, counted from 1 and incremented when a run is resumed. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers in an attempt. For `tim-trace record` itself, the prefix of its attempts' keys."""
+    """Key shared by all writers in an attempt. For `tim-trace record` itself, the prefix of these keys."""
     files: dict[str, SealedFile] = field(default_factory=dict)
     """Finished files, keyed by path in the trace."""
     replaced: tuple[str, ...] = ()
-    """Source files that this writer has merged into its own but not deleted yet. Readers ignore them."""
+    """Files of other writers that were merged into this writer's files but not deleted yet. Readers ignore them."""
     journals: tuple[str, ...] = ()
     """Journals with rows that are not in Parquet files yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """For each journal that was sealed after its process died, the size of the incomplete last record (bytes)."""
+    """Size (bytes) of the incomplete last record in each journal that was sealed after its process died."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """Imported files, keyed by path in the imported folder. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class WriterState:
     waited_s: float = 0.0
     """Time that the recorded program waited for the file system (seconds)."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `Recorder.describe`: `class`, `config` and others."""
+    """Description of the trained model, such as its class and config (see `Recorder.describe`)."""
     tokenizer: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of installed packages, by name."""
@@ -257,7 +257,7 @@ def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = Tru
     return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)
 
 
-# --- Contracts: the settings that determine a pass's values
+# --- Contracts: the settings that determine a pass's logprobs
 
 Contract = dict[str, Any]
 
@@ -299,7 +299,7 @@ def plain(value: Any) -> Any:
 
 
 _NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
-"""Contract fields that do not affect a pass's values."""
+"""Settings in a contract that do not affect logprobs."""
 
 
 def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

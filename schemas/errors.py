@@ -152,21 +152,21 @@ EXTRAS = {
 
 @contextmanager
 def telling_missing() -> Iterator[None]:
-    """Raise NotInstalled if the block needs a missing library. The message names the command that installs it."""
+    """Raise NotInstalled if the block imports a missing library. The message names the command that installs it."""
     try:
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).partition(".")[0]
         if name in EXTRAS:
             raise NotInstalled(f"{name} is not installed; pip install 'tim-trace[{EXTRAS[name]}]'") from error
-        from importlib import metadata  # at the top, this import would cost every process milliseconds
+        from importlib import metadata  # imported here to keep startup fast
 
         required = [each for each in metadata.requires("tim-trace") or () if "extra ==" not in each]
         if not any(re.match(rf"{re.escape(name)}\b", each) for each in required):
             raise
         raise NotInstalled(
-            f"{name} is not installed, perhaps because this machine has only the recorder. Run pip install tim-trace, "
-            "or open the trace on a machine with the full installation"
+            f"{name} is not installed; this may be a recorder-only installation. Run pip install tim-trace, or open "
+            "the trace on a machine with the full installation"
         ) from error
 
 

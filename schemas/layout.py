@@ -21,11 +21,11 @@ SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SC
 
 HYPERPARAMETER = "hyperparameter/"
 ROUTING = "_routing"
-"""Prefix for Zarr groups with router choices. It cannot be a pass name, because none starts with an underscore."""
+"""Prefix for Zarr groups with router choices. Pass names never start with an underscore, so they cannot clash."""
 TEMPORARY_PREFIX = ".tmp-"
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Prefix for folders that hold a complete old trace, moved aside for a new one."""
+"""Prefix for folders that hold a complete old trace while a new one replaces it."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
 """Prefix for folders that an old trace is being moved into. Some of its files may not have been moved yet."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
@@ -37,7 +37,7 @@ _SEGMENT = re.compile(r"(?P<writer>[A-Za-z0-9_.-]+)-(?P<number>\d{6})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Segment:
-    """One writer's batch of records: first a journal, later sealed as Parquet and Zarr."""
+    """One writer's batch of records, kept in a journal and later sealed as Parquet and Zarr files."""
 
     writer: str
     number: int

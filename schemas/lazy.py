@@ -73,7 +73,7 @@ def checked(public: _Public) -> _Public:
     unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
-    from inspect import signature as signature_of  # importing it at the top would slow every process down
+    from inspect import signature as signature_of  # imported here to keep startup fast
 
     signature = signature_of(public)
 
@@ -94,9 +94,9 @@ def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, nam
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):
-            raise WrongType(
-                f"{name or owner.__qualname__.removesuffix('.__init__')}: {option}: got {_shown(value)}, expected {' or '.join(_wanted(hints[option]))}"
-            )
+            what = name or owner.__qualname__.removesuffix(".__init__")
+            expected = " or ".join(_wanted(hints[option]))
+            raise WrongType(f"{what}: {option}: got {_shown(value)}, expected {expected}")
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -110,7 +110,7 @@ class Loss:
     def hyperparameters(self) -> dict[str, Any]:
         """Settings to pass to Recorder.add_hyperparameters.
 
-        Settings that only other kinds of loss use are left out if they have their default values.
+        Omits default `sapo_*` and `vespo_*` settings if the loss is of another kind.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {

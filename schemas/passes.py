@@ -42,4 +42,5 @@ def first_pair(names: Sequence[str]) -> str | None:
         return None
     if ROLLOUT not in names:
         return f"{CURRENT}:{TRAIN}" if {CURRENT, TRAIN} <= {*names} else f"{names[0]}:{names[1]}"
-    return f"{TRAIN if TRAIN in names else next(name for name in names if name != ROLLOUT)}:{ROLLOUT}"
+    other = TRAIN if TRAIN in names else next(name for name in names if name != ROLLOUT)
+    return f"{other}:{ROLLOUT}"

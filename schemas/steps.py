@@ -14,7 +14,7 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
 
     Negative numbers count from the last recorded step: `-1` is the last, `-10:` the last ten.
 
-    Raises InvalidOption if no step matches. `of` is the run's name, for the error message.
+    Raises InvalidOption if no step matches. `of` names the run in the error message.
 
     >>> parse_steps("1,3:5", [1, 2, 3, 4, 5, 6])
     [1, 3, 4, 5]

@@ -16,8 +16,8 @@ def _sum(name: str, doc: str, unit: str = "") -> Column:
 
 
 _PAIR = (
-    Column("pass_a", pa.string(), "pass a, where d = logprob(a) - logprob(b)", null=""),
-    Column("pass_b", pa.string(), "pass b (see pass_a)", null=""),
+    Column("pass_a", pa.string(), "first pass in d = logprob(pass_a) - logprob(pass_b)", null=""),
+    Column("pass_b", pa.string(), "second pass (see pass_a)", null=""),
 )
 
 SEQUENCE_SUMS = Table(
@@ -67,7 +67,7 @@ _CUTS = (
 
 STEP_QUANTILES = Table(
     name="step_quantiles",
-    doc="One row per (pair, step): quantiles, which cannot be computed from sums.",
+    doc="One row per (pair, step): quantiles of |d|.",
     columns=(*_PAIR, Column("step", pa.int64(), "the step", null=""), *_CUTS),
 )
 
@@ -85,7 +85,7 @@ STEP_HISTOGRAMS = Table(
 
 RUN_QUANTILES = Table(
     name="run_quantiles",
-    doc="One row per pair: quantiles over the whole run.",
+    doc="One row per pair: quantiles of |d| over the whole run.",
     columns=(
         *_PAIR,
         *_CUTS,

@@ -1,4 +1,4 @@
-"""Columns in a trace's Parquet tables: meaning, unit, alignment, and what NULL means."""
+"""Columns in a trace's Parquet tables: meaning, unit, alignment and meaning of NULL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Column:
     _: KW_ONLY
     unit: str = ""
     alignment: str = "one value per row"
-    """What each value or list element belongs to, such as a row or a token."""
+    """How values align with rows or tokens, e.g. `one value per row`."""
     null: str = "not recorded"
     """What NULL means. Empty for required columns. An optional column may be missing from older files."""
     keyword: str = ""
@@ -59,7 +59,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the batch, with NULL in columns that older releases lacked. Return None if columns do not match."""
+        """Return the batch with NULL in columns added by later releases, or None if other columns differ."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -86,7 +86,7 @@ _ATTEMPT = Column(
     pa.int32(),
     "training attempt that wrote the row, from 1. A run resumed from a checkpoint repeats some steps. Views show "
     "only the newest attempt at each step",
-    null="recorded outside training, or by an older release",
+    null="the row was recorded outside training or by an older release",
     is_made=True,
 )
 _WRITER = Column(
@@ -104,15 +104,15 @@ def _score(name: str, doc: str) -> Column:
 
 
 def _digest(name: str, doc: str, null: str) -> Column:
-    return Column(name, pa.uint64(), f"digest of {doc}", null=null)
+    return Column(name, pa.uint64(), doc, null=null)
 
 
 def _policy_version(doc: str, null: str = "not recorded") -> Column:
-    return Column("policy_version", pa.int64(), f"optimizer updates {doc}", unit="updates", null=null)
+    return Column("policy_version", pa.int64(), doc, unit="updates", null=null)
 
 
 def _places(name: str, of: str, rows: str, null: str, *, repeats: bool) -> tuple[Column, Column]:
-    start = f"sequence's first row in the group's arrays ({rows})"
+    start = f"index of the sequence's first row in the Zarr group's arrays ({rows})"
     return (
         Column(name, pa.string(), f"Zarr group in dense/ for this row's {of}", null=null, repeats=repeats),
         Column(f"{name}_start", pa.int64(), start, unit="rows", null=null),
@@ -133,7 +133,7 @@ SEQUENCES_TABLE = Table(
             is_name=True,
             repeats=True,
         ),
-        _policy_version("applied to the weights that sampled the response"),
+        _policy_version("optimizer updates applied to the weights that sampled the response"),
         Column("prompt_ids", TOKENS, "prompt token ids", alignment="one element per prompt token"),
         Column("response_ids", TOKENS, "response token ids, -1 if unknown", alignment=PER_RESPONSE_TOKEN, null=""),
         Column(
@@ -148,7 +148,7 @@ SEQUENCES_TABLE = Table(
         Column(
             "reward",
             pa.float64(),
-            "weighted sum over reward functions, before subtracting a baseline",
+            "weighted sum of all reward functions, before subtracting a baseline",
             takes_flags=True,
         ),
         Column(
@@ -163,12 +163,12 @@ SEQUENCES_TABLE = Table(
             FLOATS,
             "per-token advantage, if it differs by token",
             alignment=PER_RESPONSE_TOKEN,
-            null="the same for every token: see advantage",
+            null="every token has the same advantage (see `advantage`)",
             keyword="advantage",
         ),
         _setting("temperature", pa.float64(), "sampling temperature (neutral: 1.0)"),
         _setting("top_p", pa.float64(), "nucleus sampling mass (neutral: 1.0)"),
-        _setting("top_k", pa.int32(), "number of most probable tokens to sample from (neutral: 0 = all)"),
+        _setting("top_k", pa.int32(), "number of most probable tokens to sample from (neutral: 0, meaning all)"),
         _setting("min_p", pa.float64(), "minimum probability relative to the most probable token (neutral: 0.0)"),
         _setting("repetition_penalty", pa.float64(), "divisor for repeated tokens' logits (neutral: 1.0)"),
         _setting("max_tokens", pa.int32(), "maximum response length", "tokens"),
@@ -203,7 +203,7 @@ SCORES_TABLE = Table(
             "number of times the sequence had already been used in the loss (always 0 except in `current`)",
             null="",
         ),
-        _policy_version("applied to the weights that scored the response"),
+        _policy_version("optimizer updates applied to the weights that scored the response"),
         Column("contract", pa.string(), "hash of the pass's contract in passes/", repeats=True),
         _score(
             "logprobs",
@@ -218,16 +218,16 @@ SCORES_TABLE = Table(
         Column(
             "pad_right",
             pa.int32(),
-            "padding after the response in the forward pass. The width is pad_left + prompt + response + pad_right, "
-            "summed over packed rows",
+            "padding after the response in the forward pass. The forward pass's width is pad_left + prompt + response "
+            "+ pad_right, summed over packed rows",
             unit="tokens",
         ),
-        *_places("dense", "distributions", "one row per response token", "none were captured", repeats=True),
+        *_places("dense", "distributions", "one row per response token", "no distributions captured", repeats=True),
         *_places(
             "routing",
             "expert choices",
             "one row per prompt token, then one per response token",
-            "not recorded, or no mixture of experts",
+            "not recorded, or the model is not a mixture of experts",
             repeats=False,
         ),
         _ATTEMPT,
@@ -242,7 +242,7 @@ METRICS_TABLE = Table(
     columns=(
         Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name used by the framework", null="", repeats=True),
-        Column("value", pa.float64(), "the value, possibly NaN", null="the value is not a number: see text"),
+        Column("value", pa.float64(), "the value, possibly NaN", null="the value is not a number (see `text`)"),
         Column("text", pa.string(), "the value, if it is not a number", null="the value is a number or None"),
         Column("logged_at", pa.timestamp("us", tz="UTC"), "when the value was recorded"),
         _ATTEMPT,
@@ -256,7 +256,7 @@ ENGINE_WEIGHTS_TABLE = Table(
     "sampling. Digests are 64-bit and computed in `dtype`. Identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
-        _policy_version("already applied to the trainer's weights", null=""),
+        _policy_version("optimizer updates already applied to the trainer's weights", null=""),
         Column("tensor", pa.string(), "tensor name in the engine's weight updates", null="", repeats=True),
         Column(
             "dtype",
@@ -265,13 +265,13 @@ ENGINE_WEIGHTS_TABLE = Table(
             null="each tensor was hashed in its own dtype, because the engine runs in another process",
             repeats=True,
         ),
-        _digest("trainer", "the trainer's tensor with adapters merged", "not read, or the trainer has no such tensor"),
-        _digest("unmerged", "the trainer's tensor without its adapter", "no adapter changes the tensor"),
-        _digest("given", "the newest tensor sent to the engine since the previous step", "none was sent"),
+        _digest("trainer", "digest of the trainer's tensor with adapters merged", "not read, or not in the trainer"),
+        _digest("unmerged", "digest of the trainer's tensor without its adapter", "no adapter changes the tensor"),
+        _digest("given", "digest of the last tensor sent to the engine since the previous step", "nothing was sent"),
         _digest(
             "held",
-            "the engine's tensor (fused parameters are split first)",
-            "not read, or not found among the engine's parameters",
+            "digest of the engine's tensor (fused parameters are split first)",
+            "the tensor was not read, or not found among the engine's parameters",
         ),
         Column(
             "cast",
@@ -298,7 +298,7 @@ EVAL_SCORES_TABLE = replace(
     SCORES_TABLE,
     name=EVAL_SCORES,
     doc="One row per (pass, step, evaluation sequence). Same columns as `scores`. `contract` is NULL, because "
-    "contracts describe training.",
+    "contracts apply only to training.",
 )
 
 _ALL = SEQUENCES_TABLE, SCORES_TABLE, METRICS_TABLE, ENGINE_WEIGHTS_TABLE, EVAL_SEQUENCES_TABLE, EVAL_SCORES_TABLE

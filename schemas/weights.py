@@ -87,7 +87,7 @@ class WeightVersion:
     num_bytes: int
     stored_at: str
     base_row: int | None = None
-    """Row that an element delta is relative to (a power of 4 rows earlier). None for a keyframe or an XOR."""
+    """Base row of an element delta, a power of 4 rows earlier. None for a keyframe or an XOR."""
     layout_hash: str
 
     @property

@@ -291,7 +291,7 @@ with Recorder({str(tmp_path / "trace")!r}, capture="logits") as recorder:
 def test_other_commands_say_what_is_missing(tmp_path):
     done = recording_alone("from tim_trace.cli import main\nmain(['stats', 'nowhere'])")
     assert done.code == 2
-    assert "duckdb is not installed, perhaps because this machine has only the recorder." in done.stderr
+    assert "duckdb is not installed; this may be a recorder-only installation." in done.stderr
     assert "Run pip install tim-trace, or open the trace on a machine with the full installation" in done.stderr
 
 

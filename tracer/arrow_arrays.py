@@ -1,7 +1,7 @@
 """Build Arrow arrays directly from buffers.
 
 `pa.array` and `pa.scalar` import pandas to inspect their input. During training that import takes 0.3 to 1 s and holds
-the GIL. These functions take microseconds.
+the GIL. The functions in this module take microseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def text_array(texts: Sequence[str | None]) -> pa.Array:
     offsets = np.zeros(len(known) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
-        return pa.array(texts, pa.string())  # too long for 32-bit offsets: let Arrow raise its error
+        return pa.array(texts, pa.string())  # the text needs 64-bit offsets, so let Arrow raise its error
     valid_B = None if None not in texts else np.array([text is not None for text in texts], bool)
     buffers = [_bitmap(valid_B), pa.py_buffer(offsets.astype(np.int32)), pa.py_buffer(joined.encode())]
     return pa.Array.from_buffers(pa.string(), len(known), buffers)

@@ -26,7 +26,7 @@ class Batch:
         self.split = split
         self.seq_ids = seq_ids
         self.is_named = is_named
-        """False if the ids were generated, so the caller knows the sequences only by row number."""
+        """False if `seq_ids` was generated. Messages then refer to sequences by row number."""
         self.policy_version = policy_version
         self.folder = folder
         self.width_without_mask: int | None = None
@@ -149,7 +149,7 @@ Warn = Callable[[str, str], None]
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
     """Return the padding that a mask describes, or None if there is no mask. Warns if ids without a mask look padded.
 
-    `side` is `response` or `prompt`. `warn` is None for framework data, where rows may be empty.
+    `side` is `response` or `prompt`. If `warn` is None, as for framework data, empty rows are not reported.
     """
     name = f"{side}_attention_mask"
     if mask is None:

@@ -138,7 +138,7 @@ def connected(address: str | None) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        if place := _host_and_port(address):  # fails early, while Ray itself would retry for minutes
+        if place := _host_and_port(address):  # ray.init alone would retry for minutes before failing
             socket.create_connection(place, timeout=CONNECT_S).close()
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
@@ -151,10 +151,10 @@ def connected(address: str | None) -> Iterator[Any]:
             ) from error
         token = ""
         if isinstance(error, ConnectionError) and "Failed to connect to Ray cluster" in str(error):
-            token = f"if it requires a token, set RAY_AUTH_MODE=token or use {AUTO!r} on one of its nodes; otherwise "
+            token = f". If the cluster requires a token, set RAY_AUTH_MODE=token or use {AUTO!r} on one of its nodes"
         raise InvalidOption(
-            f"no cluster answers at {address!r} ({_on_one_line(error)}); {token}start one (ray start --head), or use "
-            f"{LOCAL!r} for a cluster on this machine",
+            f"no cluster answers at {address!r} ({_on_one_line(error)}). Start one (ray start --head), or use "
+            f"{LOCAL!r} for a cluster on this machine{token}",
             option="ray",
         ) from error
     try:
@@ -186,7 +186,7 @@ class _Pool:
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
-        """Unit number and actor by Ray reference. The number is None until the actor is ready."""
+        """Maps a Ray reference to its unit number (None until the actor is ready) and actor."""
         for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 
@@ -227,14 +227,14 @@ class _Pool:
                     self._replace(actor)
                     deaths[unit] += 1
                     if deaths[unit] >= TRIES:
-                        when = (
-                            f"before they were ready ({_last_line(error)}). Check that tim-trace {__version__} and all "
-                            "packages that the options name are installed on every node"
+                        message = (
+                            f"{TRIES} actors died before they were ready ({_last_line(error)}). Check that tim-trace "
+                            f"{__version__} and all packages that the options name are installed on every node"
                             if unit is None
-                            else f"while running the same unit ({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check "
-                            "whether a node ran out of memory"
+                            else f"{TRIES} actors died while running the same unit "
+                            f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check whether a node ran out of memory"
                         )
-                        raise ClusterFailed(f"{TRIES} actors died {when}") from error
+                        raise ClusterFailed(message) from error
                     if unit is not None:
                         waiting.appendleft(unit)
                     continue

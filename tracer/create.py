@@ -47,7 +47,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # without file locks, another process may create it first
+            if not is_first:  # another process can create the trace first if there are no file locks
                 raise TraceExists(f"{path}: another process has just created a trace there. Use another folder")
         try:
             yield folder
@@ -136,7 +136,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder, after creating the trace unless another process has already created it."""
+    """Create a trace unless another process has already done so, and return its folder."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,8 +281,8 @@ def remove_replaced(aside: Path) -> None:
 def move_part(building: Path, folder: Path) -> None:
     """Move an addition's files into a trace.
 
-    The addition's manifest is removed first. If the process then dies, the missing manifest makes `remove_unfinished`
-    complete the move.
+    The addition's manifest is removed first. If this process dies, `remove_unfinished` completes the move of
+    additions without a manifest.
     """
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)

@@ -63,7 +63,7 @@ class Logits:
 class Hidden:
     """The output head's input at each position: the last hidden state after the final norm.
 
-    The contract's `head` entry says how to compute logits from it.
+    The contract's `head` entry describes how to compute logits from it.
     """
 
     hidden: Any

@@ -47,7 +47,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
         raise InvalidRecord(
             f"{group!r} is not a Zarr group in a trace. Pass a value from the `dense` column of `scores`"
         )
-    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would point outside the trace
+    check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # reject names that point outside the trace
     if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
@@ -63,7 +63,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
 def is_sealed(store: Store, segment: Segment) -> bool:
     """Return True if a segment's Zarr group holds its distributions, False if its journal does.
 
-    A killed process may leave both. Then the group counts only if the writer's state lists it.
+    If a killed process left both, the group counts only if the writer's state lists it.
     """
     where = f"{segment.dense}/zarr.json"
     if not store.exists(where):

@@ -146,7 +146,7 @@ class _Chunks(NamedTuple):
     are_compressed: bool
 
     def check(self, content: bytes, *, is_whole: bool) -> None:
-        """Raise ValueError if a chunk's header claims more bytes than a chunk can have. Blosc would allocate them."""
+        """Raise ValueError if a chunk's header claims an impossible size, which Blosc would allocate."""
         starts = [0]
         if is_whole and self.num_in_shard is not None:
             index = content[-16 * self.num_in_shard - _CRC_BYTES :][: 16 * self.num_in_shard]

@@ -1,4 +1,4 @@
-"""The cache in index/: footers, writer states and contracts. It lets traces with many files open quickly.
+"""The cache in index/: footers, writer states and contracts. It speeds up opening traces with many files.
 
 Entries are validated before use. Anything missing or changed is read from the trace's own files, so a stale index is
 harmless and can be deleted at any time.
@@ -31,7 +31,7 @@ MANY_FOOTERS = 1024
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Maximum size of an uncompressed index (bytes). Larger indexes are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Tables in the order in which their footers are added, until the index is full."""
+"""Order in which tables' footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 

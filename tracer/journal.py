@@ -69,7 +69,7 @@ class JournalStream:
         self._has_links = os.fstat(self._file.fileno()).st_nlink > 0
         self.num_bytes = 0
         self.is_synced = False
-        """True after `sync`. Files sealed from these rows must then survive a power failure too."""
+        """True after `sync`. Files sealed from this journal must then survive a power failure too."""
         self._checksum = _INITIAL_CHECKSUM
         self._append_message(schema.with_metadata({IDENTITY: relative.encode()}).serialize())
 

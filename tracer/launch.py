@@ -38,7 +38,7 @@ class Recording:
 
     is_there: bool = True
     note: str | None = None
-    """Why this node recorded nothing, or which hosts are still recording."""
+    """Reason why this node recorded nothing, or hosts that are still recording."""
     is_stuck: bool = False
     """True if a thread is still waiting for an unresponsive file system."""
 
@@ -232,7 +232,7 @@ def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> s
     if "://" not in os.fspath(output):
         way = f"no recording was found there within {wait_s:g} s. Start every node with the same shared folder"
     by_itself = f"; unset {number.partition('=')[0]} if this command runs on a single node" if number[0] != "-" else ""
-    return f"{number} means that another node starts the recording to {output}, but {way}{by_itself}"
+    return f"{number} is set, so another node must start the recording to {output}, but {way}{by_itself}"
 
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:

@@ -23,7 +23,7 @@ SILENT_S = 900.0
 """A writer on another machine counts as ended after this many seconds without a heartbeat."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""How `liveness` decided: by a normal close, the process, a machine reboot, or the last heartbeat."""
+"""Evidence that `liveness` used: a normal close, the process, a machine reboot, or the last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     """Return the attempt that this process begins or joins.
 
     `session` identifies the launch. `ordinal` counts earlier training runs in this process. With `resumes`, earlier
-    recordings from this process belong to a previous attempt even if they are still open, as in notebooks.
+    recordings from this process belong to a previous attempt even if still open (common in notebooks).
 
     All ranks restart together, but torchrun's restart count may differ between nodes, so each rank counts its own
     earlier writers. A new rank takes its attempt number from rank 0, or from a driver that has no rank.

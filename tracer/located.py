@@ -1,4 +1,4 @@
-"""Results from `locate`, one file each in a trace's locate/ folder."""
+"""Results of `locate`, each in its own file in a trace's locate/ folder."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class WeightDifference:
     largest: float
     """Largest absolute difference between corresponding elements."""
     version: int | None
-    """Policy version whose recorded tensor is identical, or None if there is no such version."""
+    """Policy version whose recorded tensor is identical to this one, or None."""
     share: float = 1.0
 
 
@@ -138,7 +138,7 @@ class Patch:
     """Execution in which operators are replaced, `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """Sum of d^2 (nats^2) that remains for each sequence in the result."""
+    """Remaining sum of d^2 (nats^2) in each of the result's sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class Divergence:
     kind: str
     layer: int | None
     why: str
-    """`weights`: different weights. `beyond`: error above the rounding bound. `code`: different even in float64."""
+    """`weights`: different weights. `beyond`: error above the rounding bound. `code`: differs even in float64."""
     ratio: float | None
     version: int | None
     """Policy version that the weights belong to, if `why` is `weights`."""
@@ -187,7 +187,7 @@ class Findings:
     first: Divergence | None
     """First divergence, or None if rounding can explain all errors."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Checks that could not be made, and why."""
+    """Checks that could not be run, with the reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class Located(Findings):
 
     sequences: tuple[LocatedSequence, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """By (execution, operator) and sequence: d times the operator's own contribution to d, summed over tokens (nats^2).
+    """For each (execution, operator) and sequence: sum over tokens of d times the operator's contribution to d (nats^2).
     If the model were linear in the errors, these sums would add up to the sum of d^2."""
     patches: tuple[Patch, ...]
 

@@ -213,7 +213,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._files: dict[str, VerifiedFile | bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
-        """How often DuckDB or Arrow expanded each pattern."""
+        """Number of times DuckDB or Arrow expanded each glob pattern."""
 
     def add(self, name: str, file: VerifiedFile | bytes) -> str:
         self._files[name] = file

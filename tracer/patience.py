@@ -43,7 +43,7 @@ class Patience:
     ) -> None:  # fmt: skip
         """Wait while `is_blocked` returns True. Raises StorageStalled after `max_wait_s`.
 
-        The caller must hold `changed`. Time does not count towards the limit while `is_excused` returns True. The limit
+        The caller must hold `changed`. Time does not count towards the limit while `is_excused` returns True. The clock
         restarts whenever the value returned by `signs` changes.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0

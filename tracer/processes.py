@@ -60,8 +60,8 @@ def running_launchers(
     """Wait up to `wait_s` for `tim-trace record` processes that use this folder, and return the running ones.
 
     A process on another machine counts only if it sends a heartbeat during the wait, because a process that was killed
-    a moment ago still looks alive. If `beside` is given, only the writers that it names are considered, and those that
-    closed normally are returned too.
+    a moment ago still looks alive. If `beside` is given, only the writers listed there are considered, including those
+    that closed normally.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:

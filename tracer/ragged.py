@@ -186,10 +186,10 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
         return None
     if kinds != {np.ndarray}:
         if dtype.kind == "i" and data[0].dtype.is_floating_point:
-            return None  # let _row raise the error about rounded token ids
+            return None  # _row raises the error about rounded token ids
         try:
             data = [row.numpy() for row in data]
-        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor that requires grad
+        except (TypeError, ValueError, RuntimeError):  # NumPy lacks this dtype, or the tensor requires grad
             return None
     return list(data) if data[0].dtype.kind in _KINDS[dtype.kind] else None
 
@@ -216,7 +216,7 @@ def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, 
 def _has_none(row: Sequence[Any]) -> bool:
     try:
         return None in row
-    except (TypeError, ValueError, RuntimeError):  # comparing an array in the list with None gives several truth values
+    except (TypeError, ValueError, RuntimeError):  # an array in the list has no single truth value
         return any(item is None for item in row)
 
 
@@ -234,10 +234,8 @@ def _expected_values(dtype: np.dtype) -> str:
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
     name = str(getattr(data, "dtype", "")).removeprefix("torch.")
     if dtype is not None and dtype.kind == "i" and name in ("bfloat16", "float16"):
-        raise InvalidRecord(
-            f"{what}: got {name}, which rounds token ids {'above 256' if name == 'bfloat16' else 'above 2048'}. "
-            "Pass integers"
-        )
+        limit = 256 if name == "bfloat16" else 2048
+        raise InvalidRecord(f"{what}: got {name}, which rounds token ids above {limit}. Pass integers")
     try:
         return to_numpy(data)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

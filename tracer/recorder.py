@@ -70,9 +70,8 @@ class Recorder:
 
     Use it as a context manager. Leaving the block seals the trace. Methods return immediately, and a background thread
     does the writing. Callers wait only while the queue is full (`queue_bytes`), and no data is dropped. Device tensors
-    are copied on a separate stream. Inconsistent values raise InvalidRecord. For device tensors, a later call raises
-    it. If the disk is full or does not respond for `max_wait` seconds, recording stops and training
-    continues.
+    are copied on a separate stream. Inconsistent values raise InvalidRecord, in a later call if they are on a device.
+    If the disk is full or does not respond for `max_wait` seconds, recording stops and training continues.
 
     The standard passes are `rollout` (the inference engine), `train` (the trainer, before the update), `current` (the
     trainer when it computes the loss, once per inner iteration) and `reference`. Other passes need `add_contract`
@@ -163,7 +162,7 @@ class Recorder:
         self._metric_step: int | None = None
         self._warned: set[str] = set()
         self._kinds: dict[str, dict[str, Any]] = {}
-        """By Zarr group and array name: the shape of one token's values, and their dtype."""
+        """Shape and dtype of one token's values, for each Zarr group and array name."""
 
     def __enter__(self) -> Recorder:
         return self
@@ -209,7 +208,7 @@ class Recorder:
 
     @checked
     def add_contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract (dtype, kernels and other settings that affect its values), and return its hash.
+        """Record a pass's contract (dtype, kernels and other settings that affect its logprobs), and return its hash.
 
         The contract applies to scores added later. Passes with non-standard names must be declared this way.
         """
@@ -228,7 +227,7 @@ class Recorder:
 
     @checked
     def describe(self, *, model: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None) -> None:
-        """Record free-form descriptions of the trained model and its tokenizer."""
+        """Describe the trained model (a replay needs its `class` and `config`) and its tokenizer."""
         state = self.writer.state
         state.model = state.model if model is None else dict(model)
         state.tokenizer = state.tokenizer if tokenizer is None else dict(tokenizer)
@@ -274,7 +273,7 @@ class Recorder:
         If a value is invalid, nothing is recorded and InvalidRecord is raised. For device tensors, a later call raises
         the error.
         """
-        passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
+        passed = dict(locals())  # save the keyword arguments before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
         step = step_number(step)
         if not isinstance(split, str) or split not in SPLITS:
@@ -351,8 +350,8 @@ class Recorder:
         where the pass has a value. Other tokens become NULL. `rows` lists the scored rows' indices in the batch.
 
         `policy_version` is the number of optimizer updates applied to the weights that computed the scores. It defaults
-        to the sequences' `policy_version` for `rollout`, and to None for other passes. With None, staleness cannot be
-        computed, and `replay` uses the weights that sampled the sequences and reports this.
+        to the sequences' `policy_version` for `rollout`, and to None for other passes. If None, staleness cannot be
+        computed, and `replay` reports that it uses the weights that sampled the sequences.
 
         `distribution` holds captured distributions [N, ...], one for each response token in `captured_rows`.
 
@@ -429,11 +428,11 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save a policy version's weights bit for bit. `version` is the number of optimizer updates applied to them.
 
-        Warns if `describe` or `add_contract` has not been called, because a replay needs both. If one of them has
-        still not been called when the recorder closes, `close` warns too.
+        Warns if `describe` or `add_contract` has not been called, because a replay needs both. `close` warns again if
+        one is still missing.
 
-        Tensors may be on any device. If they are DTensors, each process saves its shard. Once the call returns, the
-        tensors may change. Each version is saved only once.
+        Tensors may be on any device. If they are DTensors, each process saves its shard. The caller may modify the
+        tensors once the call returns. Each version is saved only once.
 
         Raises InvalidRecord for an unsupported dtype.
         """
@@ -499,7 +498,7 @@ class Recorder:
     def add_optimizer(self, step: int, optimizer: Any) -> None:
         """Record the size of this step's update relative to the weights, and the optimizer's mean second moment.
 
-        Call this after `optimizer.step()` on a torch Adam, AdamW or SGD with momentum. The optimizer's state is only
+        Call this after `optimizer.step()` of torch's Adam, AdamW or SGD with momentum. The optimizer's state is only
         read. The metrics are used by `dynamics` and listed in tracer.optimizer.optimizer_statistics.
 
         Raises InvalidRecord if the step decreases.
@@ -678,7 +677,7 @@ class Recorder:
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:
-            raise InvalidRecord(f"{error} [in an earlier call; this call recorded nothing, so repeat it]") from error
+            raise InvalidRecord(f"{error} (from an earlier call; this call recorded nothing, so repeat it)") from error
         if self._checks_logprobs and self.writer.state.state == CLOSED:
             raise InvalidRecord(f"{self.folder}: the recorder is closed. Open a new one")
 
@@ -736,5 +735,5 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
             raise TraceExists(f"{who}. Give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago. This process records a new attempt"
+        sentence = f"{who} (last heartbeat {found.silent_s or 0.0:.0f} s ago). This process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

@@ -21,13 +21,13 @@ from .scalars import as_float, as_text, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""By dtype, the largest positive logprob that rounding can produce (nats): the spacing of numbers just above 16."""
+"""Largest positive logprob (nats) that rounding can produce, by dtype: one ulp for values between 16 and 32."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows. Each field holds one integer per row, [B]."""
+    """Positions of rows in forward passes. Each field has one integer per row, [B]."""
 
     ids: np.ndarray
     """Forward pass id. Rows in the same forward pass share it."""
@@ -121,7 +121,7 @@ def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
 Label = Callable[[int], str]
 """Function that takes a row's index and returns the row's name for messages."""
 
-ALIGN = "pass as many values as tokens, or these values' own attention mask"
+ALIGN = "pass one value per token, or an attention mask for these values"
 
 
 def aligned(

@@ -149,7 +149,7 @@ def _array(value: Any, what: str) -> np.ndarray:
     try:
         return to_numpy(value.cpu() if is_tensor(value) else value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRecord(f"{what}: cannot be read ({str(error).splitlines()[0]}): {shown(value)}") from error
+        raise InvalidRecord(f"{what}: {shown(value)} cannot be read ({str(error).splitlines()[0]})") from error
 
 
 def check_metrics(values: Any, what: str) -> None:

@@ -17,7 +17,8 @@ from .verified_file import FileCursor
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
     """Return the pair that compares a replay with `train`, or with another standard pass if `train` has no logprobs."""
     names = scored_passes(trace)
-    return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
+    other = next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)
+    return f"{REPLAY_PREFIX}{arm}:{other}"
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:

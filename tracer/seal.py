@@ -74,9 +74,8 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 def parquet_options(table: str, sample: pa.Table, *, splits_ids: bool = False) -> dict[str, Any]:
     """Return ParquetWriter options.
 
-    A float column is encoded with BYTE_STREAM_SPLIT if its values in `sample` then compress better. Most columns do,
-    unless values repeat, for example at near-certain tokens and in shared prefixes. If `splits_ids` is True, columns of
-    token ids use this encoding too.
+    A float column is encoded with BYTE_STREAM_SPLIT if that makes its values in `sample` compress better, as is usual
+    unless values repeat (near-certain tokens, shared prefixes). With `splits_ids`, token id columns use it too.
     """
     columns = TABLE_SPECS[table].columns
     encodings = {

@@ -89,7 +89,7 @@ class Snapshot:
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """Cache of `_lacking_columns`. A key is a table's name and the id() of a schema from the index."""
+    """Cache of `_lacking_columns`, keyed by table name and the id() of a schema from the index."""
     _seen: set[str] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
     """Writers whose state does not match their files, perhaps because the state has since changed."""
@@ -192,7 +192,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _adopt_files(snapshot: Snapshot, journals: Journals) -> None:
-    """Add table files that no state lists to their writers' states. Called only if the trace may lack checksums."""
+    """Add unlisted table files to their writers' states. Called only if the trace may lack checksums."""
     states = {state.writer: state for state in snapshot.writers}
     for table in TABLES:
         for name, num_bytes in snapshot.store.files(table).items():
@@ -255,7 +255,8 @@ def _rows_lost(record: SealedFile) -> str:
     if record.steps is None:
         return ""
     first, last = record.steps
-    return f" ({record.num_rows:,} rows of {f'step {first}' if first == last else f'steps {first} to {last}'})"
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    return f" ({record.num_rows:,} rows of {steps})"
 
 
 def _open_file(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile, spec: Table) -> TableFile:

@@ -87,7 +87,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
     try:
         given = tensor.clone(memory_format=torch.contiguous_format)
     except torch.cuda.OutOfMemoryError:
-        on_host = tensor.cpu()  # waits for the device, but needs no memory on it
+        on_host = tensor.cpu()  # blocks until the device is done, but needs no device memory
         return lambda: on_host
     side, pinned = _copies_of(given.device)
     ready, done = torch.cuda.Event(), torch.cuda.Event()
@@ -118,7 +118,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer that lends out consecutive pieces, and is reused from the start once all have been returned.
+    """A pinned buffer that hands out consecutive pieces, and starts over once all of them have been returned.
 
     It is allocated only once, because allocation may block.
     """

@@ -103,7 +103,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Each remote folder's entries when `look` was last called."""
+        """Entries of each remote folder, as of the last call of `look`."""
 
     @property
     def is_local(self) -> bool:
@@ -229,7 +229,7 @@ class Store:
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
-        """Return when a file last changed (Unix time), or None if unknown."""
+        """Return a file's modification time (Unix time), or None if unknown."""
         try:
             found = self.filesystem.modified(self.path(relative))
         except (NotImplementedError, OSError, KeyError):

@@ -38,7 +38,7 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """By path: the size of each uploaded file, or the hash of each uploaded writer state."""
+        """Maps each uploaded path to the file's size, or to the hash of a writer state."""
         self._num_indexed = 0
         self.num_bytes = 0
         """Bytes uploaded so far, including files in progress."""

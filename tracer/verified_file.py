@@ -175,10 +175,7 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return the minimum request size (bytes).
-
-        The size grows with the number of requests, because scanning a column reads a little from every row group.
-        """
+        """Return the minimum request size (bytes), which grows as column scans read from many row groups."""
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)

@@ -176,7 +176,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # folders cannot be locked here, but files might be
+        except OSError:  # some file systems (NFS) can lock files but not folders
             continue
         finally:
             os.close(descriptor)
@@ -190,7 +190,7 @@ def _locked_file(folder: Path) -> int | None:
         try:
             file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(folder / LOCK, file):  # otherwise the previous holder has removed the file
+            if _is_there(folder / LOCK, file):  # False if the previous holder has removed the file
                 return file
         except OSError as error:
             if file is not None:

@@ -113,7 +113,7 @@ class Worker:
             self._thread.join()
 
     def abandon(self, last: Task | None = None) -> None:
-        """Drop all queued tasks. If the current task ever ends, `last` runs after it."""
+        """Drop all queued tasks. `last` runs after the current task, if that ever ends."""
         with self._changed:
             self._fail(StorageStalled("abandoned"))
             self._closing = self._is_abandoned = True

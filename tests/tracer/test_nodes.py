@@ -162,7 +162,7 @@ def test_a_node_does_not_join_an_old_trace_and_starts_its_command(tmp_path):
     (alone,) = ended(ranked(1, output, tmp_path / "meet", 2, wait_s=1))
     assert alone[:2] == (0, "rank 1 trained\n")
     assert alone[2].count("NOT RECORDED on this node") == 2
-    assert "NODE_RANK=1 means that another node starts the recording" in alone[2]
+    assert "NODE_RANK=1 is set, so another node must start the recording" in alone[2]
     assert rows(output) == before
 
 

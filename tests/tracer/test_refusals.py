@@ -475,7 +475,7 @@ def test_a_device_tensor_that_is_wrong_is_told_at_the_next_call_which_then_works
         bad = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [-3, 4]]))
         recorder.writer._worker.drain()
         with pytest.raises(
-            InvalidRecord, match=r"row 1, token 0 is -3.*\[in an earlier call; this call recorded nothing"
+            InvalidRecord, match=r"row 1, token 0 is -3.*\(from an earlier call; this call recorded nothing"
         ):
             recorder.add_metrics(1, {"loss": 0.5})
         recorder.add_metrics(1, {"loss": 0.5})

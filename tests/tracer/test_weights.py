@@ -195,7 +195,7 @@ def test_changes_that_take_each_other_back_are_none():
 def test_a_row_that_is_said_to_change_a_later_one_is_refused(tmp_path):
     record(tmp_path, 3)
     change_document(tmp_path / "weights" / "p1-abc-000000.1.json", lambda values: values | {"base_row": 2})
-    with pytest.raises(DamagedTrace, match="version 1 is recorded as a change to row 2, which does not come before it"):
+    with pytest.raises(DamagedTrace, match="row 1 is recorded as a change to row 2, which is not an earlier row"):
         reader_of(tmp_path).load(1)
 
 

@@ -45,8 +45,8 @@ class MergedTable:
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     """Merge a local trace's files in place, after finishing any interrupted merge.
 
-    Raises DamagedTrace if parts are missing, InvalidOption if the trace is not local, TraceExists during recording, and
-    StorageError.
+    Raises DamagedTrace if parts are missing, InvalidOption if the trace is not local, TraceExists if it is being
+    recorded, and StorageError.
     """
     store = Store(trace)
     if not store.is_local:

@@ -59,7 +59,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         raise WeightsMissing(f"{folder} contains no .safetensors files; pass a folder written by save_pretrained")
     for path in paths:
         try:
-            with safe_open(path, "np"):  # raises an error if the header does not match the file
+            with safe_open(path, "np"):  # checks that the header matches the file
                 pass
             with open(path, "rb") as file:
                 header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

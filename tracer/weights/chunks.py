@@ -30,7 +30,7 @@ DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 Bits = dict[str, np.ndarray]
-"""By dtype: the bits of [E] elements, as unsigned integers."""
+"""Bits of [E] elements as unsigned integers, keyed by dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
@@ -152,7 +152,7 @@ Changes = tuple[np.ndarray, np.ndarray]
 """[K] positions of changed elements, in ascending order, and [K] differences between their new and old bits."""
 
 _LONGEST = 255
-"""A distance is stored as the sum of one or more bytes. After a byte with this value, the distance continues."""
+"""A distance is stored as one or more bytes that add up to it. After a byte with this value, another one follows."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
 _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)

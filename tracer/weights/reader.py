@@ -70,10 +70,10 @@ class WeightReader:
         self.damaged: list[str] = []
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """By version and attempt: one sentence that names the damaged or missing file."""
+        """For each version and attempt, a sentence that names the damaged or missing file."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """By segment, dtype and chunk: the version in memory and its bits."""
+        """The version in memory and its bits, for each segment, dtype and chunk."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
@@ -99,7 +99,7 @@ class WeightReader:
             self._note_lost(name, told, known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
-            self.damaged.append(f"{where} contains the record for {record.segment}.{record.version}.json; remove it")
+            self.damaged.append(f"{where} has the content of {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if writer is None:
@@ -165,8 +165,8 @@ class WeightReader:
         except (ValueError, KeyError, IndexError, TypeError) as error:
             if isinstance(error, TimTraceError):
                 raise
-            where = f"{self.store.shown(WEIGHTS)}: the files of version {version}"
-            raise damaged(f"{where} contradict each other ({first_line(error)})") from error
+            what = f"the files of version {version} contradict each other ({first_line(error)})"
+            raise damaged(f"{self.store.shown(WEIGHTS)}: {what}") from error
 
     def damaged_parts(self, version: int, attempt: int | None = None) -> list[str]:
         found = []
@@ -237,7 +237,7 @@ class WeightReader:
             return found_N
         self._held.clear()
         for step in self._path(record)[:-1]:
-            self._read(step, tensor)  # raises an error that names the first version with wrong bits
+            self._read(step, tensor)  # an error here names the first damaged version
         raise damaged(f"{self._shown(record)}: version {record.version}: {tensor.name} is damaged (hash mismatch)")
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
@@ -308,8 +308,8 @@ class WeightReader:
                     f"be rebuilt"
                 )
             if parent >= path[-1].row:
-                found = f"version {path[-1].version} is recorded as a change to row {parent}"
-                raise damaged(f"{self._shown(record)}: {found}, which does not come before it")
+                change = f"row {path[-1].row} is recorded as a change to row {parent}, which is not an earlier row"
+                raise damaged(f"{self._shown(record)}: {change}")
             path.append(by_row[parent])
             parent = path[-1].parent_row
         self._paths[key] = path[::-1]
@@ -355,7 +355,7 @@ class WeightReader:
     @property
     def told_checkpoints(self) -> str:
         return (
-            f"they are in checkpoints outside the trace, in {self.checkpoints!r} at the time of recording; to read them, "
+            f"weights are in separate checkpoints, in {self.checkpoints!r} at the time of recording; to read them, "
             f"pass {option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
         )
 
@@ -364,7 +364,9 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"it has no weights: {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
+            return (
+                f"none were recorded. To add some, {SUPPLIES}, or pass checkpoints with {option('weights_from', 'DIR')}"
+            )
         return f"it has {len(versions):,} versions, {versions[0]} to {versions[-1]}"
 
 

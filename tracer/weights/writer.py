@@ -43,7 +43,7 @@ VERSIONS_A_KEYFRAME = 16
 MOST_A_KEYFRAME = 256
 
 FEW = 1 / 8
-"""Changes are stored sparsely if at most this share of the elements changed. Otherwise all bits are stored."""
+"""Maximum fraction of changed elements for sparse storage. Above it, all bits are stored."""
 STRIDE = 4
 """Row r stores changes since row r - s, where s is the largest power of STRIDE that divides r."""
 MOST_ON_THE_WAY = 0.36
