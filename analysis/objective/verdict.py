@@ -77,7 +77,7 @@ class Objective(Result):
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Sentences that say what remains unknown and what to record to find out."""
+        """Open questions, and the data to record to answer them."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property

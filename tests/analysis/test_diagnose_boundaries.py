@@ -430,10 +430,7 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
         "alerts",
     ]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
-    assert (
-        "prompt_length changes from 4 to 12 at step 60, and a policy cannot change its prompts (from this run alone)"
-        in why
-    )
+    assert "prompt_length changes from 4 to 12 at step 60, which the policy cannot cause (from this run alone)" in why
 
 
 @pytest.mark.parametrize(("after", "num"), [(0.99e-3, 0), (1.0e-3, 1)])
