@@ -268,7 +268,7 @@ _NEXT = {
     "pairing": "where the trainer builds a batch, check that each row's reward, advantage and logprobs have the same seq_id",
     "entropy": "rerun with a different entropy term (sign or size) or a higher clip bound (clip_high 0.28)",
     "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
-    "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
+    "truncation": "resample one step from the same weights with a larger max_tokens, and compare the rewards",
     "reference": "rerun from the last version before the drop with KL coefficient 0 and everything else unchanged",
     "staleness": "to test this, rerun synchronously, with one policy version per step",
     "length": "if the correlation is positive, remove the length-dependent part of the reward",

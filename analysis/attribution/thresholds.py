@@ -13,7 +13,7 @@ LAG_GROWS = 2.0
 LEARNED = 0.1
 """Initial fraction of the run used to estimate normal values, such as the usual lag."""
 WAS_THERE = 0.5
-"""A change in repeated responses is not the cause if an earlier change affects more than this fraction of its share."""
+"""Maximum share of repeated responses that change before a step, relative to the share that changes at the step."""
 ADVANTAGE_FOLLOWS = 0.3
 """Advantages do not follow rewards if their correlation within a step is below this."""
 ADVANTAGE_AGREES = 0.7

@@ -430,7 +430,7 @@ def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) 
 
 
 def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int, num_others: int | None = None) -> list[float]:
-    """For each |d| too large for chance, return the expected number of tokens with at least this |d|.
+    """For each |d| that exceeds chance, return the expected number of tokens with at least this |d|.
 
     `own` holds a class's |d| above 0, largest first. Values below each |d| are assumed to follow a power law, with
     Hill's estimate of the exponent (Annals of Statistics 3, 1975) from their largest eighth. A class with few values is

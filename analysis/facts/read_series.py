@@ -432,5 +432,5 @@ def read_changed(database: Database, run: str) -> list[Series]:
     kept = database.kept_steps.get(run)
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
-    what = "share of weights changed bitwise since the last recorded version"
+    what = "share of weights that changed bitwise since the last recorded version"
     return [named("changed_weights", steps, values, what)]

@@ -58,7 +58,7 @@ class RecordedChange:
     shape: str
     """`shift` for a jump, `ramp` for a new slope, `set` for a deliberate change."""
     order: str = ""
-    """When the change occurs relative to the drop: `before`, `with` or `after` it. Empty if there is no drop."""
+    """Time of the change relative to the drop: `before`, `with` or `after`. Empty if there is no drop."""
     follows: str = ""
 
     @property

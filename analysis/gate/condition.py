@@ -143,7 +143,7 @@ class Verdict:
 
     @property
     def warns(self) -> bool:
-        """True if the steps taken together do not meet the condition, but single steps do."""
+        """True if single steps meet the condition, but all steps together do not."""
         return not self.fails and bool(self.steps_beyond)
 
 
@@ -205,7 +205,7 @@ class SequenceColumns:
         return cls(values=addable(sums), largest=largest, unit_N=unit_N, step_N=step_N)
 
     def reach(self) -> float:
-        """Estimate the 99.9th percentile of sqrt(sum d^2) (nats) over sequences.
+        """Return a 99.9% upper prediction bound for a new sequence's sqrt(sum d^2) (nats).
 
         The sequences that dominate exp(sum d) are rare, so the estimate extrapolates from a lognormal fit.
         """

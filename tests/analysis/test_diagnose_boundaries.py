@@ -127,7 +127,7 @@ def test_what_a_replay_does(removed, code, words):
 def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
     replay = replace(effect(removed), is_own_engine=True)
     assert (replay.code, diagnosed(replays=[replay]).settled_by) == (code, None)
-    assert ("bf16 reproduces rollout: from the same weights" in effect_text(replay)) == (code == "repeats")
+    assert ("bf16 reproduces rollout: rollout's engine computes" in effect_text(replay)) == (code == "repeats")
 
 
 def test_the_first_replay_that_settles_is_named():
