@@ -65,7 +65,7 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, but only {unequal_ordered_share:.0%} with {order}",
     "rewards_move_rows": "starting at step {step}, rewards do not increase with response probability, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before), so rewards are in the wrong rows",
     "rewards_ignore_prompts": "starting at step {step}, {share:.0%} of the reward variance within a step lies between groups ({before_share:.0%} before), so rewards depend less on the prompt, as if they were in the wrong rows",
-    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, expected 1 with any baseline and scale)",
+    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, but 1 is expected for any baseline and scale)",
     "logprobs_in_other_rows": "check finds logprobs in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
     "entropy_climbs": _ENTROPY + "it keeps growing after the drop began, as under an entropy bonus",

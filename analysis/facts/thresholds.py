@@ -44,7 +44,7 @@ MOST = 0.5
 REFERENCE_MOVES = 0.05
 """Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause changes of 0.01."""
 SAME_ORDER = 0.95
-"""Rewards count as merely rescaled if old and new rewards of identical responses correlate by more than this."""
+"""Rewards count as merely rescaled if old and new rewards of identical responses have a correlation above this."""
 LENGTH_PAYS = 0.5
 """A reward is flagged as length-dependent if its within-group correlation with length exceeds this."""
 LENGTH_EXPLAINS = 0.8
