@@ -100,9 +100,7 @@ def odd_sentence(one: OddToken) -> str:
     odd = "" if one.num_others > 1 else " Either of the two may be wrong."
     size = "the only token at which this class differs"
     if one.typical is not None and one.expected is not None:
-        size = (
-            f"{one.ratio:,.0f} times the class's median elsewhere (expected number of such tokens: {one.expected:.2g})"
-        )
+        size = f"{one.ratio:,.0f} times the class's median elsewhere (expected by chance: {one.expected:.2g} tokens)"
     others = f"the median of {one.num_others} other classes" if one.num_others > 1 else "the other class"
     return (
         f"Token {one.token} of {one.seq_id}: {one.value:.6g} in {_named(one.passes)}, but {one.others:.6g} in {others}. "
