@@ -44,7 +44,7 @@ _FEWEST_LAST = 8
 """Minimum number of steps for comparing the end of a run with its baseline."""
 _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate")
-"""Prefixes of features that compare settings. Differing settings count even if data differ at an earlier step."""
+"""Prefixes of features that compare settings. Different settings are evidence even if the data differ earlier."""
 FELL_TOO = 0.6
 """The baseline counts as collapsed too if its relative drop exceeds this fraction of the run's relative drop."""
 
@@ -60,13 +60,13 @@ def attribute(
     """Report whether and when a run collapsed or began to decline, what changed first, and the most likely cause.
 
     The outcome is a logged evaluation or, without one, the sequence reward. Each suspect comes with a probability, the
-    evidence for and against it, and the cheapest replay or rerun to test it. A single run gives only observations,
-    because what changed first need not be the cause. `control` is a baseline run with the same seeds and one deliberate
-    change, ideally to an exact engine. Comparing with it counts as an intervention. If the baseline improves but the
-    run does not, this is reported as a drop of kind `flat`. A mismatch that begins after the drop is never its cause.
+    evidence for and against it, and the cheapest replay or rerun to test it. A single run yields only observations,
+    because the first change need not be the cause. For an intervention, pass `control`: a baseline run with the same
+    seeds and one deliberate change, ideally an exact engine. If only the baseline improves, the drop has the kind
+    `flat`. A mismatch that begins after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run: a later collapse is only mentioned.
-    Earlier steps still serve as evidence. Later steps do so only if the drop begins by the last selected step.
+    `steps` (3:80, -10:, 2:200:2) restricts the diagnosis to part of the run. Earlier steps still serve as evidence,
+    later steps only if the drop begins by the last selected step. A later collapse is reported without its cause.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -162,7 +162,7 @@ def _effect(run: Outcome | None, baseline: Outcome | None) -> Statement | None:
 def _supposed(
     facts: Facts, steps: Iterable[int], control: Facts | None = None
 ) -> tuple[SupposedCause | None, tuple[Fact, ...]]:
-    """For each step, judge the suspects as if a drop began there. Return the most probable cause and its facts."""
+    """Judge the suspects for a drop at each of `steps`. Return the most probable cause and its facts."""
     found = []
     for step in steps:
         at = supposed_at(facts, step)
@@ -268,10 +268,10 @@ _NEXT = {
     "pairing": "where the trainer builds a batch, check that each row's reward, advantage and logprobs have the same seq_id",
     "entropy": "rerun with a different entropy term (sign or size) or a higher clip bound (clip_high 0.28)",
     "data": "evaluate the weights from before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
-    "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
+    "truncation": "resample one step from the same weights with a larger max_tokens, and compare the rewards",
     "reference": "rerun from the last version before the drop with KL coefficient 0 and everything else unchanged",
-    "staleness": "or rerun synchronously, with one policy version per step",
-    "length": "then remove the length-dependent part of the reward",
+    "staleness": "to test this, rerun synchronously, with one policy version per step",
+    "length": "if the correlation is positive, remove the length-dependent part of the reward",
     "advantages": "recompute one step's advantages from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
 

@@ -53,7 +53,7 @@ class Suspect:
 
     code: str
     detail: str = ""
-    """The kind of mismatch (a `check` finding code). Empty for other suspects."""
+    """Kind of mismatch (a `check` finding code) if the suspect is `mismatch`, else empty."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
     next: Advice = field(default_factory=Advice)
@@ -123,7 +123,7 @@ class Difference(Statement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution(Result):
-    """The drop in a run, what changed around it, and the suspects."""
+    """The drop in a run, the changes around it, and the suspects."""
 
     _text = "tim_trace.analysis.attribution.text:attribution_text"
 
@@ -139,7 +139,7 @@ class Attribution(Result):
     """Series used to detect a drop: a logged evaluation, else the reward. Empty if neither was recorded."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Changes at or shortly before the onset: independent ones, largest first, then consequences of others. Empty
+    """Changes at or shortly before the onset: independent changes, largest first, then their consequences. Empty
     without a drop."""
     suspects: tuple[Suspect, ...]
     """Most probable first. Empty without a drop."""
@@ -152,7 +152,7 @@ class Attribution(Result):
 
     @property
     def supposed_cause(self) -> SupposedCause | None:
-        """Return `supposed` if its first suspect is not `unknown` and likelier than all others together, else None."""
+        """Return `supposed` if its first suspect is not `unknown` and has a probability above 50%, else None."""
         return self.supposed if self.supposed and _sure_code(self.supposed.suspects) else None
 
     @property
@@ -168,7 +168,7 @@ class Attribution(Result):
 
     @property
     def cause(self) -> str | None:
-        """Code of the suspect that is likelier than all others together, unless it is `unknown`. Otherwise None."""
+        """Code of the suspect with a probability above 50%. None if there is no such suspect or it is `unknown`."""
         return _sure_code(self.suspects)
 
     @property

@@ -21,7 +21,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
     "reward": ("Which identical responses get different rewards before and after the drop?",
         "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) "
         "AS reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5"),
-    "pairing": ("Does each row's advantage still follow its own reward?",
+    "pairing": ("Does each row's advantage still match its reward?",
         "SELECT step, corr(coalesce(advantage, list_avg(advantages)), reward) AS correlation FROM sequences WHERE {near} GROUP BY step ORDER BY step"),
     "data": ("Did the prompts change?",
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} "

@@ -64,8 +64,8 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # If some prompts occur in one run only, this can explain a difference in sampling, tools or advantages. If the
-        # runs share few prompts, it can explain any difference except one in the weights.
+        # Different prompts can explain a difference in sampling, tools or advantages. If the runs share few prompts,
+        # they can explain any difference except one in the weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -100,8 +100,8 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
     engine_parts, trainer_parts = sampled > least, trained > least
     values: dict[str, Measured] = {"num_sequences": len(equal), "num_equal": int(equal.sum())}
     if tokens is not None and not tokens.apart and not equal.any():
-        # All responses differ at their first token, so there is no shared token to compare. If the run's mismatch is
-        # much larger than the baseline's, only the engine is taken to differ, otherwise the trainer as well.
+        # All responses differ at their first token, so no shared token can be compared. A mismatch much larger than the
+        # baseline's points to the engine alone, any other to the trainer as well.
         apart = _apart_at(facts, step)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan

@@ -17,9 +17,9 @@ class Fact(Statement):
     level: float
     """Signed strength, from -1 to 1."""
     group: str = ""
-    """Distinguishes facts with the same code, e.g. by the suspect that a changed setting points to."""
+    """Subdivides facts with the same code, e.g. changed settings by suspect."""
     kind: str = ""
-    """Name of the model feature if several codes share the feature. Usually empty."""
+    """Name of the model feature if facts with different codes share it, else empty."""
 
     @property
     def feature(self) -> str:

@@ -41,7 +41,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("engine_stands_still",), ("prompts_part", "prompts_changed")),
     (tuple(f"setting.{code}" for code in SUSPECTS), ("sampling_parts", "update_parts", "update_or_loss")),
 )  # fmt: skip
-"""Pairs of (explaining features, features they explain away), applied in order."""
+"""Pairs of (features, other features that they explain), applied in order."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
@@ -78,7 +78,7 @@ def table_beside(facts: Facts, control: Facts) -> tuple[tuple[Fact, ...], Diverg
 
 
 def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference, or None if it follows the drop, grew out of rounding, or is due to other seeds."""
+    """Return the first difference, or None if it comes after the drop or results from rounding or different seeds."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted
@@ -128,7 +128,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 _NEAR = 0.6
-"""Suspects are nearly tied if a fact's support for each is at least this fraction of its strongest support."""
+"""A suspect is nearly tied with the best-supported one if it gets at least this fraction of its support."""
 
 
 def supported(one: Fact, situation: str, suspects: Iterable[Suspect]) -> str:

@@ -187,7 +187,10 @@ class Facts:
     def changed_reference(self) -> relations.ChangedResponses | None:
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        for column in ("opening_reference", "reference"):  # openings repeat more, responses reveal more
+        for column in (
+            "opening_reference",
+            "reference",
+        ):  # openings repeat more often, but whole responses are more sensitive
             found = self._given_otherwise(column, ft.REFERENCE_MOVES)
             if found is None or found.share <= ft.MOST or found.share_before > t.WAS_THERE * found.share:
                 found = self._given_otherwise_for_good(column, ft.REFERENCE_MOVES)
@@ -234,7 +237,7 @@ class Facts:
 
     @cached_property
     def advantages_break(self) -> int | None:
-        """First step, at or before the drop, from which advantages no longer follow rewards within groups."""
+        """First step, no later than the drop, where advantages stop following rewards within groups."""
         if self.fall is None:
             return None
         steps, follows = relations.relation_by_step(self.rollouts, "reward", "advantage")
@@ -270,9 +273,9 @@ class Facts:
         return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
 
     def beside(self, control: Facts) -> Facts:
-        """Return these facts with the drop located in the difference between the run and its baseline.
+        """Locate the drop in the difference between the run and its baseline, and return the updated facts.
 
-        If both runs have the same seeds, this cancels the noise that they share.
+        With the same seeds, this cancels the noise that both runs share.
         """
         of_control = {one.name: one for one in control.outcomes.all}
         pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}

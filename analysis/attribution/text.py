@@ -25,30 +25,30 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step}{interval}, before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step}{interval}, with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step}{interval}, after the drop began, so it is a consequence of the drop",
-    "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats, but the mean entropy is only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before), so they are not sampled from the distribution whose logprobs the engine returns",
+    "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats, but the mean entropy is only {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before), so the engine returns logprobs of a distribution that it does not sample from",
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step}{interval}; from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "data_fault": "check finds, starting at step {step}: {finding_title}",
-    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, and a policy cannot change its prompts",
-    "stop_ignored": "starting at step {step}, {share:.0%} of responses go on after the token that usually ends them ({before_share:.0%} before), so the engine no longer stops there",
+    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, which the policy cannot cause",
+    "stop_ignored": "starting at step {step}, {share:.0%} of responses continue past the usual end token ({before_share:.0%} before), so the engine no longer stops there",
     "rows_left_out": "starting at step {step}, the loss mask leaves out all tokens of {share:.0%} of responses ({before_share:.0%} before)",
-    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with tokens that rarely ended a response before ({before_share:.0%}), so responses are being cut off",
+    "endings_change": "starting at step {step}, up to {share:.0%} of responses end with an unusual token ({before_share:.0%} before), so responses are being cut off",
     "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",
     "reference_changed": "starting at step {step}, {share:.0%} of {num_responses:,} repeated responses or prefixes get different reference logprobs than before, so the reference was replaced or misaligned",
-    "reference_unrelated": "starting at step {step}, reference and trainer logprobs have a correlation of {correlation:.2f} ({before_correlation:.2f} before), although the trainer's hardly change, so the reference was replaced or misaligned",
-    "loss_term_changes": "the logged loss fits its terms only if the coefficient of the {term} term changes at step {step}",
-    "loss_term_inverted": "since the drop, the {term} term has a coefficient with the wrong sign in the logged loss ({coefficient:.3g})",
-    "loss_term_oversized": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, but the declared coefficient is {declared:.3g}",
-    "loss_term_unusual": "since the drop, the {term} term has the coefficient {coefficient:.3g} in the logged loss, although none is declared (up to {usual:g} counts as usual)",
+    "reference_unrelated": "starting at step {step}, the correlation between reference and trainer logprobs is {correlation:.2f} ({before_correlation:.2f} before), although trainer logprobs hardly change, so the reference was replaced or misaligned",
+    "loss_term_changes": "the recorded terms add up to the logged loss only if the coefficient of the {term} term changes at step {step}",
+    "loss_term_inverted": "since the drop, the logged loss implies a coefficient with the wrong sign for the {term} term ({coefficient:.3g})",
+    "loss_term_oversized": "since the drop, the logged loss implies a coefficient of {coefficient:.3g} for the {term} term, but {declared:.3g} is declared",
+    "loss_term_unusual": "since the drop, the logged loss implies a coefficient of {coefficient:.3g} for the {term} term, but none is declared (usual: at most {usual:g})",
     "returns_to_reference": "the mean log-ratio to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop, so the policy returns to its reference, as under a strong KL term",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size, so some have the wrong sign",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, more than the rewards explain",
-    "declared_fresh": "according to the recorded policy versions, sequences were sampled with the weights that scored them",
+    "declared_fresh": "according to the recorded policy versions, sequences were sampled and scored with the same weights",
     "engine_stands_still": "{still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs, and {trainer_share:.0%} have identical trainer logprobs, so the engine gets no new weights",
-    "declared_lag": "sequences were sampled with weights {lag:g} updates older than the scoring weights (mean |d| {mean_abs_d:.2g} nats)",
-    "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the scoring weights, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
+    "declared_lag": "sequences were sampled with weights {lag:g} updates older than the trainer's (mean |d| {mean_abs_d:.2g} nats)",
+    "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than the trainer's, up from {lag_before:g} (mean |d| {mean_abs_d:.2g} nats)",
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
@@ -56,16 +56,16 @@ EVIDENCE: Mapping[str, str] = {
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
     "learning_rate_spike": "starting at step {step}, the learning rate reaches {factor:.3g} times its earlier median",
-    "learning_rate_beyond": "starting at step {step}, the learning rate exceeds the declared one, by up to a factor of {factor:.3g}",
+    "learning_rate_beyond": "starting at step {step}, the learning rate reaches up to {factor:.3g} times the declared one",
     "update_size": "a typical update changes the weights by {update_to_weight:.2g} times their norm",
     "update_leaps": "the update at step {step} is {factor:.3g} times as large as earlier ones",
-    "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, differing by {mean_difference:.2g} on average",
-    "rewards_differ_by_group": "identical responses to identical prompts get different rewards in {between_groups_share:.0%} of the pairs from two groups of a step, but in only {within_groups_share:.0%} of those within one group, so rewards depend on more than prompt and response",
+    "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time (mean difference {mean_difference:.2g})",
+    "rewards_differ_by_group": "identical responses to identical prompts get different rewards in {between_groups_share:.0%} of pairs across the groups of a step, but in only {within_groups_share:.0%} of pairs within a group, so rewards depend on more than prompt and response",
     "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}, so the reward measures something else",
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get a different reward than last time, but only {unequal_ordered_share:.0%} with {order}",
     "rewards_move_rows": "starting at step {step}, rewards do not increase with response probability, while the reward distribution is unchanged (mean {mean:.3g}, {mean_before:.3g} before), so rewards are in the wrong rows",
     "rewards_ignore_prompts": "starting at step {step}, {share:.0%} of the reward variance within a step lies between groups ({before_share:.0%} before), so rewards depend less on the prompt, as if they were in the wrong rows",
-    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, expected 1 with any baseline and scale)",
+    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}, but 1 is expected for any baseline and scale)",
     "logprobs_in_other_rows": "check finds logprobs in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
     "entropy_climbs": _ENTROPY + "it keeps growing after the drop began, as under an entropy bonus",
@@ -101,12 +101,12 @@ DIFFERENCES: Mapping[str, str] = {
     "reference_parts": _FIRST + "for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
     "advantages_part": _FIRST + "identical responses with equal rewards have different advantages",
     "advantages_permuted_part": _FIRST + "the advantages are the baseline's in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update at step {step} yields different weights (logprobs differ by {apart:.2g} nats per token)",
+    "update_parts": "first difference: with the same sequences, rewards and advantages, the update at step {step} yields different weights (logprobs differ by {apart:.2g} nats per token)",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
-    "loss_term": "one set of coefficients fits the logged losses of the run and the baseline only if the coefficient of the {term} term differs",
+    "loss_term": "the logged losses of the run and the baseline imply different coefficients for the {term} term",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "update_or_loss": "from the same sequences, rewards and advantages, the update at step {step} yields different weights than in the baseline, so the optimizer or a loss term differs (record the gradient norm to tell which)",
+    "update_or_loss": "with the same sequences, rewards and advantages as in the baseline, the update at step {step} yields different weights, so the optimizer or a loss term differs (record the gradient norm to tell which)",
 }  # fmt: skip
 
 NOTES: Mapping[str, str] = {
@@ -116,8 +116,8 @@ NOTES: Mapping[str, str] = {
     "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses "
     "consistently get a different reward from then on. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
-    "no_tokens": "the trace has logged averages but no tokens (mean |d| is {source}), so there is no check, no replay and no "
-    "token-level evidence",
+    "no_tokens": "the trace has logged averages but no tokens (mean |d| is {source}), so checks, replays and "
+    "token-level evidence are unavailable",
     "check_failed": "check failed: {error}",
     "other_prompts": "the run and its baseline begin with different prompts, so this is only an observation. For an intervention, "
     "rerun with the same seeds and data",
@@ -188,7 +188,7 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
 def _cause(result: Attribution) -> str:
     first = result.suspects[0]
     how = (
-        "compared with a baseline of the same seeds" if result.is_intervention else "from this run alone"
+        "compared with a same-seed baseline" if result.is_intervention else "from this run alone"
         if result.control is None else "compared with another run"
     )  # fmt: skip
     not_mismatch = " The mismatch is not the cause." if result.clears_mismatch else ""

@@ -11,9 +11,9 @@ BEGUN = 0.1
 LAG_GROWS = 2.0
 """The engine counts as too far behind if its lag grows by this factor. Slow sequences alone cause less growth."""
 LEARNED = 0.1
-"""Fraction of the run, from its start, used to determine what is normal, such as the usual lag."""
+"""Initial fraction of the run used to estimate normal values, such as the usual lag."""
 WAS_THERE = 0.5
-"""A change is not the cause if values already changed before the drop at more than this fraction of the later rate."""
+"""Maximum share of repeated responses that change before a step, relative to the share that changes at the step."""
 ADVANTAGE_FOLLOWS = 0.3
 """Advantages do not follow rewards if their correlation within a step is below this."""
 ADVANTAGE_AGREES = 0.7
@@ -29,15 +29,15 @@ MISMATCH_DIFFERS = 3.0
 MATERIAL_MISMATCH = 0.01
 """Below this mean |d| (nats), a mismatch is harmless. Healthy bf16 engines show 0.002 to 0.01."""
 MIXED = 0.5
-"""Rewards are reported as shuffled if the share that changes is at least this fraction of the share that a shuffle
-within groups would change."""
+"""Rewards are reported as shuffled if they change in at least this fraction of the rows that a shuffle within groups
+would change."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4
 """Minimum number of sequences with shared prompts for comparing two runs. Prompts can differ because trainers drop
 groups with equal rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit is the explanation if at least this fraction of differing responses differ only by ending earlier."""
+"""A length limit explains different responses if at least this fraction of them differ only by ending earlier."""
 LENGTH_SHARE = 0.5
 """Rewards count as newly dependent on length only if at least this fraction of rewards changes."""
 WEIGHTS_DIFFER = 1e-5

@@ -1,1 +1,1 @@
-"""Compare two runs and find what differs first."""
+"""Compare two runs and find the first difference."""

@@ -43,20 +43,20 @@ def compare(
 ) -> Comparison | PassComparison:
     """List the differences between two runs, or between all passes of one run.
 
-    Without `b`, the passes of run `a` are grouped into classes with equal bits. The result, a PassComparison, lists
-    each class's distance from the reference (`against`, or the largest class), tokens at which one class is far from
-    the others, and passes whose stated settings contradict their bits. Replays are not compared.
+    Without `b`, group the passes of run `a` into classes with bitwise equal logprobs. The result, a PassComparison,
+    lists each class's distance from the reference (`against`, or the largest class), tokens where one class is far from
+    the others, and passes whose recorded settings contradict their logprobs. Replays are not compared.
 
     With `b`, the result is a Comparison: the differences, earliest first, with the step at which each begins. It covers
-    settings, sampling settings, the most frequent contract for each pass and step, and at the shared steps:
+    settings, sampling settings, the most frequent execution contract for each pass and step, and at the shared steps:
 
     - prompts, and responses to identical prompts
     - logprobs, bit for bit, until two responses to one prompt diverge
     - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
-    - every series that `dynamics` reports. Change points divide a difference into segments, and it begins with the
-      first segment whose mean exceeds 4.5 standard errors
+    - every series that `dynamics` reports. A difference begins with the first segment between its change points whose
+      mean exceeds 4.5 standard errors
 
     Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the two
     passes whose mismatch is compared. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.

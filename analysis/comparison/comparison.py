@@ -24,15 +24,15 @@ KINDS = (
 class RunDifference:
     kind: str
     name: str
-    """Setting, contract field (`pass.field`), pass or series. Empty for other kinds."""
+    """Name of the setting, contract field (`pass.field`), pass or series, else empty."""
     step: int
     """First step where the runs differ. In a series, differences within noise do not count."""
     a: Measured | None
     """Value in run A at `step` (for a series, the median from `step` to the next change), or None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """For a series, the mean difference in units of its standard deviation per step. None for other kinds, and if the
-    difference is the same at every step."""
+    """Mean difference of a series, divided by its standard deviation per step. None for other kinds of difference, or
+    if the difference is constant."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 

@@ -32,11 +32,11 @@ WHERE iteration = 0 AND len(logprobs) = num AND NOT starts_with("pass", '{REPLAY
 CELLS = 1 << 20
 """Maximum number of values in a block."""
 BYTES_PER_TOKEN = 33
-"""Memory that a comparison needs per token (bytes). It holds the classes' median and three copies of one class's
-differences, all float64."""
+"""Memory per token in a comparison (bytes): the median of all classes and three copies of one class's differences, in
+float64."""
 _MISSING = np.uint32(0x7FEDCBA9)
-"""Bits of a NaN that stands for a missing value. The file stores bits ^ _MISSING, so that parts never written, which
-read as 0, are missing values."""
+"""Bits of a NaN that stands for a missing value. The file stores bits ^ _MISSING, so that unwritten parts, which read
+as 0, count as missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PassValues:
 
     def __init__(self, database: Database, file: FileIO):
         self.rows: list[tuple[int, str, str, int]] = database.connection.execute(_SEQUENCES).fetchall()
-        """[R] step, seq_id, prompt and number of tokens."""
+        """Step, seq_id, prompt and number of tokens of each sequence [R]."""
         self.starts = np.cumsum([0, *(row[3] for row in self.rows)])
         """[R + 1] first token of each sequence."""
         self.num_tokens = int(self.starts[-1])

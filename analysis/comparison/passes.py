@@ -1,6 +1,6 @@
-"""Compare all passes over the same tokens: find those with equal bits, and bits that contradict settings.
+"""Compare all passes over the same tokens: group bitwise equal ones, and find those that contradict their settings.
 
-Shapes: P passes, C classes of passes with equal bits, T tokens.
+Shapes: P passes, C classes of bitwise equal passes, T tokens.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from ..trace.database import Database
 from .pass_values import PassValues
 
 SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", "inert_setting"
-"""Codes of contradictions. `same_settings`: passes state the same settings but have different bits. `other_setting`:
-passes have equal bits, but differ in a setting that changes the bits in other pairs of passes. `inert_setting`: passes
-have different bits, but differ only in a setting that does not change the bits in other pairs."""
+"""Codes of contradictions. `same_settings`: passes with the same recorded settings have different logprobs.
+`other_setting`: bitwise equal passes differ in a setting that changes the logprobs in other pairs of passes.
+`inert_setting`: passes have different logprobs, but differ only in a setting that has no effect in other pairs."""
 TAIL = 16
-"""If a class differs from the median at more tokens than this, its odd tokens are found from the tail of its own
-differences. Otherwise, they are found from the tail of the other classes' differences."""
+"""If a class differs from the median at more tokens than this, its odd tokens are judged by the tail of its own
+differences, otherwise by the tail of the other classes' differences."""
 CHANCE = 1e-3
-"""A token is reported as odd if fewer than this many tokens, over all classes, are expected to differ as much. On
+"""A token is reported as odd if the expected number of tokens that differ as much, over all classes, is below this. On
 simulated differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2%
-of the classes had a token reported."""
+of the classes had such a token."""
 MOST_ODD = 1000
 """Maximum number of odd tokens reported per class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassClass:
-    """Passes with equal bits at all tokens. d = logprob of this class - logprob of the reference class (nats)."""
+    """Passes with bitwise equal logprobs at all tokens. d = logprob of this class - logprob of the reference class
+    (nats)."""
 
     passes: tuple[str, ...]
     num_tokens: int
-    """Tokens with a logprob."""
+    """Number of tokens with a logprob."""
     num_shared: int
-    """Tokens with a logprob in both this class and the reference class. Values after the first divergent token are not
-    comparable."""
+    """Number of tokens with a logprob in this class and the reference class, up to the first divergent token."""
     num_equal: int
-    """Shared tokens with equal bits."""
+    """Number of shared tokens with bitwise equal logprobs."""
     mean_abs_d: float | None
     """Mean |d| (nats). None if no shared token has finite logprobs in both classes."""
     max_abs_d: float | None
     max_at: tuple[str, int] | None
     """seq_id and token index of `max_abs_d`."""
     num_not_finite: int
-    """Shared tokens whose logprob is NaN or infinite in either class. They are left out of d."""
+    """Number of shared tokens whose logprob is NaN or infinite in either class. They are left out of d."""
     diverges_at: tuple[str, int] | None
     """seq_id and index of the first token where the class generated a different token than the reference class."""
     num_diverged: int
-    """Sequences that diverge from the reference class."""
+    """Number of sequences that diverge from the reference class."""
     settings: Mapping[str, tuple[str | None, str | None]]
     """Setting -> (value in this class, value in the reference class), for settings that differ between the two classes
     but not within either of them."""
@@ -67,27 +67,27 @@ class PassClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingContradiction:
-    """Passes whose stated settings are contradicted by a bitwise comparison of their logprobs."""
+    """Passes whose logprobs contradict their recorded settings."""
 
     code: str
     passes: tuple[str, ...]
     others: tuple[str, ...]
     """Passes that `passes` contradict."""
     setting: str = ""
-    """The setting in question. Empty if no setting differs. Settings that always change together count as one."""
+    """Name of the differing setting, or empty if none differs. Settings that always change together count as one."""
     value: str | None = None
-    """Value of the setting in `passes`, or None if they do not state it."""
+    """Value of the setting in `passes`, or None if not recorded."""
     other_value: str | None = None
     num_different: int = 0
-    """Number of other pairs of passes whose settings differ only by these two values, and whose bits differ."""
+    """Number of other pairs of passes that differ only in these two values, and whose logprobs differ."""
     num_same: int = 0
-    """Like `num_different`, but counts pairs with equal bits at all shared tokens."""
+    """Number of such pairs whose logprobs are bitwise equal at all shared tokens."""
     example: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OddToken:
-    """A token at which one class is much farther from the other classes than at its other tokens."""
+    """A token where one class differs from the others far more than it does elsewhere."""
 
     passes: tuple[str, ...]
     seq_id: str
@@ -101,10 +101,10 @@ class OddToken:
     abs_d: float
     """|value - median over all classes| (nats)."""
     typical: float | None
-    """Median `abs_d` of the class's other tokens, without zeros. None if all of them are 0."""
+    """Median nonzero `abs_d` of the class's other tokens. None if all are 0."""
     expected: float | None
-    """Expected number of tokens with at least this difference, among all tokens and classes, extrapolated from
-    this class's differences at other tokens. None if these are all 0."""
+    """Expected number of tokens with at least this `abs_d` over all tokens and classes, extrapolated from this class's
+    other tokens. None if `abs_d` is 0 at all of them."""
 
     @property
     def ratio(self) -> float:
@@ -128,7 +128,7 @@ class PassGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassComparison(Result):
-    """A trace's passes, grouped by equal bits, with odd tokens and contradictions between bits and settings."""
+    """A trace's passes in bitwise equal classes, with odd tokens and passes that contradict their settings."""
 
     _text = "tim_trace.analysis.comparison.passes_text:passes_text"
 
@@ -149,7 +149,7 @@ _Setting = str | None
 
 
 def compare_passes(database: Database, against: str | None = None) -> PassComparison:
-    """Group a trace's passes by equal bits, and find those that contradict their settings or the other passes.
+    """Group a trace's bitwise equal passes, and find odd tokens and passes that contradict their settings.
 
     Replays are not compared. `against` names the reference pass. By default, it is a pass from the largest class.
 
@@ -196,7 +196,7 @@ class _Relation:
     pair: _Pair
     is_class: bool
     is_same: bool
-    """True if the bits of all shared tokens are equal."""
+    """True if the logprobs of all shared tokens are bitwise equal."""
     settings: Mapping[str, tuple[_Setting, _Setting]]
     """Setting -> both passes' values, for settings that differ."""
 
@@ -225,12 +225,12 @@ class _Group:
             by_digest.setdefault(values.digest(name), []).append(name)
         self.classes = sorted(by_digest.values(), key=lambda passes: (against not in passes, -len(passes), passes))
         self.firsts = [passes[0] for passes in self.classes]
-        """One pass of each class, whose values are read."""
+        """The pass that represents each class."""
         self.states = any(value != "null" for name in names for value in settings.get(name, {}).values())
         self.settings = _differing([name for passes in self.classes for name in passes], settings)
         self.odd_tokens: list[OddToken] = []
         self.not_judged: dict[int, np.ndarray] = {}
-        """Odd tokens of each class. They are left out when bits are compared with settings."""
+        """Odd tokens of each class. They do not count in contradictions."""
         self._find_odd_tokens()
         self.relations = list(self._relations())
 
@@ -308,11 +308,11 @@ class _Group:
         return [int(self.values.starts[row] + common_R[row]) for row in firsts]
 
     def _contradictions(self, keeps: _Relations) -> list[SettingContradiction]:
-        """Compare each pair of passes with other pairs that differ in the same single setting, by the same two values.
+        """Find pairs of passes that contradict other pairs with the same single difference in settings.
 
-        Whether a setting changes the bits depends on the model and the prompts. A pair from another group therefore
-        counts only if its bits are equal. A pair with different bits is a contradiction if the pairs with equal
-        bits outnumber those with different bits, including this pair.
+        Whether a setting changes logprobs depends on the model and the prompts, so a pair from another group of passes
+        counts only if it is bitwise equal. A differing pair is a contradiction if bitwise equal pairs outnumber
+        differing pairs, including this one.
         """
         changes = _by_setting(one for one in self.relations if not one.is_same)
         class_of = {name: tuple(passes) for passes in self.classes for name in passes}
@@ -330,7 +330,7 @@ class _Group:
             for key, values in relation.settings.items():
                 passes = class_of[relation.pair[0]] if relation.is_class else relation.pair
                 sides = [tuple(name for name in passes if self.settings[name][key] == value) for value in values]
-                few, many = sorted(sides, key=len)  # the smaller side is more likely to be wrong
+                few, many = sorted(sides, key=len)  # the smaller set of passes is more likely to be wrong
                 different, same = (
                     [pair for pair in each.get((key, frozenset(values)), ()) if not {*pair} & {*relation.pair}]
                     for each in (changes, keeps)
@@ -401,8 +401,8 @@ class _Group:
                 self.odd_tokens.append(odd)
 
     def _abs(self, number: int, median_T: np.ndarray) -> np.ndarray:
-        """Return a class's distance from the median at each token, [T]. 0 where its logprob or the median is missing or
-        not finite."""
+        """Return a class's distance from the median at each token, [T]: 0 where its logprob or the median is not
+        finite."""
         abs_T = median_T.copy()
         for block in self.values.blocks([self.firsts[number]]):
             abs_T[block.start : block.start + block.known_CB.shape[1]] -= block.values_CB[0]
@@ -410,14 +410,13 @@ class _Group:
 
 
 def _without(values: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Remove one class's values, `own`, from the largest `values` of all classes. Both are sorted, largest first."""
+    """Return `values`, the largest of all classes, without one class's values `own`. Both are in descending order."""
     places = np.searchsorted(-values, -own) + np.arange(len(own)) - np.searchsorted(-own, -own)
     return np.delete(values, places[places < len(values)])
 
 
 def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, _Setting]]:
-    """Map each pass to its values of the settings that differ between passes. Settings that always change together
-    count as one."""
+    """Return the settings that differ between passes, by pass. Settings that always change together count as one."""
     joined: dict[tuple[int, ...], list[str]] = {}
     for key in sorted({key for name in names for key in settings.get(name, {})}):
         values = [settings.get(name, {}).get(key) for name in names]
@@ -431,12 +430,12 @@ def _differing(names: Sequence[str], settings: Mapping[str, Mapping[str, str]]) 
 
 
 def beyond_chance(own: np.ndarray, others: np.ndarray, num_tested: int, num_others: int | None = None) -> list[float]:
-    """Return, for each |d| that is beyond chance, the expected number of tokens with at least this |d|.
+    """For each |d| that exceeds chance, return the expected number of tokens with at least this |d|.
 
-    `own` holds a class's |d| above 0, largest first. The values below each |d| are assumed to have a power-law tail,
-    whose exponent is Hill's estimate (Annals of Statistics 3, 1975) from their largest eighth. A class with few values
-    is judged by the tail of `others`, which are the largest of `num_others` values. Rounding errors have a shorter
-    tail, so the expected number is an upper bound.
+    `own` holds a class's |d| above 0, largest first. Values below each |d| are assumed to follow a power law, with
+    Hill's estimate of the exponent (Annals of Statistics 3, 1975) from their largest eighth. A class with few values is
+    judged by the tail of `others`, which are the largest of `num_others` values. Rounding errors have a shorter tail,
+    so the expected number is an upper bound.
     """
     is_own = len(own) > TAIL
     most = min(max(len(own) // 4, 1), MOST_ODD, len(own))

@@ -14,11 +14,11 @@ from .passes import (
 )
 
 CONTRADICTIONS: Mapping[str, str] = {
-    SAME_SETTINGS: "{passes} and {others} state the same settings, but their bits differ.",
-    OTHER_SETTING: "{passes} {states}, but has the same bits as {others} ({setting} {other_value}). In other passes, "
-    "this setting alone changes the bits ({pairs}, e.g. {example}).",
-    INERT_SETTING: "{passes} and {others} differ only in {setting} ({value}, {other_value}), and their bits differ. "
-    "In other passes, this setting does not change the bits ({pairs}, e.g. {example}).",
+    SAME_SETTINGS: "{passes} and {others} have the same recorded settings but different logprobs.",
+    OTHER_SETTING: "{passes} ({setting} {value}) and {others} ({setting} {other_value}) are bitwise equal. In other "
+    "passes, this setting alone changes the logprobs ({pairs}, e.g. {example}).",
+    INERT_SETTING: "{passes} and {others} differ only in {setting} ({value}, {other_value}), but their logprobs "
+    "differ. In other passes, this setting has no effect ({pairs}, e.g. {example}).",
 }
 
 _SHOWN = 20
@@ -32,7 +32,7 @@ def sentence(found: PassComparison) -> str:
     odd = counted(sum(len(group.odd_tokens) for group in groups), "odd token")
     contradictions = counted(sum(len(group.contradictions) for group in groups), "setting contradiction")
     classes = counted(sum(len(group.classes) for group in groups), "class", "classes")
-    return f"{num} passes over {over} fall into {classes} with equal bits: {odd} and {contradictions}."
+    return f"{num} passes over {over} form {classes} with bitwise equal logprobs: {odd} and {contradictions}."
 
 
 def passes_text(found: PassComparison, width: int | None = None) -> str:
@@ -48,7 +48,7 @@ def passes_text(found: PassComparison, width: int | None = None) -> str:
         if len(lines) > _SHOWN:
             parts.append(f"({len(lines) - _SHOWN} more with --json)")
         if len(group.classes) == 1:
-            parts.append(wrapped(f"All have equal bits: {', '.join(group.classes[0].passes)}.", "", width))
+            parts.append(wrapped(f"All are bitwise equal: {', '.join(group.classes[0].passes)}.", "", width))
             continue
         main = ("class", "pass", "passes", "shared", "equal", "mean_abs_d", "max_abs_d")
         parts.append(to_text(_class_rows(group), width, main))
@@ -100,7 +100,7 @@ def odd_sentence(one: OddToken) -> str:
     odd = "" if one.num_others > 1 else " Either of the two may be wrong."
     size = "the only token at which this class differs"
     if one.typical is not None and one.expected is not None:
-        size = f"{one.ratio:,.0f} times the class's median elsewhere (tokens expected to be as odd: {one.expected:.2g})"
+        size = f"{one.ratio:,.0f} times the class's median elsewhere (expected by chance: {one.expected:.2g} tokens)"
     others = f"the median of {one.num_others} other classes" if one.num_others > 1 else "the other class"
     return (
         f"Token {one.token} of {one.seq_id}: {one.value:.6g} in {_named(one.passes)}, but {one.others:.6g} in {others}. "
@@ -113,7 +113,6 @@ def contradiction_sentence(one: SettingContradiction) -> str:
     value, other = ("unset" if each is None else each for each in (one.value, one.other_value))
     return CONTRADICTIONS[one.code].format(
         passes=_named(one.passes), others=_named(one.others), setting=name, value=value, other_value=other,
-        states=f"states {name} {value}" if one.value is not None else f"does not state {name}",
         pairs=counted(one.num_different if one.code == OTHER_SETTING else one.num_same, "pair"),
         example=" and ".join(one.example or ()),
     )  # fmt: skip

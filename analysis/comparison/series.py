@@ -97,7 +97,7 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return |mean| of `apart_n` divided by its noise per step: infinite if the noise is 0, None if not significant.
+    """Return |mean| of `apart_n` in units of its noise per step, inf if there is no noise, or None if not significant.
 
     With few steps, significance is judged by Student's t-distribution. Its quantile is approximated from the normal z
     by sqrt(df (exp(z^2 / df) - 1)) (Wallace, Annals of Mathematical Statistics 30, 1959).

@@ -1,1 +1,1 @@
-"""Diagnose a run: collapse, comparison, mismatch, and next commands."""
+"""Diagnose a run: its collapse, the validity of the comparison, the mismatch, and the next commands."""

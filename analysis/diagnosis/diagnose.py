@@ -266,7 +266,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return the mismatch over all tokens. `mean_exp_abs_d` covers only a sample of tokens if its sums are missing."""
+    """Return the mismatch over all tokens. Without stored sums, `mean_exp_abs_d` covers only a sample of tokens."""
     sums = data.sums
     if not sums.num_tokens:
         return {}

@@ -23,7 +23,7 @@ ADDS_LITTLE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """Dtypes of pass a and pass b, each None if unknown."""
+    """Dtypes of passes a and b, or None where unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
@@ -45,8 +45,8 @@ class FigureComparison:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeComparison:
     code: Literal["equal", "unpublished", "below", "within", "above"]
-    """`equal` if the passes do not differ, `unpublished` if there is no published value to compare with, otherwise the
-    position relative to the published range."""
+    """`equal` if the passes do not differ, `unpublished` if no published value applies, else the position of `own`
+    relative to the published range."""
     own: float
     coarser: str | None
     is_inferred: bool = False
@@ -57,7 +57,7 @@ class SizeComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """How the mismatch changes if a replay replaces pass a."""
+    """Effect on the mismatch of replacing pass a with a replay."""
 
     arm: str
     pair: tuple[str, str]
@@ -88,7 +88,7 @@ class ReplayEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenSide:
-    """The component to fix, according to `check` and `attribute` together."""
+    """Component to fix, based on the results of `check` and `attribute`."""
 
     side: str
     """`data`, or a component in check.finding.Broken."""
@@ -101,7 +101,7 @@ class BrokenSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Result):
-    """A run's diagnosis: any collapse and its cause, whether the comparison is valid, and the mismatch."""
+    """A run's diagnosis: collapse, cause, validity of the comparison, and mismatch."""
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 

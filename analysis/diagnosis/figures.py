@@ -56,7 +56,7 @@ FIGURES = (
                 "Fast-LLM#525", {"rms_d": (0.039, 0.0407)}),
     *_published(_BF16, "Megatron, SGLang or vLLM", "4B dense", "slime, same temperature handling on both sides",
                 "vime#64", {"mean_abs_d": 0.011}),
-    *_published(_BF16, "Megatron, SGLang", "4B dense", "slime, raw compared with temperature-scaled logprobs: a fault",
+    *_published(_BF16, "Megatron, SGLang", "4B dense", "slime, raw logprobs compared with temperature-scaled ones: a fault",
                 "vime#64", {"mean_abs_d": 0.036}, is_fault=True),
     *_published(_BF16, "Megatron, vLLM", "", "tensor parallel 8", "vime#66", {"mean_abs_d": 0.041}),
     *_published(_BF16, "Megatron, vLLM", "", "tensor parallel 16 across hosts: a fault",

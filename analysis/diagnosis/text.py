@@ -190,7 +190,7 @@ def normal_text(found: Diagnosis) -> str:
 
 def broken_text(broken: BrokenSide) -> str:
     since = " since the first step" if broken.since is None else f" since step {broken.since}"
-    other = "" if broken.other is None else f"; {broken.other} too, but it did not cause the drop"
+    other = "" if broken.other is None else f"; also {broken.other}, which did not cause the drop"
     if broken.is_stronger:
         other = f", not {broken.other}, for which the evidence is weaker"
     return f"{broken.side}{since} (found by {' and '.join(broken.by)}){other}"
@@ -223,7 +223,7 @@ def effect_text(effect: ReplayEffect) -> str:
     a, b = effect.pair
     return {
         "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",
-        "repeats": f"{effect.arm} reproduces {b}: from the same weights and tokens, {b}'s engine gets the same values",
+        "repeats": f"{effect.arm} reproduces {b}: {b}'s engine computes the same values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
         "nothing": f"{effect.arm} has no effect on the mismatch",
         "adds": f"{effect.arm} increases the mismatch",

@@ -224,8 +224,8 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # The scale of an evaluation may differ from the rewards', e.g. a share of correct answers. The rewards' floor
-    # therefore applies to it only if it has negative values.
+    # An evaluation may have another scale than the rewards, e.g. a share of correct answers. It gets their floor only
+    # if it has negative values.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,

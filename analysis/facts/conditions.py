@@ -85,7 +85,7 @@ _QUANTITIES = {
     "num_sequences": (SAMPLING, LOG, "sequences in the step"),
     "group_size": (SAMPLING, LOG, "mean sequences per group"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
-    "advantage_scale": (ADVANTAGES, LOG, "ratio of advantage to reward standard deviation within groups"),
+    "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages divided by that of rewards, within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation between advantages and rewards within groups"),
     "share_masked": (MASK, LOGIT, "share of response tokens excluded by the loss mask"),
     "reference_k3": (REFERENCE, LOG, "k3 between trainer and reference logprobs, nats"),
@@ -129,7 +129,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
-    if "share_new_prompts" in found:  # random draws from a finite set repeat more and more
+    if "share_new_prompts" in found:  # prompts drawn from a finite set repeat ever more often
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
@@ -211,7 +211,7 @@ def begins_held(values: np.ndarray) -> bool:
 
 
 def is_coefficient(name: str) -> bool:
-    """Return True if a metric's name says that it is the coefficient of a loss term, which a controller may change."""
+    """Return True if a metric's name suggests the coefficient of a loss term, which a controller may change."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return words[-1] == "weight" or not {"coef", "coeff", "coefficient"}.isdisjoint(words)
 

@@ -68,7 +68,7 @@ class _StepBatch:
     sums: dict[str, Array]
     abs_d_T: Array
     num_read: int
-    """Tokens read, including those that the sums leave out."""
+    """Number of tokens read, including those excluded from the sums."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
@@ -168,8 +168,8 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """When the mismatch begins: `from the start`, `with the first updates` (until then, the weights are identical),
-        or `later`."""
+        """Onset of the mismatch: `from the start`, `with the first updates` (the weights are identical until then), or
+        `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -210,8 +210,8 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 _SOON = 20
-"""Occurrences of a prefix more than this many steps apart can only show that the engine gets no new weights. If the
-logprob differs, the engine may still have been updated long ago."""
+"""If a prefix recurs after more than this many steps, an equal logprob shows that the engine gets no new weights, but a
+different one does not show that it still gets any."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Tolerance when comparing two means over the same float32 logprobs (nats)."""
@@ -243,7 +243,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Return how often a repeated prefix keeps its logprob in the engine, and how often in the trainer.
+    """Return the shares of repeated prefixes with the same logprob as before in the engine and in the trainer.
 
     Only prefixes from step `first` on are considered. Return None if too few of them are repeated.
     """
@@ -268,7 +268,7 @@ class EarlierWeights:
 
     num_pairs: int
     num_equal: int
-    """Prefixes whose engine logprob equals the trainer's at some earlier step."""
+    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
     """Matches expected by chance, measured by matching slightly shifted logprobs."""
     version: int

@@ -109,8 +109,8 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given) -> list[Se
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
-        "policy_lag": f"updates from the sampling weights to the {loss} weights",
-        "version_lag": f"updates from the {pair[1]} weights to the {pair[0]} weights",
+        "policy_lag": f"number of updates between the sampling weights and the {loss} weights",
+        "version_lag": f"number of updates between the {pair[1]} weights and the {pair[0]} weights",
     }
     return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
 
@@ -222,7 +222,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "rollout/reward_mean", "env/all/reward/total",
     ),
 }  # fmt: skip
-"""Metric names used by frameworks and by the recorder, most preferred first."""
+"""Metric names used by frameworks and by the recorder, in order of preference."""
 
 AVERAGES: dict[str, tuple[str, ...]] = {
     "k3": ("rollout_corr/k3_kl", "gen_kl_error", "mismatch_kl/all/mean", "train_rollout_kl", "mis_k3_kl"),
@@ -270,7 +270,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
 }
 
 _OF_OTHERS = re.compile(r"(^|[/._])(value|critic|kl|ref|reference|entropy|aux|balance|sft|reward_model|rm)[/._]")
-"""Prefixes in the names of losses other than the policy's, and of single terms of the policy loss."""
+"""Name prefixes of losses other than the policy loss, and of its single terms."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -306,7 +306,7 @@ def read_evaluations(database: Database, run: str) -> frozenset[str]:
 
 
 def read_logged(database: Database, run: str, has_tokens: bool) -> list[Series]:
-    """Read the series that the training loop logged. `has_tokens`: whether any step of the run has token data."""
+    """Read the series that the training loop logged. `has_tokens` is True if any step has token data."""
     chosen = _chosen(database, run, has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
     rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
@@ -432,5 +432,5 @@ def read_changed(database: Database, run: str) -> list[Series]:
     kept = database.kept_steps.get(run)
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
-    what = "share of weights changed bitwise since the last recorded version"
+    what = "share of weights that changed bitwise since the last recorded version"
     return [named("changed_weights", steps, values, what)]

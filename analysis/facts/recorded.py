@@ -58,7 +58,7 @@ class RecordedChange:
     shape: str
     """`shift` for a jump, `ramp` for a new slope, `set` for a deliberate change."""
     order: str = ""
-    """When the change occurs relative to the drop: `before`, `with` or `after` it. Empty if there is no drop."""
+    """Time of the change relative to the drop: `before`, `with` or `after`. Empty if there is no drop."""
     follows: str = ""
 
     @property
@@ -80,7 +80,7 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     for one in conditions.read_conditions(database).values():
         if one.name in judged or one.name in by_name or (one.steps.tobytes(), one.values.tobytes()) in known:
             continue
-        known.add((one.steps.tobytes(), one.values.tobytes()))  # a quantity that is logged under several names
+        known.add((one.steps.tobytes(), one.values.tobytes()))  # one quantity may be logged under several names
         found += _set(one) if one.kind == SETTING else [_of_series(one, change) for change in change_points(one)]
     found += _texts(database)
     return tuple(sorted(_folded(found, fall), key=lambda change: (change.step, change.high, change.series)))

@@ -37,8 +37,8 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _correlations(x: np.ndarray, y: np.ndarray, place: np.ndarray) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Return, for each index in `place`, the sums of xy, xx and yy, and a mask that is True where both x and y vary.
-    Also return the correlation of x and y at the indices where the mask is True."""
+    """Return the sums of xy, xx and yy for each index in `place`, a mask of the indices where both x and y vary, and
+    the correlation of x and y at these indices."""
     sums = [np.bincount(place, product) for product in (x * y, x**2, y**2)]
     spread = (sums[1] > 1e-12) & (sums[2] > 1e-12)
     xy, xx, yy = (each[spread] for each in sums)
@@ -77,8 +77,8 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Compare the rewards that two runs give the same responses. Return the share of the differences' variance that
-    response length explains, and the sign of the effect of length.
+    """Compare two runs' rewards for identical responses. Return the share of the differences' variance that response
+    length explains, and the sign of its effect.
 
     Return (0, 0) if there are too few shared responses, or if their rewards hardly differ.
     """
@@ -122,11 +122,11 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 _MOST_LENGTHS = 24
 _LONG_BEFORE, _LONG_SINCE, _FEWEST_TELLING = 20, 15, 5
-"""Rewards are compared with lengths over at most this many steps before and after a change, and at least this many."""
+"""Maximum number of steps before and after a change over which rewards are compared with lengths, and the minimum."""
 
 
 def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float, float] | None:
-    """Find the step, at most `last`, at which the reward variance that length explains within steps grows most.
+    """Find the step (at most `last`) where length begins to explain more of the reward variance within steps.
 
     Return the step, and the explained variance before and after it. Both are divided by the larger of the two total
     variances, so that a tiny remaining variance has little weight when nearly all rewards become equal. Before the
@@ -167,10 +167,10 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
 
 
 def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]:
-    """Find the step, at most `last`, from which on rewards take values that never occurred before.
+    """Find the step (at most `last`) where rewards begin to take values that never occurred before.
 
-    Return the step, and the share of rewards with new values before it and from it on. Each share covers a few steps,
-    and a value is new if it first occurs in these steps. If rewards are continuous, both shares are near 1.
+    Return the step, and the shares of rewards with new values before and after it. Each share covers a few steps, and a
+    value is new if it first occurs in them. For continuous rewards, both shares are near 1.
     """
     rows = rollouts.ordered(np.isfinite(rollouts.reward))
     steps, at = np.unique(rows.step, return_inverse=True)
@@ -200,7 +200,7 @@ class ChangedResponses:
     share: float
     """Share of responses with a changed value."""
     share_before: float
-    """The same share before the range of steps searched, or NaN if no response repeats there."""
+    """Share with a changed value before the searched steps, or NaN if no response repeats there."""
     length_correlation: float
     agreement: float = 0.0
 

@@ -64,7 +64,7 @@ FARTHEST = 16
 OPENING = 3
 _ALONE = 0.5
 _MOST = 0.9
-"""A token counts as the end token if it ends at least this share of the early responses that are not cut off."""
+"""Minimum share of responses that the end token ends, among uncut responses in the first fifth of the run."""
 FEWEST_COMPARED, FEWEST_SPANNING = 30, 10
 """Minimum number of pairs in a comparison, and of responses on each side of a step."""
 CERTAIN_LOGPROB = 1e-3
@@ -92,9 +92,9 @@ class Rollouts:
     reference: np.ndarray
     ending: np.ndarray
     goes_on: np.ndarray
-    """Whether the token that ends nearly all early responses also occurs before the last token."""
+    """Whether the end token (see _MOST) also occurs before the last token."""
     is_ended: np.ndarray
-    """Whether the token that ends nearly all early responses is the last token."""
+    """Whether the last token is the end token (see _MOST)."""
     opening: np.ndarray
     """Hash of the prompt and the first OPENING response tokens. Openings repeat more often than whole responses."""
     opening_trained: np.ndarray
@@ -222,13 +222,13 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """How the rewards of identical responses differ. A deterministic reward function would score them equally."""
+    """Differences between rewards of identical responses. A deterministic reward function would give none."""
 
     num_pairs: int
     unequal: float
     mean_difference: float
     order: str
-    """Reordering, in words, that leaves the fewest pairs with unequal rewards. Empty if the recorded order is best."""
+    """Description of the reordering with the fewest unequal pairs. Empty if the recorded order is best."""
     unequal_ordered: float
 
     @property
@@ -249,8 +249,8 @@ def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
 
 
 def _orders(rollouts: Rollouts) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield reorderings of the rewards. Each undoes a known bug and consists of a phrase that can follow "with", and of
-    the index of the row whose reward each row gets, [N]."""
+    """Yield reorderings of the rewards, each of which undoes a known bug: a phrase that can follow "with", and for each
+    row the index of the row whose reward it gets, [N]."""
     step, group, row = rollouts.step, rollouts.group, np.arange(len(rollouts.step))
     first, end = np.searchsorted(step, step), np.searchsorted(step, step, side="right")
     size, place = end - first, row - first
@@ -318,11 +318,8 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[float, float]:
-    """Return how often the rewards differ in pairs of identical responses to identical prompts, as two shares.
-
-    The first share is for pairs within a group, the second for pairs from two groups in one step. A share is NaN if
-    there are too few pairs.
-    """
+    """Return how often identical sequences have different rewards: the share of pairs within a group, and across groups
+    of a step. A share is NaN if there are too few pairs."""
     least = least_reward(rollouts)
     of_group = _unequal(rollouts.reward, successive(_keyed(rollouts.whole, rollouts.group), rollouts.step), least)[1]
     one, two = successive(_keyed(rollouts.whole, rollouts.step), rollouts.group)

@@ -120,7 +120,7 @@ values). With autocorrelation 0.95, it increases the rate from 0.13 to 0.24 (200
 FALL_SD = 3.0
 """Minimum drop in standard errors, after subtracting the bias that comes from choosing the best window."""
 FALLEN = 0.35
-"""A change that occurs after this fraction of the drop is too late to be the cause of the drop."""
+"""A change after this fraction of the drop is too late to have caused it."""
 
 COLLAPSE, SLOW_DECLINE, FLAT = "collapse", "slow_decline", "flat"
 FLAT_SHARE = 0.5
@@ -169,7 +169,7 @@ class Fall:
     """Onset of the drop: the last step before the values permanently leave their earlier level."""
     low: int
     high: int
-    """From `low` to `high`, an onset fits about as well as `step`. This range is narrower than `interval`."""
+    """Onsets from `low` to `high` fit about as well as `step`. This range is narrower than `interval`."""
     interval: tuple[int, int]
     """95% confidence interval for the onset, allowing for autocorrelated noise. See docs/evidence/intervals.md."""
     fallen: int
@@ -210,7 +210,7 @@ def is_evaluation(name: str, *, is_sparse: bool = False) -> bool:
 
 
 def is_named_outcome(name: str) -> bool:
-    """True if an evaluation's name says that the value is a score, rather than only naming the data."""
+    """True if an evaluation's name denotes a score (`eval/reward`) and not just the data (`eval/gsm8k`)."""
     return bool(_OUTCOME.search(name)) or not _EVALUATION.sub("/", _EVALUATION.sub("/", name)).strip("/_-")
 
 
@@ -327,7 +327,8 @@ def _means(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def refined(fall: Fall | None, finer: Fall | None) -> Fall | None:
-    """Return the drop with the onset of `finer` if that is in range and more precise. If one is None, return the other."""
+    """Return `fall`, with the onset of `finer` if it is compatible and more precise. If one is None, return the
+    other."""
     if fall is None or finer is None:
         return fall or finer
     if finer.high < fall.low or finer.low > fall.high or finer.high - finer.low >= fall.high - fall.low:

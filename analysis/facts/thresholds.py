@@ -15,13 +15,13 @@ EARLIER_AGREES = 0.5
 number of steps earlier, to conclude that the engine uses those weights. In 57 collapses caused by the mismatch, the
 fraction was at most 0.14."""
 ROUNDED_AGREES = 0.85
-"""The same minimum for an engine that rounds differently from the trainer. If only some weights are not synchronised,
+"""EARLIER_AGREES for an engine that rounds differently from the trainer. If only some weights are not synchronised,
 the fraction is at most 0.73."""
 EARLIER_FEWEST = 8
 """Minimum number of matching prefixes to report that the engine mixes weights from several earlier steps."""
 EARLIER_OVER_CHANCE = 5.0
-"""Minimum ratio of matching prefixes to the number expected by chance, to report such a mixture. In collapses with
-other causes, the ratio is at most 2.3."""
+"""Minimum ratio of matching prefixes to the number expected by chance, to report a mixture of earlier weights. In
+collapses with other causes, the ratio is at most 2.3."""
 STILL = 0.5
 """The engine is judged not to receive new weights if at least this fraction of repeated prefixes gets bitwise identical
 engine logprobs. The fraction is about half for an engine updated every second step."""
@@ -44,16 +44,15 @@ MOST = 0.5
 REFERENCE_MOVES = 0.05
 """Minimum change in a response's mean reference logprob (nats). bf16 kernels alone cause changes of 0.01."""
 SAME_ORDER = 0.95
-"""A reward change counts as a mere change in scale if the correlation between old and new rewards for identical
-responses exceeds this."""
+"""Rewards count as merely rescaled if old and new rewards of identical responses have a correlation above this."""
 LENGTH_PAYS = 0.5
 """A reward is flagged as length-dependent if its within-group correlation with length exceeds this."""
 LENGTH_EXPLAINS = 0.8
 """Reward differences are attributed to length if their correlation with length exceeds this."""
 LENGTH_IS_ALL = 0.98
-"""This limit replaces LENGTH_EXPLAINS if only some of the rewards differ."""
+"""Replaces LENGTH_EXPLAINS if only some of the rewards differ."""
 LENGTH_EXPLAINS_WITHIN = 0.85
-"""The correlation within steps, or with a length bonus that grows over time, replaces the overall correlation if it
+"""A correlation within steps, or with a length bonus that grows over time, replaces the overall correlation if it
 exceeds both this and the overall correlation."""
 ALMOST_ALL = 0.9
 """Minimum fraction of rewards that must change to conclude that the reward now depends on length."""
@@ -67,7 +66,7 @@ BREAKS_SD = 4.0
 BREAKABLE = 0.2
 """Correlations below this are never reported as lost."""
 BREAK_LOSES = 0.5
-"""To be reported as lost, a correlation must also stay below its earlier level by at least this fraction."""
+"""A correlation is reported as lost only if it permanently drops by at least this fraction of its earlier level."""
 MATERIAL_REST = 0.1
-"""Reward differences are also tested after subtracting their mean for each baseline reward, but only if at least this
-share of their variance remains."""
+"""Reward differences are also correlated with length after their mean for each baseline reward is subtracted, if at
+least this share of their variance remains."""

@@ -1,4 +1,4 @@
-"""Check that a run has the settings of a certificate from `certify`, and that its batches are within the bounds."""
+"""Check that a run matches a certificate from `certify`: the settings, and the bounds on batches and sequences."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def metric_named(condition: Condition, names: list[str]) -> str:
         return ends[0]
     if ends:
         raise InvalidOption(
-            f"{condition.text!r} is ambiguous: {' or '.join(ends)}; write the whole name", option="fail_on"
+            f"{condition.text!r} is ambiguous: {' or '.join(ends)}; write the full name", option="fail_on"
         )
     raise InvalidOption(
         f"{condition.source} has no metric {condition.metric!r}; {_near(condition.metric, names)}", option="fail_on"
@@ -135,15 +135,15 @@ class Verdict:
     fails: bool
     """True if this condition makes the gate fail: it is met, or too many tokens were left out to decide."""
     steps_beyond: int | None
-    """How many steps meet the condition. None for `check` and for counts, which are totals over the run."""
+    """Number of steps that meet the condition. None for `check` and for counts, which are totals over the run."""
     worst_step: int | None
-    """Step whose value is furthest beyond the bound or, if no value is beyond it, the step closest to it."""
+    """Step with the worst value: furthest beyond the bound or, if none is beyond it, closest to it."""
     how: str
-    """How many steps meet the condition, and how the interval was computed. For `check`, a list of the faults."""
+    """Number of steps that meet the condition, and how the interval was computed. For `check`, a list of the faults."""
 
     @property
     def warns(self) -> bool:
-        """True if the steps taken together do not meet the condition, but single steps do."""
+        """True if single steps meet the condition, but all steps together do not."""
         return not self.fails and bool(self.steps_beyond)
 
 
@@ -181,7 +181,7 @@ def is_count(metric: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """Statistics for each sequence with a comparable token."""
+    """Per-sequence statistics of the sequences with a comparable token."""
 
     values: dict[str, Array]
     """Columns [N] by name. The metrics are computed from the totals of these columns."""
@@ -205,7 +205,7 @@ class SequenceColumns:
         return cls(values=addable(sums), largest=largest, unit_N=unit_N, step_N=step_N)
 
     def reach(self) -> float:
-        """Estimate the sqrt(sum d^2) (nats) that a new sequence exceeds with a probability of 1 in 1,000.
+        """Return a 99.9% upper prediction bound for a new sequence's sqrt(sum d^2) (nats).
 
         The sequences that dominate exp(sum d) are rare, so the estimate extrapolates from a lognormal fit.
         """

@@ -41,7 +41,7 @@ def gate(
     summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
-    """Fail if a run meets a failure condition, for the CI of training code.
+    """Check a run against failure conditions, for the CI of training code.
 
     A condition is either `check`, which is met if the comparison has a fault, or `<source>.<metric><sign><number>` with
     sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for a `stats --like verl` column (the last
@@ -72,14 +72,14 @@ def gate(
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token
     or the trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if part of the trace is
-    unreadable or missing, unless `partial` accepts results from the rest.
+    unreadable or missing (unless `partial` is set).
     """
     if not fail_on and certificate is None:
         raise InvalidOption(
-            "got no condition; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
+            "no condition given; use 'check', or a metric and a threshold, e.g. tim.k3>1e-3", option="fail_on"
         )
     if not 0 < confidence < 1:
-        raise InvalidOption(f"got {confidence}; pass a share between 0 and 1, e.g. 0.95", option="confidence")
+        raise InvalidOption(f"got {confidence}; pass a number between 0 and 1, e.g. 0.95", option="confidence")
     target, summary_target = (None if path is None else local(path) for path in (junit, summary))
     database = open_database(trace)
     database.check_whole(partial=partial)

@@ -83,13 +83,13 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Sentence about the tokens that the metrics exclude. Empty if they exclude none."""
+        """Sentence about the excluded tokens, or empty if there are none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
-            # reopened, because the jackknife for an earlier source may have left out sequences
+            # reopened, because an earlier source's jackknife may have excluded sequences
             database = self._database.reopened() if found else self._database
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
@@ -211,7 +211,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Compute bootstrap intervals over groups, for the metrics that are computed from sums or maxima over sequences."""
+    """Compute bootstrap intervals over groups for metrics based on sums or maxima over sequences."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)

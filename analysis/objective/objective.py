@@ -29,7 +29,7 @@ def objective(
     trace: str | os.PathLike[str] | Database, *, steps: str = ALL_STEPS, loss: str | None = None,
     confidence: float = 0.95, ray: str | None = None, progress: Progress = no_progress,
 ) -> Objective:  # fmt: skip
-    """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
+    """Measure how the mismatch biases a run's training objective: the direction, size and location of the bias.
 
     With d = train - rollout and drift = current - train (a token's logprobs in nats), the correct importance ratio is
     rho* = current / rollout = exp(d + drift). The loss's own ratio rho_used divides current by the loss's denominator:

@@ -131,8 +131,8 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
     """Return the loss, and statements that say where its settings come from (see sentences.loss_basis).
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. Other fields keep their
-    recorded values. If the recorded kind or level differs, only the fields in _KEPT keep them. If no loss was recorded,
-    PPO with a clip of 0.2 is assumed. Raises InvalidOption.
+    recorded values. If the recorded loss has another kind or level, only the fields in _KEPT keep their values. If no
+    loss was recorded, PPO with a clip of 0.2 is assumed. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()

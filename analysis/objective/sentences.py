@@ -25,9 +25,9 @@ VERDICT: Mapping[str, str] = {
     "negligible_push_down": "The mismatch biases the objective downward by a negligible amount: {down}. {how_much}",
     "small_push_down": "The mismatch biases the objective slightly downward: {down}. {how_much}",
     "large_push_down": "The mismatch biases the objective strongly downward: {down}. {how_much}",
-    "negligible_opposed": "The mismatch changes the objective negligibly, and the clip decides in which direction: {opposed}. {how_much}",
-    "small_opposed": "The mismatch changes the objective slightly, and the clip decides in which direction: {opposed}. {how_much}",
-    "large_opposed": "The mismatch changes the objective strongly, and the clip decides in which direction: {opposed}. {how_much}",
+    "negligible_opposed": "The mismatch changes the objective negligibly, and the clip determines the direction: {opposed}. {how_much}",
+    "small_opposed": "The mismatch changes the objective slightly, and the clip determines the direction: {opposed}. {how_much}",
+    "large_opposed": "The mismatch changes the objective strongly, and the clip determines the direction: {opposed}. {how_much}",
     "unclipped": "Without clipping, the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
@@ -47,9 +47,9 @@ _WAYS = {
 CANNOT: Mapping[str, str] = {
     "no_trainer_logprobs": "all questions, because the loss's ratio needs logprobs of 'train' or 'current' and the trace "
     "has neither; record them with Recorder.add_scores",
-    "no_rollout": "how the mismatch affects the objective, because the trace has no 'rollout' logprobs",
-    "no_train": "how the ratio splits into mismatch and policy drift; record the 'train' pass",
-    "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
+    "no_rollout": "the mismatch's effect on the objective, because the trace has no 'rollout' logprobs",
+    "no_train": "the shares of mismatch and policy drift in the ratio; record the 'train' pass",
+    "no_current": "the policy drift, and all later updates on a batch; record the 'current' pass",
     "no_advantages": "all questions about advantages; record advantages with Recorder.add_sequences(advantage=...)",
 }
 

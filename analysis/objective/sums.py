@@ -244,7 +244,7 @@ class LossRows:
 def shares(loss: Loss, rows: LossRows) -> Array:
     """Return the weight that the loss gives to each token in a row, [R].
 
-    With aggregation `sequence`, a row has only one term, and the weight is that of this term. An update without
+    With aggregation `sequence`, this is the weight of the row's only term. An update without
     recorded micro-batches is treated as one batch.
     """
     update_R = rows.update_R

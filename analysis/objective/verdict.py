@@ -42,7 +42,7 @@ class Objective(Result):
     num_updates: int
     """Number of updates: one per step and inner iteration. Each update has a row in `steps`."""
     num_rows: int
-    """Sequences that entered the loss, counted once per inner iteration. Means are taken over these sequences."""
+    """Number of sequences in the loss, counted once per inner iteration. Means are taken over these sequences."""
     num_sequences: int
     """Number of sequences with at least one unmasked token that has a finite logprob in every pass."""
     num_tokens: int
@@ -77,7 +77,7 @@ class Objective(Result):
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Sentences that say what remains unknown and what to record to find out."""
+        """Open questions, and the data to record to answer them."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property

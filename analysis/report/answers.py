@@ -50,7 +50,7 @@ class Answer:
     figure: str = ""
     basis: str = ""
     detail: str
-    """Evidence, in the words of the command that found it."""
+    """Evidence, as worded by the command that found it."""
     question: str = ""
     command: str = ""
 

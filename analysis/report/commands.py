@@ -1,4 +1,4 @@
-"""Commands and queries that a report offers for copying."""
+"""Commands and queries shown in a report."""
 
 from __future__ import annotations
 

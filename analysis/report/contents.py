@@ -182,7 +182,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the contracts of the recorded passes. Replays are left out, because their names say what changed."""
+    """Compare the contracts of the recorded passes. Replays are left out, because their names describe the change."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})

@@ -1,4 +1,4 @@
-"""A report's figures as matplotlib objects, to change and to combine with other figures."""
+"""A report's figures as matplotlib objects, for editing or combining with other figures."""
 
 from __future__ import annotations
 

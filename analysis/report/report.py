@@ -55,7 +55,7 @@ def report(
     for kind, folder in (("png", png), ("svg", svg), ("pdf", pdf)):
         if folder is not None:
             if os.fspath(folder).lower().endswith(f".{kind}"):
-                raise InvalidOption(f"{folder}: pass a folder, which gets one file per figure", option=kind)
+                raise InvalidOption(f"{folder}: pass a folder for the figures, not a file", option=kind)
             pictures.setdefault(local(folder), []).append(kind)
     is_printed = markdown is not None and os.fspath(markdown) == "-"
     files = (output, None if is_printed else markdown)

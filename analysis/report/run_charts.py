@@ -156,12 +156,12 @@ SERIES: dict[str, Term] = {
     "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
     "clip_share": Term("Clipped share", "share of tokens", "Tokens with a ratio beyond the recorded loss's bound. ppo_clip gives them no gradient, and cispo clamps their weight to the bound."),
     "policy_lag": Term("Policy lag", "updates", "Optimizer updates between sampling and training. 0 is on-policy."),
-    "changed_weights": Term("Changed weights", "share of elements", "Weight elements with bits that differ from the previous version. In bfloat16, small updates are rounded away."),
+    "changed_weights": Term("Changed weights", "share of elements", "Weight elements that changed since the previous version. In bfloat16, small updates are rounded away."),
     "loss": Term("Loss", "", "As the trainer logged it."),
     "update_to_weight": Term("Update to weight", "ratio", "One update's norm divided by the weights' norm."),
     "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of rewards for the same prompt. "
     "Advantages are computed within these groups."),
-    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups with equal rewards. They give no gradient."),
+    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups whose rewards are all equal. They give no gradient."),
     "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
@@ -187,4 +187,4 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "observation": "Evidence from a single run. The first series to change is not necessarily the cause.",
     "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""Words in the report -> the explanation that appears when the pointer is on the word."""
+"""Word in the report -> explanation shown on hover."""

@@ -61,7 +61,7 @@ class Subject:
     corrections: Rows | None
     part: str
     arms: Mapping[str, tuple[Series, ...]]
-    """Name of each replay -> series of the mismatch between this replay and pass b."""
+    """Replay name -> mismatch series between the replay and pass b."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]

@@ -17,7 +17,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
         return
     more = f" ({len(there) - 1} more outputs exist)" if len(there) > 1 else ""
     way = (
-        "pass the path of a file in it"
+        "pass a file path inside it"
         if there[0].is_dir()
         else f"choose another path, or overwrite with {option('force')}"
     )

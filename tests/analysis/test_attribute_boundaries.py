@@ -198,7 +198,7 @@ def test_the_verdict_in_words():
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert (
-        "Most likely cause: entropy collapse or explosion (99%, compared with a baseline of the same seeds)"
+        "Most likely cause: entropy collapse or explosion (99%, compared with a same-seed baseline)"
         in verdict_sentence(sure)
     )
     assert verdict_sentence(attribution(fall=None)).startswith("No collapse detected: reward shows no lasting drop")

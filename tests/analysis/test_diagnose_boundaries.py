@@ -127,7 +127,7 @@ def test_what_a_replay_does(removed, code, words):
 def test_an_engine_that_repeats_its_own_rollout_settles_nothing(removed, code):
     replay = replace(effect(removed), is_own_engine=True)
     assert (replay.code, diagnosed(replays=[replay]).settled_by) == (code, None)
-    assert ("bf16 reproduces rollout: from the same weights" in effect_text(replay)) == (code == "repeats")
+    assert ("bf16 reproduces rollout: rollout's engine computes" in effect_text(replay)) == (code == "repeats")
 
 
 def test_the_first_replay_that_settles_is_named():
@@ -430,10 +430,7 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
         "alerts",
     ]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
-    assert (
-        "prompt_length changes from 4 to 12 at step 60, and a policy cannot change its prompts (from this run alone)"
-        in why
-    )
+    assert "prompt_length changes from 4 to 12 at step 60, which the policy cannot cause (from this run alone)" in why
 
 
 @pytest.mark.parametrize(("after", "num"), [(0.99e-3, 0), (1.0e-3, 1)])

@@ -262,7 +262,7 @@ def test_a_cause_beside_an_invalid_comparison_leaves_both_to_fix(invalid):
     assert found.broken == BrokenSide(side="data", since=7, by=("attribute",), other="recording")
     assert (
         broken_text(found.broken)
-        == "data since step 7 (found by attribute); recording too, but it did not cause the drop"
+        == "data since step 7 (found by attribute); also recording, which did not cause the drop"
     )
 
 

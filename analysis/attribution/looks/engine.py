@@ -13,7 +13,7 @@ from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
 _USUAL = 0.02
-"""Mean |d| (nats) at which `weighs` returns 0.5. Healthy bf16 runs show 0.002 to 0.01."""
+"""Mean |d| (nats) that gives the mismatch half its full weight. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
@@ -100,7 +100,7 @@ def lag(facts: Facts, _: Fall) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """Report whether mean -logprob exceeds mean entropy. On average, they are equal if the recorded policy sampled."""
+    """Report whether mean -logprob exceeds mean entropy. They agree if tokens are sampled from the recorded policy."""
     known = np.isfinite(facts.values("entropy"))
     if not known.any():
         return

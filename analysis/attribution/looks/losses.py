@@ -31,8 +31,9 @@ FEWEST = 12
 _MOST_LEFT = 0.1
 """If the terms leave more than this share of the logged loss's variance unexplained, no change is reported."""
 _LEAST_LEFT, _LEAST_BESIDE = 0.01, 1e-4
-"""Shares added to the unexplained variance of both fits in a comparison, because a logged term may cover other tokens
-or be computed after updates. The first is for fits with constant coefficients, the second for a changing constant."""
+"""Fractions of the loss's variance added to both residuals in a comparison of fits, because a logged term may cover
+other tokens or be computed after updates. The first applies to constant coefficients, the second to a changing
+constant."""
 _OF_UPDATES = """
 SELECT step, mean_in_order(by_token, iteration) AS by_token, mean_in_order(by_sequence, iteration) AS by_sequence, mean_in_order(sums, iteration) AS sums
 FROM (
@@ -144,11 +145,11 @@ def changed_term(
 
 
 def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
-    """Fit `loss` [S] by a constant and the columns, one of whose coefficients changes at one of the rows `places`.
+    """Fit `loss` [S] by a constant and the columns, letting one coefficient change at one of the rows `places`.
 
-    Return the residual of the best such fit, the column and the index in `places` where its coefficient changes, the
-    residual with constant coefficients, and the least residual if only the constant changes. A residual is a sum of
-    squares per degree of freedom, times S.
+    Return the residual of the best fit, the changing column and its index in `places`, the residual with constant
+    coefficients, and the smallest residual if only the constant changes. A residual is a sum of squares per degree of
+    freedom, times S.
     """
     columns_SF = np.column_stack([columns_SF / np.abs(columns_SF).max(0), np.ones(len(loss))])
     basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
@@ -175,10 +176,10 @@ def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tu
 _SIGNS = {"reference": 1.0, "entropy": -1.0}
 """Loss term -> sign of its coefficient in a loss that is minimised."""
 _USUAL = {"reference": 0.1, "entropy": 0.02}
-"""Largest coefficients that are assumed to be intended in runs that declare none."""
+"""Loss term -> largest coefficient that counts as usual if the run declares none."""
 _MOST_LEFT_OF_STEPS = 0.5
-"""If the terms leave more than this share of the variance of the loss's step-to-step differences unexplained, their
-coefficients are not judged."""
+"""Coefficients are not judged if the terms leave more than this share of the variance of step-to-step loss differences
+unexplained."""
 _LEAST_ERRORS = 4.0
 """A coefficient counts only if it is larger than this many standard errors."""
 _FEWEST_DIFFERENCES = 5
@@ -230,7 +231,7 @@ def _unusual(
 def _implied(
     names: np.ndarray, columns_SF: np.ndarray, loss: np.ndarray
 ) -> tuple[float, list[tuple[int, float, float]]]:
-    """Fit `loss` [S] minus the policy loss by a multiple of one other term. Return the same as `_fitted`.
+    """Fit `loss` [S] minus the policy loss by a multiple of one other term. Return the same values as `_fitted`.
 
     The fit has no constant, so that a trend with another cause does not fit.
     """
@@ -251,8 +252,8 @@ def _fitted(
 ) -> tuple[float, list[tuple[int, float, float]]]:
     """Fit `values` [S] by the chosen columns.
 
-    Return the unexplained share of the variance, adjusted for the number of columns, and the number of each column, its
-    coefficient, and the coefficient in standard errors.
+    Return the unexplained share of the variance, adjusted for the number of columns, and for each column its index, its
+    coefficient, and its |coefficient| in standard errors.
     """
     free = len(values) - len(chosen)
     if not chosen or free < _FEWEST_DIFFERENCES:

@@ -37,7 +37,7 @@ DATA_FAULTS = {
 
 
 def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
-    """For each fault that `check` finds in the data, yield its suspect, the step where it begins, and the finding."""
+    """For each data fault that `check` finds, yield the suspect, the first faulty step and the finding."""
     for suspect, codes in DATA_FAULTS.items():
         for one in facts.checked.data if facts.checked else ():
             if not one.is_notice and one.code in codes.split():
@@ -45,7 +45,7 @@ def data_faults_since(facts: Facts) -> Iterator[tuple[str, int, DataFinding]]:
 
 
 def data_faults(facts: Facts, fall: Fall) -> Iterator[Fact]:
-    """For each suspect, yield the strongest data fault that `check` finds and that begins no later than the drop."""
+    """For each suspect, yield the strongest data fault from `check` that begins no later than the drop."""
     found = defaultdict[str, list[Fact]](list)
     for suspect, since, one in data_faults_since(facts):
         if since <= fall.latest:

@@ -52,7 +52,7 @@ def rate(facts: Facts, fall: Fall) -> Iterator[Fact]:
     # In a linear warm-up, the learning rate is always about twice its earlier median, so only larger factors count.
     is_early = first <= max(fall.high, fall.fallen)
     spike = max(of_ratio(factor, 2.0, 10.0), 0.0) if is_early else 0.0
-    # A schedule's peak is the declared learning rate.
+    # The declared learning rate is the schedule's peak, so a higher one is an error.
     given = [value for name, value in facts.settings.items() if is_learning_rate(name) and isinstance(value, float)]
     declared = max(given, default=0.0)
     peak, allowed = float(values.max()), 1.1 * declared if declared > 0 else math.inf
@@ -134,7 +134,7 @@ _NEAR_STEPS = 4
 
 @strongest
 def _unrelated_since(facts: Facts) -> Iterator[Fact]:
-    """Report whether reference logprobs suddenly stop correlating with the trainer's, which hardly change.
+    """Report whether the correlation between reference and trainer logprobs drops while the latter hardly change.
 
     A policy moves away from its reference gradually. A reference that is replaced or misaligned differs within one step.
     """
