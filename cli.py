@@ -83,7 +83,7 @@ SECTIONS = {
     },
     "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
-        "compare": "Find what differs first between two runs.",
+        "compare": "Find the first difference between two runs.",
         "corrections": "Show what each correction would mask or clip, and at what cost.",
         "objective": "Measure how the mismatch biases the training objective.",
         "dynamics": "Show when each series changed, and what changed first.",
@@ -93,7 +93,7 @@ SECTIONS = {
         "triangulate": "Attribute the mismatch to trainer and engine.",
         "gradient": "Recompute gradients as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
-        "certify": "Search for a batch in which two executions give different bits.",
+        "certify": "Search for a batch on which two executions differ bitwise.",
         "reproduce": "Write a short script that shows where two executions differ.",
         "weights": "List, verify and export recorded weights.",
     },
@@ -505,7 +505,7 @@ def example_(path: str, force: bool) -> None:
 @click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, command: Sequence[str], **options: Any) -> None:
-    """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
+    """Run COMMAND and record its TRL and verl trainers and its vLLM engines.
 
     Every Python process that COMMAND starts is recorded, without code changes. Exits with COMMAND's exit code. RUN is a
     folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). If training uses several nodes, run this
@@ -1053,7 +1053,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @_prints(csv=False, wide=False)
 def certify(trace: str, form: _Form, **options: Any) -> None:
-    """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
+    """Search for a batch on which two executions differ bitwise, or certify that a thorough search found none.
 
     MODEL is a Hugging Face model folder. The settings in an arm stay fixed. Unless the arm sets them, the search varies
     the padding side, cached decoding, chunks and threads (for vLLM: decoding, preemption, chunks and the prefix cache).
@@ -1273,7 +1273,7 @@ def export_(trace: str, **options: Any) -> None:
 @click.option("--summary", metavar="FILE.md", help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".')
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Fail if a run meets a failure condition, for the CI of training code.
+    """Check a run against failure conditions, for the CI of training code.
 
     Like stats, gate stores per-sequence sums in the trace.
 

@@ -71,7 +71,7 @@ def record(
     max_wait: float = MAX_WAIT_S,
     at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
-    """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
+    """Run COMMAND and record its TRL and verl trainers and its vLLM engines.
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for models up to `weights_below`, a
     size such as 500MB or 2GB. If the run saves Hugging Face checkpoints anyway, pass their folder as `weights_from`.

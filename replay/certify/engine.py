@@ -69,7 +69,7 @@ def certify(
     output: str | os.PathLike[str] = "certify",
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Search for a batch in which two executions give different bits, or certify that a thorough search found none.
+    """Search for a batch on which two executions differ bitwise, or certify that a thorough search found none.
 
     `trace` is a run with weights or a Hugging Face model folder. The search runs `arm` (default: as recorded) on
     batches of up to `max_batch` sequences, with prompts and responses of up to `max_length` tokens (default: 256, or

@@ -427,7 +427,7 @@ def test_rewards_in_random_rows_no_longer_depend_on_the_prompt(tmp_path):
 def test_rewards_that_check_finds_in_other_rows_count_for_misaligned_rows(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=FALLING, advantages_of=1)))
     assert evidence_of(found, "pairing")["data_fault"] > 1
-    assert "check finds, starting at step 1: rewards belong to other rows" in attribution_text(found)
+    assert "check finds a fault starting at step 1: rewards belong to other rows" in attribution_text(found)
 
 
 def test_rewards_that_check_finds_in_other_rows_are_told_without_a_drop(tmp_path):
