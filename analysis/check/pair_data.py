@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 FEW_TOKENS = 500
 """With fewer tokens, only gross faults can be detected."""
 MIN_REST = 0.02
-"""A token is informative only if its 1 - p exceeds this. Otherwise, logit changes barely affect the logprob."""
+"""Minimum 1 - p of an informative token. At lower values, logit changes barely affect the logprob."""
 
 
 def _kept(read: Callable[[Sample], np.ndarray]) -> cached_property[np.ndarray]:
@@ -73,7 +73,8 @@ class PairData:
         return out
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
+        """Correct pass b so that d becomes `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is
+        NaN.
 
         If other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`.
         """

@@ -217,8 +217,8 @@ def _split(
 ) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones.
 
-    The result holds the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units
-    inside, and the units with a value.
+    Returns the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units inside,
+    and the units with a value.
     """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":

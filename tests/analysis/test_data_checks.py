@@ -1064,7 +1064,7 @@ def test_a_few_copies_of_a_steps_first_rows_are_found(tmp_path, num, counted, is
     path = write(tmp_path / "run", columns=copied(num, counted), steps=3, longest=48)
     found = [one for one in findings(path) if one.code == "samples_repeat"]
     assert [one.numbers["num"] for one in found] == [3 * num] * is_found
-    assert all("batches are filled up with copies of their first rows" in data_text(one) for one in found)
+    assert all("batches are padded with copies of their first rows" in data_text(one) for one in found)
 
 
 def test_a_copy_elsewhere_in_a_step_is_found_beside_repeats_by_chance(tmp_path):

@@ -34,7 +34,7 @@ from ..sample import MOST_LOST, ratio_in_bits
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
-"""Maximum share of the mismatch that a prediction of each value may leave unexplained."""
+"""Maximum unexplained share of the mismatch for an explanation that predicts each value."""
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain."""
 
@@ -102,8 +102,8 @@ TRUNCATION = Fault(
         "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere), so {side} masks "
         "improbable tokens that sampling kept",
         "kept_mass": "{side}'s logprobs are never below {other}'s, so they were renormalised over the tokens that "
-        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and {least_mass:.3g} at "
-        "the lowest{recorded_text}",
+        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and at least "
+        "{least_mass:.3g}{recorded_text}",
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
@@ -317,7 +317,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this (nats) are placeholders such as -100 or -9999, because sampled tokens never have probability 1e-35.
+"""Values below this (nats) are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35.
 """
 
 
@@ -592,8 +592,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows.
 
-    The passes agree, so the comparison stays valid, unless both passes hold values in another unit, which looks the
-    same.
+    The passes agree, so the comparison is valid, unless both recorded values in another unit, which looks the same.
     """
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
@@ -609,7 +608,7 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         numbers |= counts(data, inside) | {"where": where.removeprefix("all ")}
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
     elif ratio_in_bits(-side.values, entropy):
-        return []  # data_checks reports this
+        return []
     # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
     # tokens need more evidence, because slightly different weights can cause them, too.
     elif abs(side.sampled_score) >= CLEAR * (1 if recorded or is_sharper else 2) and abs(side.sampled_mean) >= 0.05:

@@ -19,7 +19,7 @@ from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, half_u
 from .sampling import MAX_LEFT
 
 MAX_LOGPROB = 1e-4
-"""Larger values are not logprobs (nats). Rounding in a float32 softmax gives at most 1e-6."""
+"""Maximum logprob (nats). Rounding in a float32 softmax gives at most 1e-6."""
 _UNITS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "log2": ("logarithms of base 2", lambda x: x * np.log(2)),
     "log10": ("logarithms of base 10", lambda x: x * np.log(10)),
@@ -56,7 +56,7 @@ UNIT = Fault(
         "clamped": "{a} and {b} differ by exactly {limit:.6g} nats, in either direction, at {num_tokens:,} of "
         "{of_tokens:,} tokens and never by more, so one side was clamped to within {limit:.6g} nats of the other, "
         "which hides the mismatch",
-        "other_unit": "{side} contains {unit_text}: without the worst tenth, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
+        "other_unit": "{side} contains {unit_text}: excluding the worst 10%, tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
     words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
 )  # fmt: skip
@@ -122,8 +122,8 @@ UNRELATED = Fault(
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
-"""Passes with a lower correlation are reported as unrelated. With rounding, different weights or a different
-temperature, the correlation stays above 0.8. For unrelated values, it is about 0."""
+"""Minimum correlation of related passes. It stays above 0.8 with rounding, different weights or a different
+temperature, and is about 0 for unrelated values."""
 
 
 def find_positive(data: PairData) -> Iterator[Hypothesis]:
@@ -161,7 +161,8 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
         return []
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
-        typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
+        # A floor changes only the least probable tokens.
+        typical = _rms if unit == "floor" else _typical
         # The residual must also be small compared with the scatter of the values. If logprobs hardly vary, a constant
         # difference (as from lost mass) looks like a factor, and any function fits.
         size = typical(data.d)
@@ -282,7 +283,8 @@ def find_low_precision(data: PairData) -> Iterator[Hypothesis]:
         if dtype is not None:
             half = half_ulp(side.values, dtype)
             share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
-            is_stored = dtype not in ("bfloat16", "float16")  # no head computes in such a precision
+            # No head computes in any other precision.
+            is_stored = dtype not in ("bfloat16", "float16")
             # If no dtype is declared, the pass may have been computed entirely in 16 bits. This rounding must then
             # explain half of the mismatch.
             if share <= (0.02 if precision.declared or is_stored else 0.5):
@@ -321,7 +323,8 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> Iterator[Hypothesis]:
-    """Detect a side that holds a property of the distribution, such as its entropy, instead of the token's logprob."""
+    """Detect a side that recorded a property of the distribution, such as its entropy, instead of the token's
+    logprob."""
     return (each for side in sides(data) for each in _of_distribution(data, side))
 
 
@@ -414,8 +417,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Report the tokens `off` ([K] bool) if their values look like those of other tokens: they do not correlate with
-    the other pass, are above and below it about equally often, and have the usual spread."""
+    """Report the tokens `off` ([K] bool) if their values look like those of other tokens: uncorrelated with the other
+    pass, above and below it about equally often, and with the usual spread."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])
