@@ -24,7 +24,7 @@ from .sample import MAX_READ_TOKENS, Sample
 from .where import rank_of, row_columns, shared_by
 
 _BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
-HALVES = "the mean over the row's half of the group"
+HALVES = "the mean over the half of the group that contains the row"
 _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
@@ -47,9 +47,9 @@ CLOSE = 0.02
 _ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
 """Largest rounding error relative to a group's largest advantage, in float32 and in 16 bits."""
 _TOKEN_NATS = 0.65
-"""Maximum |ln| of the ratio between the rewards' standard deviations over a batch's tokens and over its rows."""
+"""Maximum |ln| of the ratio of the rewards' standard deviation over a batch's tokens to that over its rows."""
 _INEXACT = 2.0**-15
-"""Maximum of 1 - fit (a correlation) if a rule reproduces the advantages up to rounding: four bfloat16 errors of 2^-9
+"""Maximum 1 - fit (a correlation) of a rule that reproduces the advantages up to rounding: four bfloat16 errors of 2^-9
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
@@ -216,10 +216,7 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Normalise each reward by the mean and standard deviation of the other rewards in its group, [N].
-
-    NaN if the other rewards are all equal.
-    """
+    """Normalise each reward by the mean and deviation of its group's other rewards, [N]. NaN if those are equal."""
     n, x = count_of(g), r - mean_of(g, r)
     others = np.maximum(n - 1, 1)
     deviation = np.sqrt(np.maximum(n * mean_of(g, x * x) - x * x * n / others, 0.0) / others)
@@ -245,7 +242,7 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
-    """Return each reward's true row under every known kind of misplacement, as indices [N], -1 if none."""
+    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -339,8 +336,8 @@ class _Lines(NamedTuple):
     """True if the line reproduces all advantages up to rounding."""
 
     def units(self, chosen: np.ndarray) -> np.ndarray:
-        """Assign groups to units within which they are compared, and return each group's unit, [G]. A unit is one step,
-        or several consecutive steps if these have few `chosen` groups ([G] bool)."""
+        """Return the index of the unit within which each group is compared, [G]: one step, or several consecutive steps
+        if these have few `chosen` groups ([G] bool)."""
         num = np.bincount(self.at, chosen)
         return np.asarray(np.unique((np.cumsum(num) - num) // 4, return_inverse=True)[1][self.at])
 
@@ -352,8 +349,7 @@ class _Lines(NamedTuple):
 
 
 def _median_of(label: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Replace each value by the median of the `chosen` values ([K] bool) with the same label, NaN if none are chosen.
-    Labels must be in ascending order."""
+    """Replace each value by the median of the `chosen` values ([K] bool) with the same (ascending) label, or by NaN."""
     medians = np.full(int(label.max()) + 1, np.nan)
     known, index = np.unique(label[chosen], return_inverse=True)
     medians[known] = [np.median(part) for part in split_steps(index, values[chosen])] if len(known) else []
@@ -430,8 +426,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield the rules that are not the group-mean rule with another baseline or scale: the rule's name, and the
-    advantages that each of its variants implies, [N], up to a factor and a constant."""
+    """Yield rules other than the group-mean rule with a different baseline or scale: each rule's name, and the
+    advantages that its variants imply, [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -461,7 +457,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
         yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
-    # If advantages were reordered, their values are those of the group-mean rule, in another order.
+    # Reordered advantages have the values of the group-mean rule, in another order.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
     reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
@@ -480,10 +476,8 @@ def _rank(g: np.ndarray, *keys: np.ndarray) -> np.ndarray:
 
 
 def _by_rank(rows: _Rows) -> np.ndarray:
-    """Replace each advantage by its mean over all rows of the same rank in groups of the same size, [N].
-
-    Rows are ranked by reward, then by advantage. NaN in groups whose rewards are all equal.
-    """
+    """Replace each advantage by its mean over all rows with the same rank (by reward, then by advantage) in groups of
+    the same size, [N]. NaN in groups whose rewards are all equal."""
     varies, rank = np.isfinite(rows.spread), _rank(rows.g, rows.r, rows.a)
     label = np.where(varies, 1 + rank + int(rows.n.max()) * rows.n, 0)
     return np.where(varies, mean_of(label, rows.a), np.nan)
@@ -504,7 +498,7 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
         yield f"{name} mean", np.append(line.r, np.nan)[group]
     sets = _sets(rows)
     size = int(np.median(count_of(sets[g])))
-    # A baseline shared by a whole step is one of the batch, which has its own name.
+    # A baseline shared by a whole step is a batch baseline, which `_baseline_of` finds.
     is_part = np.bincount(line.at, sets != _median_of(line.at, 1.0 * sets, sets == sets))[line.at] > 0
     means = mean_of(sets[g], r)[np.unique(g, return_index=True)[1]]
     yield f"the mean of {size} rows from several groups", np.where(is_part, means, np.nan)
@@ -576,10 +570,8 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a description of every known scale, and its factor for each group's advantages, [G], up to a constant.
-
-    The eps added to a standard deviation is fitted per unit, to the `asked` groups ([G] bool).
-    """
+    """Yield a description of every known scale, and its factor for each group's advantages, [G], up to a constant. The
+    eps added to a standard deviation is fitted per unit, to the `asked` groups ([G] bool)."""
     line, n, of_rewards = rows.lines, np.bincount(rows.g), "of the group's rewards"
     spread = line.spread
     yield from (("", np.ones(len(n))), ("", n / (n - 1)), (_DIVIDED, 1 / spread))
@@ -730,8 +722,8 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups where equal rewards have different advantages, groups where all rewards are equal but advantages are
-    not 0, and groups whose advantages do not sum to 0 because rows were removed."""
+    """Find groups in which equal rewards have different advantages, groups with equal rewards but nonzero advantages,
+    and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
@@ -839,9 +831,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
         "correlation": correlation, "error": error, "low": values.min(), "high": values.max(), "explanation": name,
     }  # fmt: skip
+    is_batch = name in (_BATCH, _NOTHING)
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
     is_elsewhere_unknown = (rules.name == "").sum() > max(0.05 * num_judged, (rules.name == "own").sum())
-    is_batch = name in (_BATCH, _NOTHING)
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif is_batch and is_elsewhere_unknown:

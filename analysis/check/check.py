@@ -136,8 +136,7 @@ _HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
 
 
 def _unpaired(database: Database, trace: str) -> CheckResult | None:
-    """Check only rewards, advantages, groups and the reference. None if `rollout` has logprobs or nothing was
-    recorded."""
+    """Check only rewards, advantages, groups and the reference. None without any, or if `rollout` has logprobs."""
     scored = columns.num_scored(database)
     if ROLLOUT in scored:
         return None
@@ -216,8 +215,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens that each finding explains. Findings after `unexplained` are guesses and explain
-    none."""
+    """Count the sampled tokens that each finding explains. Skip findings after `unexplained`, which are guesses."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept
@@ -346,7 +344,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding a place that contains nearly all tokens of `best` that rounding cannot explain."""
+    """Narrow the first finding to a place with nearly all of the tokens that `best` explains and rounding cannot."""
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -361,7 +359,7 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step at which the fault begins, or the few steps that it is confined to."""
+    """Add to the first finding the step at which the fault begins, or the few steps to which it is confined."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -453,7 +451,6 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
-    # an explanation that predicts values well competes only with others that predict values
     is_exact = best.left is not None and best.left < WELL_PREDICTED
     rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
     return min(rivals, key=lambda each: (each.rank, -each.gain))

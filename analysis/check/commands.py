@@ -1,5 +1,4 @@
-"""Build the shell commands that confirm a finding. If weights are missing, the advice starts with the command that
-supplies them."""
+"""Build the shell commands that confirm a finding. If weights are missing, the first command supplies them."""
 
 from __future__ import annotations
 

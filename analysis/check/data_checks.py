@@ -199,7 +199,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     within = at[one] == at[two]
     for asked in (within, np.ones(len(within), bool)):
         differs = asked & (np.abs(reward[one] - reward[two]) > least)
-        if (num := int(differs.sum())) < 20:  # a shift may fit so few pairs by chance
+        if (num := int(differs.sum())) < 20:  # with few pairs, some shift fits by chance
             continue
         moves = {name: np.append(reward, np.nan)[rows] for name, rows in shifted(at).items()}
         left = {name: (asked & ~(np.abs(each[one] - each[two]) <= least)).sum() for name, each in moves.items()}
@@ -363,10 +363,7 @@ def _other_pass(database: Database, name: str, steps: str) -> PairData:
 
 
 def _place_text(run: DataRows, first: PairData) -> str:
-    """Describe the place in the run where the reference differs most.
-
-    Return an empty string if no place stands out at the `first` step.
-    """
+    """Describe the place in the run where the reference differs most. Empty if none stands out at the `first` step."""
     if not places(first):
         return ""
     data = _other_pass(run.database, "reference", run.database.steps)
@@ -379,8 +376,7 @@ def _place_text(run: DataRows, first: PairData) -> str:
 
 
 def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
-    """Find a pass whose values belong to other tokens from some step on. Skip the check if train does not match
-    rollout."""
+    """Find a pass whose values belong to other tokens from some step on, provided that train matches rollout."""
     if run.sample is not None:
         sides, compared = (run.sample.a, run.sample.b), run.sample.compared
         if pearson(*(side.logprobs[compared] for side in sides)) < 0.5:
@@ -710,8 +706,7 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
 
 
 def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens left out of the
-    loss."""
+    """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens outside the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)

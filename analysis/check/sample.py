@@ -32,10 +32,9 @@ MAX_READ_TOKENS = 2_000_000
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens to inspect one by one. If a fault affects 0.1% of all tokens, about 100 are inspected."""
 UNSAMPLED_NATS = -3.0
-"""A token is unlikely if its logprob + entropy is below this (nats). At most 5% of sampled tokens are."""
+"""Logprob + entropy (nats) below which a token is unlikely. At most 5% of sampled tokens are below it."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens that were not sampled. In healthy runs, under 2% of rows have so
-many."""
+"""Minimum number of consecutive unlikely tokens that were not sampled. In healthy runs, under 2% of rows reach it."""
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
@@ -328,7 +327,7 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
 
 
 MOST_LOST = 0.2
-"""Maximum share of lost entropies in a pass. With more, its entropies are reported as not belonging to its logprobs."""
+"""Maximum share of invalid entropies in a pass. Above it, they are reported as not belonging to its logprobs."""
 
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:

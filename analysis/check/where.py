@@ -25,7 +25,7 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio of the mean mismatch inside a description to that outside. In healthy runs, it stays below 2."""
 PLACE_NATS = 20.0
-"""Minimum evidence for a description (nats). With so many descriptions tried, one can reach 10 by chance."""
+"""Minimum evidence for a description (nats). Among all descriptions tried, one can reach 10 by chance."""
 MAX_COVERED = 0.95
 """Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
 MIN_UNITS = 4
@@ -82,8 +82,8 @@ FEATURES = {
     "starts_turn": "the first token after masked tokens",
     "step": "the step",
     "version": "the policy version that sampled the sequence",
-    "version_a": "the policy version that pass a scored the sequence with",
-    "version_b": "the policy version that pass b scored the sequence with",
+    "version_a": "the policy version with which pass a scored the sequence",
+    "version_b": "the policy version with which pass b scored the sequence",
     "lag": "the number of updates between trainer and engine",
     "writer": "the writer",
     "contract": "the contract",

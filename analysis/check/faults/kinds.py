@@ -186,8 +186,7 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 
 
 def find_growth(data: PairData) -> list[Finding]:
-    """Detect a mismatch within rounding that grows from step to step although both sides record the same policy
-    version.
+    """Detect a mismatch within rounding that grows from step to step although policy versions are equal.
 
     Skip steps whose mean logprob is far from the first step's, because rounding grows as distributions sharpen.
     """
@@ -490,8 +489,7 @@ def _finding(
 
 
 def _first_token_ratio(data: PairData) -> float:
-    """Return the logit error of the first response token relative to the next four, or NaN if there are too few
-    tokens."""
+    """Return the ratio of the first response token's logit error to the next four tokens'. NaN with too few tokens."""
     noise, position = logit_error(data), data.position
     first, others = noise[position == 0], noise[(position > 0) & (position < 5)]
     return float(np.median(first) / np.median(others)) if min(len(first), len(others)) >= 20 else float("nan")

@@ -23,13 +23,11 @@ from ..pair_data import PairData, allowed_noise, logit_error, once, value_roundi
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost per token when rows are compared (nats). It limits the effect of tokens that one side considers
-impossible."""
+"""Maximum cost per token when rows are compared (nats), so that impossible tokens do not dominate."""
 MIN_OFF_NATS = 0.05
 """Minimum mean |d| (nats) of a row that is compared with other rows or positions."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference that remains after a correct shift or reversal. A wrong shift leaves more than
-half."""
+"""Maximum share of the difference left by a correct shift or reversal. A wrong shift leaves more than half."""
 MIN_FIT_NATS = 15.0
 """Minimum evidence (nats) that values match the other side's at a given distance more often than by chance."""
 _FAR = 8
@@ -221,8 +219,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _known_lags(data: PairData) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield quantities that each row may be shifted by: a name, such as `padding of 8`, and a number for each row,
-    [S]."""
+    """Yield quantities by which rows may be shifted: a name, such as `padding of 8`, and a number for each row, [S]."""
     sample, order = data.sample, recorded_order(data.sample)
     for name, block in batches(sample, order).items():
         for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths):
@@ -245,8 +242,7 @@ def _counted_lags(data: PairData, index: np.ndarray, rows: np.ndarray) -> np.nda
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the name of the quantity that nearly all rows are shifted by, such as `padding of 8`, or an empty
-    string."""
+    """Return the name of the quantity by which nearly all rows are shifted, such as `padding of 8`. Empty if none."""
     return next((name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
@@ -459,7 +455,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 def _matches(data: PairData) -> np.ndarray | None:
     """Return, for each kept token, the index of the token whose value in pass a matches its value in pass b, [K], or -1
-    if there is none. None if too few tokens have a match."""
+    if none matches. None if too few tokens have a match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))

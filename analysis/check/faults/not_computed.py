@@ -24,8 +24,7 @@ MAX_CONSTANTS = 20
 FEW_CONSTANTS = 3
 """Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""A placeholder occurs in more than this many times as many contexts as nearby values (the square, if in both
-passes)."""
+"""Minimum ratio of a placeholder's contexts to a nearby value's. Squared if both passes have the placeholder."""
 _MOST_LATE = 8
 """Maximum displacement of a loss mask to search for (tokens)."""
 _WINDOW_NATS = 0.05
@@ -182,7 +181,7 @@ def _missing(
     share = num / max(int(sample.mask.sum()), 1)
     nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
     if not num or (nulls.all() and share < 1e-4):
-        return None  # so few NULLs come from truncated sequences, which `stats` counts
+        return None  # a few NULLs come from truncated sequences, which `stats` counts
     first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
     np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
     np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
@@ -266,8 +265,7 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                # Leave out tokens where the value is correct: 0 at probability 1, or a 16-bit logprob that equals it by
-                # chance.
+                # Leave out correct values: 0 at probability 1, or a 16-bit logprob that equals it by chance.
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
@@ -313,8 +311,7 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
         if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
         # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
-        # -0.3133. A value that only one or two ids have, such as padding, must be far more frequent than any nearby
-        # value.
+        # -0.3133. Values of only one or two ids, such as padding, must be far more frequent than nearby ones.
         few = num_ids < FEW_CONSTANTS
         usual = _repeats(side.values[~where], value, 0.5, 1.0 if few else 0.9)
         if (num if few else min(num, num_ids)) <= _REPEATED_FACTOR * usual:

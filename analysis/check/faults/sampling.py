@@ -248,8 +248,9 @@ def _scale(data: PairData) -> ScaleFit | None:
     fit = ScaleFit(
         scale, low - 2 * error, high + 2 * error, r2, abs(slopes[0]) / max(error, 1e-12), np.where(there, left * data.rest, np.nan)
     )  # fmt: skip
+    is_clear = fit.score >= CLEAR and r2 >= MIN_R2
     # Rounding to bfloat16 alone can scale logits, but only by a factor closer to 1 than is required here.
-    return fit if fit.score >= CLEAR and r2 >= MIN_R2 and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
+    return fit if is_clear and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
@@ -317,8 +318,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this (nats) are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35.
-"""
+"""Lower values (nats) are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:

@@ -283,7 +283,7 @@ def find_low_precision(data: PairData) -> Iterator[Hypothesis]:
         if dtype is not None:
             half = half_ulp(side.values, dtype)
             share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
-            # No head computes in any other precision.
+            # Rounding to any other precision comes from storage, not from the head.
             is_stored = dtype not in ("bfloat16", "float16")
             # If no dtype is declared, the pass may have been computed entirely in 16 bits. This rounding must then
             # explain half of the mismatch.
@@ -323,8 +323,7 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> Iterator[Hypothesis]:
-    """Detect a side that recorded a property of the distribution, such as its entropy, instead of the token's
-    logprob."""
+    """Detect a side that recorded a property of the distribution, such as its entropy, instead of logprobs."""
     return (each for side in sides(data) for each in _of_distribution(data, side))
 
 
