@@ -122,9 +122,9 @@ class DataRows:
         """Yield a finding if at least `least` of the tested rows or steps are `affected` ([N] bool).
 
         `affected` has one element per row of the run, of `sample` or of the selection `rows`, and the finding reports
-        what the affected rows have in common. If `steps` is given, it holds the step of each element instead. Arrays in
-        `numbers` are replaced by their median over the affected elements. With `notice_if_whole`, a finding that holds
-        from the first step is a notice, not a fault.
+        what the affected rows have in common. If `steps` is given, it contains the step of each element instead. Arrays
+        in `numbers` are replaced by their median over the affected elements. With `notice_if_whole`, a finding that
+        holds from the first step is a notice, not a fault.
         """
         if affected.sum() < least:
             return
@@ -230,7 +230,7 @@ def is_16_bit(values: np.ndarray) -> bool:
 
 
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-    """Split `values` [N] by step. `at` [N] holds their step indices in ascending order."""
+    """Split `values` [N] by step. `at` [N] contains their step indices in ascending order."""
     return np.split(values, np.flatnonzero(np.diff(at)) + 1)
 
 
@@ -839,7 +839,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif is_batch and is_elsewhere_unknown:
         yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
     elif is_batch:
-        # Include steps that are too small or where all groups have the same mean: the batch rule may hold there, too.
+        # Include steps that are too small or where all groups have the same mean: the batch rule may apply there, too.
         is_alone = np.bincount(data.lines.at) == 1
         off |= (rules.name == "") | ((rules.name == "own") & ((data.fit(r) > 0.999) | is_alone))
         numbers["explanation"] = name if name == _NOTHING else _batch_constant(data, off)

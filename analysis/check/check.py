@@ -72,8 +72,8 @@ class CheckResult(Result):
     findings: tuple[Finding, ...]
     """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
-    """Number of inspected tokens that each finding explains, that rounding explains, and that nothing explains. A token
-    that several findings explain counts for the first of them."""
+    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token explained by several
+    findings counts for the first of them."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
@@ -391,7 +391,7 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations of the whole mismatch that its location does not refute. If one place holds nearly all
+    """Return the explanations of the whole mismatch that its location does not refute. If one place contains nearly all
     tokens that rounding cannot explain, and the sides agree elsewhere, only explanations that predict values remain."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):

@@ -641,7 +641,7 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     inside |= template
     padding = odd & repeats_end & ~template
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
-        return  # sampled tokens lack logprobs, too
+        return  # sampled tokens have no logprobs either
     counts = np.unique(sample.tokens[padding], return_counts=True)[1]
     for code, tokens in (("padding_counts", padding), ("unsampled_count", inside)):
         rows = _rows(sample, tokens)
@@ -818,7 +818,8 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         if ratio := ratio_in_bits(surprise, entropy):
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
-            # Only report bits if the ratio holds in all rows. Otherwise, some rows come from another distribution.
+            # Only report bits if the ratio is the same in all rows. Otherwise, some rows come from another
+            # distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         if shift := _best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):

@@ -223,7 +223,7 @@ class Hypothesis:
     corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding that reports `place` itself, if the explanation holds only there."""
+    """Finding that reports `place` itself, if the explanation applies only there."""
 
 
 def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:

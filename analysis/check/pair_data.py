@@ -388,7 +388,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
-            # Chernoff bound on the probability that at least this many differences are on the grid by chance.
+            # Chernoff bound on the probability that `share` of the differences are on the grid by chance.
             chance = 2 * tolerance
             divergence = share * np.log(share / chance) if share else 0.0
             divergence += (1 - share) * np.log((1 - share) / (1 - chance))

@@ -1,4 +1,4 @@
-"""Find the shortest description of which tokens a mismatch affects.
+"""Find the shortest description of the tokens that a mismatch affects.
 
 A description splits tokens by one feature, such as a position or a token id. Its evidence is the log likelihood gained
 by fitting a separate mismatch level to each part, minus the description's cost (nats).
@@ -48,7 +48,7 @@ class Where:
     ratio: float
     """Mean mismatch inside the description divided by the mean mismatch outside."""
     mean_ratio: float
-    """Like `ratio`, but with arithmetic instead of geometric means, so that bit-identical tokens hardly matter."""
+    """Like `ratio`, but with arithmetic instead of geometric means, so that bit-identical tokens have little effect."""
     level_outside: float
     """Median logit error outside the description (nats)."""
 
@@ -415,8 +415,8 @@ _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "rew
 
 
 def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
-    """Describe what nearly all `affected` rows ([S] bool), but hardly any other rows, have in common: a value, or a
-    range of values, in one of the columns ([S] each). Empty if it may be due to chance."""
+    """Describe the value, or range of values, in one of the columns ([S] each) that separates the `affected` rows ([S]
+    bool) from nearly all other rows. Empty if it may be due to chance."""
     num, total = int(affected.sum()), len(affected)
     tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
     if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:

@@ -421,7 +421,7 @@ def _after_jump(data: PairData) -> PairData:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the first step's mismatch at `place` is hardly larger than elsewhere, as with stale weights."""
+    """Return True if the first step's mismatch is about as large at `place` as elsewhere, as with stale weights."""
     first, noise = data.sample.steps[data.seq] == data.sample.steps[data.seq].min(), logit_error(data)
     inside, outside = noise[first & place.inside], noise[first & ~place.inside]
     return bool(not first.all() and len(inside) and len(outside) and np.median(inside) < 2 * np.median(outside))

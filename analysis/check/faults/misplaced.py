@@ -76,15 +76,15 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 _COUNTED = {
-    "padding": "by its length difference from the longest of {}: padding is on the opposite side, or was cut off wrongly",
-    "place": "by its index in {}: the offsets into packed values are wrong",
-    "": "as if offsets into packed values were wrong, or padding had been cut off on the wrong side",
+    "padding": "by the difference between its length and the longest in {}: padding is on the opposite side or was removed incorrectly",
+    "place": "by its row index in {}: the offsets into packed values are wrong",
+    "": "as if offsets into packed values were wrong, or padding had been removed on the wrong side",
 }
 
 
 def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     what, _, block = str(numbers["counted"]).partition(" of ")
-    of = "the rows of its step" if block == "step" else f"its block of {block} rows"
+    of = "its step" if block == "step" else f"its block of {block} rows"
     return {"counted_text": _COUNTED[what].format(of)}
 
 

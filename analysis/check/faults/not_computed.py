@@ -71,7 +71,7 @@ _PLACES = {
     "scattered": "scattered over {num_sequences:,} sequences",
     "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
 }
-_CONTRACTS = ("no contract gives a reason for them to differ", "their contracts describe the same numerics")
+_CONTRACTS = ("no contract implies that they should differ", "their contracts describe the same numerics")
 
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:

@@ -65,7 +65,7 @@ def _copies(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 _COPIES = (
     ". All tokens lose the same factor, {copies}, as if the softmax summed over the vocabulary {copies} times, for "
-    "example over tensor-parallel ranks that each hold all logits"
+    "example over tensor-parallel ranks that each have all logits"
 )
 
 
@@ -124,7 +124,7 @@ PADDED_VOCABULARY = Fault(
     evidence={
         "lost_mass": "{side}'s logprobs are never above {other}'s, because {side} gives {lost_mass:.3g} of its probability to "
         "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
-        "or a vocabulary shard that {other} lacks{copies_text}"
+        "or a vocabulary shard missing in {other}{copies_text}"
     },
     words={"lost_mass": _copies},
 )
@@ -421,7 +421,7 @@ def recorded_filter(data: PairData) -> str:
 
 
 def _is_cut(data: PairData, raised: Side) -> bool:
-    """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
+    """Return True if tokens were filtered out, or False if padding rows were added to the vocabulary.
 
     Signs of truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in
     every context, or the mean of 1 / p (which estimates how many tokens can be sampled) is far below the vocabulary

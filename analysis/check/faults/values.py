@@ -66,7 +66,7 @@ LOW_PRECISION = Fault(
     evidence={
         "rounded_logprobs": "every {side} logprob has {dtype} precision, so the log-softmax was computed or stored in low precision",
         "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32, so the head "
+        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract declares float32, so the head "
         "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
@@ -208,7 +208,7 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
     off_by = {unit: np.where(np.isfinite(nats), np.abs(nats - other), np.inf) for unit, nats in known.items()}
     unit = min(off_by, key=lambda unit: float(np.median(off_by[unit])))
-    yield unit, known[unit], {}, 2.0  # only the best, because some units are similar for small p
+    yield unit, known[unit], {}, 2.0  # only the best unit, because some are similar for small p
     large = other < (-1.0 if np.sum(other < -1.0) >= FEW else -0.05)
     if large.sum() >= 8:
         factor = float(np.median(values[large] / other[large]))
