@@ -631,7 +631,7 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     ("kind", "rule"),
     [
         ("divided by means of both signs", "negative mean reward"),
-        ("raw rewards except for the best", "all rows except rank 1 by reward"),
+        ("raw rewards except for the best", "except those ranked 1 by reward in their group"),
         ("returns with a penalty of masked tokens", "the KL penalty of masked tokens, although"),
         ("returns that end at masked tokens", "no share of the return before masked tokens"),
         (
