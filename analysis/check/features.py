@@ -386,7 +386,7 @@ MAX_DISTANCE = 4.0
 """Standardised features are clipped to this absolute value. Runs beyond it do not resemble the fitted ones."""
 
 MAX_REASONS = 3
-_USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g}"
+_USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g} nats"
 SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
 _SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
 

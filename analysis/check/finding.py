@@ -181,15 +181,15 @@ def nobodys(data: PairData) -> np.ndarray:
     """Return the tokens ([K] bool) whose d is too large to be a rounding error, at a false discovery rate of 0.1%.
 
     Rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured, and
-    clamped to between 1/6 and MAX_EXCESS times what the dtypes allow.
+    clamped to between 1/6 and MAX_EXCESS times `allowed_noise`.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    # With too few uncertain tokens to measure this run's rounding level, assume at least what the dtypes allow.
+    # With too few uncertain tokens to measure this run's rounding level, assume at least the allowed noise.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # Nearly certain tokens have a different noise level, assumed to be at least a quarter of what the dtypes allow.
+    # Nearly certain tokens have a different noise level, assumed to be at least a quarter of the allowed noise.
     error = np.where(uncertain, sigma, max(sigma, allowed / 4)) * data.scale
     size = np.abs(data.d) / np.hypot(error, 2 * value_rounding(data))
     t = size / np.sqrt(6 + size**2)

@@ -1,4 +1,4 @@
-"""Input for the detectors: unexplained tokens, contracts, sums, and both passes' precision, which limits rounding.
+"""Prepare the detectors' input: unexplained tokens, contracts, sums, and the precision of both passes.
 
 Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 """
@@ -67,14 +67,13 @@ class PairData:
         return marks
 
     def spread_out(self, values: np.ndarray) -> np.ndarray:
-        """Turn values of kept tokens [K] into values of sampled tokens [N], NaN at the others."""
+        """Turn values of kept tokens [K] into values of sampled tokens [N], NaN elsewhere."""
         out = np.full(len(self.keep), np.nan)
         out[self.keep] = values
         return out
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Correct pass b so that d becomes `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is
-        NaN.
+        """Correct pass b so that d is `right` ([N] nats) at `tokens` ([N] bool). Drop tokens where `right` is NaN.
 
         If other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`.
         """

@@ -153,7 +153,7 @@ def _rows(data: PairData) -> list[tuple[int, int]]:
 def _trigger_ids(data: PairData) -> list[int]:
     """Return a small set of token ids that occur just before the mismatch begins in several rows, but much less often
     at tokens without mismatch."""
-    noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway
+    noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway through
     off = noise > 50 * np.quantile(noise, 0.1)
     if not least < off.sum() < MAX_COVERED * data.num_kept:
         return []
@@ -266,8 +266,7 @@ def _split(
 
 
 def onset_of(data: PairData, name: str) -> tuple[int, float] | None:
-    """Return the value of a token feature from which on the mismatch is larger, and by what factor. None if no value
-    has enough evidence."""
+    """Return the value of a token feature at which the mismatch increases, and the factor. None without evidence."""
     values, level = token_columns(data)[name], levels(data)
     if (best := _split(name, values, level)) is None or best[1] != "from":
         return None

@@ -666,10 +666,10 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
-        bound = f"; rounding in {dtypes} usually causes at most {usual}"
+        bound = f"; rounding in {dtypes} usually causes at most {usual} nats"
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
-    bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
+    bound = f", more than the {usual} nats that rounding in {dtypes} usually causes, but less than {most}"
     # Show four digits, because the level may be close to `most`.
     return {"level_text": f"{n['level']:.4g}", "bound_text": bound}
 

@@ -58,8 +58,8 @@ _EVIDENCE = {
     "contracts name {differing}, so one pass is a copy of the other in these sequences",
 }
 _REASONS = {
-    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, and all these tokens are the last of their "
+    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
+    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and all these tokens are the last of their "
     "response, so they were appended after sampling",
     "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",

@@ -477,7 +477,7 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
     first occurrence.
 
-    The fit compares tokens with the same id and has the log-odds as a second regressor, to exclude biases and factors.
+    The fit compares tokens with the same id and includes log-odds as a second regressor, to exclude biases and factors.
     """
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:

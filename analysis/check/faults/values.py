@@ -86,7 +86,7 @@ _SAMPLED = {
     "unknown": ": they come from different tokens, were reordered, or come from different models",
     "improbable": ", and they average {mean_lower:.3g} nats in {side} but {mean_higher:.3g} in {other}, so "
     "{side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and {sampler}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {sampler}'s "
+    "from_other": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were sampled from {sampler}'s "
     "distribution and {side}'s values are not their logprobs",
     "from_neither": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
     "from {sampler}'s distribution, and one side has broken weights or scored different text",
