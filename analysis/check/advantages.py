@@ -657,8 +657,7 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows that follow a second rule: another factor, sign or normalisation, or advantages of 0 or the raw
-    reward."""
+    """Find rows with a second rule: another factor, sign or normalisation, or advantages of 0 or the raw reward."""
     r, a, g, at, size = rows.r, rows.a, rows.g, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3
     if asked.sum() < 30:
@@ -706,7 +705,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
         ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
-        text = f"the raw reward as their value, except those ranked {ranks} by reward in their group"
+        text = f"the raw reward as their value: all rows except those ranked {ranks} by reward in their group"
         return "advantages_mixed", raw, {"rule": text}
     return None
 
@@ -729,8 +728,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # Among rows of a group with equal rewards, the lower median advantage counts as correct. With two rows, this is a
-    # guess.
+    # Of equal rewards in a group, the lower median advantage counts as correct. With two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off, exact = (asked & (np.abs(a - usual) > by * np.maximum(scale, 1e-9)) for by in (0.05, _ROUNDED_16_BIT))
