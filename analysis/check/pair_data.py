@@ -22,7 +22,7 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 FEW_TOKENS = 500
-"""With fewer tokens, only gross faults can be detected."""
+"""Minimum number of tokens for a full check. With fewer, only gross faults can be detected."""
 MIN_REST = 0.02
 """Minimum 1 - p of an informative token. At lower values, logit changes barely affect the logprob."""
 

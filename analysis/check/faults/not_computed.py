@@ -24,7 +24,7 @@ MAX_CONSTANTS = 20
 FEW_CONSTANTS = 3
 """Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""Minimum ratio of a placeholder's contexts to a nearby value's. Squared if both passes have the placeholder."""
+"""Minimum number of a placeholder's contexts relative to nearby values. Squared if it is in both passes."""
 _MOST_LATE = 8
 """Maximum displacement of a loss mask to search for (tokens)."""
 _WINDOW_NATS = 0.05
@@ -210,7 +210,7 @@ def _missing(
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
     """Return a finding if the loss mask seems to be inverted or shifted, otherwise None.
 
-    A shifted mask excludes about as many tokens of each row by mistake as it includes.
+    In each row, a shifted mask has about as many false exclusions as false inclusions.
     """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)

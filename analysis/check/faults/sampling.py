@@ -318,7 +318,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Lower values (nats) are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
+"""Minimum logprob of a sampled token (nats; a probability of 1e-35). Lower values are placeholders such as -100."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
