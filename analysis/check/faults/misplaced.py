@@ -77,7 +77,7 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 _COUNTED = {
     "padding": "by the difference between its length and the longest in {}: padding is on the opposite side or was removed incorrectly",
-    "place": "by its row index in {}: the offsets into packed values are wrong",
+    "place": "by its index in {}: the offsets into packed values are wrong",
     "": "as if offsets into packed values were wrong, or padding had been removed on the wrong side",
 }
 
