@@ -24,7 +24,7 @@ from .sample import MAX_READ_TOKENS, Sample
 from .where import rank_of, row_columns, shared_by
 
 _BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
-HALVES = "the mean over the row's half of the group"
+HALVES = "the mean over the half of the group that contains the row"
 _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
@@ -35,22 +35,22 @@ _OF_OWN = {
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
 }  # fmt: skip
 """Rule -> finding code, for rules under which a group's advantages still sum to about 0."""
-PADDED = "their mean over the batch's tokens and padding"
+PADDED = "the mean over the batch's tokens and padding"
 _ERRORS = 4.0
-"""Chance deviations stay within this many standard errors, even over a thousand steps."""
+"""Number of standard errors that chance rarely exceeds, even in a thousand steps."""
 TINY = 1e-6
 """Relative size of rounding errors in float32 rewards and advantages."""
 _EPS = (0.0, 1e-4, 1e-3, 0.01, 0.02, 0.05, 0.1)
-"""Values of eps that are commonly added to a standard deviation before dividing by it."""
+"""Common values of the eps added to a standard deviation before dividing by it."""
 CLOSE = 0.02
-"""Relative difference up to which two factors count as equal."""
+"""Maximum relative difference between factors that count as equal."""
 _ROUNDED, _ROUNDED_16_BIT = 2.0**-11, 2.0**-7
 """Largest rounding error relative to a group's largest advantage, in float32 and in 16 bits."""
 _TOKEN_NATS = 0.65
-"""Maximum |ln| of the ratio between the rewards' standard deviations over a batch's tokens and over its rows."""
+"""Maximum |ln| of the ratio of the rewards' standard deviation over a batch's tokens to that over its rows."""
 _INEXACT = 2.0**-15
-"""A rule reproduces the advantages up to rounding if its fit (a correlation) is at least 1 minus this: four bfloat16
-errors of 2^-9 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
+"""Maximum 1 - fit (a correlation) of a rule that reproduces the advantages up to rounding: four bfloat16 errors of 2^-9
+add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
@@ -73,9 +73,9 @@ FROM (
 )
 ORDER BY step, place
 """
-"""One row per sequence. A hash is 0 if the hashed value is missing or not inspected. `largest`, `is_per_token`
-and `answer`, a hash of the response alone, only cover loss tokens. `masked` counts masked tokens with a nonzero
-advantage, but only in rows whose nonzero advantages are all equal and adjoin a 0 in the loss; elsewhere, it is 0."""
+"""One row per sequence. Hashes are 0 if the value is missing or was not inspected; `answer` is a hash of the response
+without its prompt. `largest`, `is_per_token` and `answer` cover only loss tokens. `masked` counts masked tokens with a
+nonzero advantage, but only in rows whose nonzero advantages are all equal and adjoin a 0 in the loss."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
 CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) = 1
@@ -83,7 +83,7 @@ CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) 
      THEN len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true))) ELSE 0 END
 """
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
-# Comparing all pairs of rows would be slow, so compare hashes of prefixes that are as long as another row in the group.
+# Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
 lengths AS (SELECT DISTINCT run, step, group_id, length AS part FROM texts)
@@ -119,12 +119,12 @@ class DataRows:
         self, code: str, affected: np.ndarray, steps: np.ndarray | None = None, *, rows: np.ndarray | None = None,
         sample: Sample | None = None, least: int = 1, notice: bool = False, notice_if_whole: bool = False, **numbers: Any,
     ) -> Iterator[DataFinding]:  # fmt: skip
-        """Yield a finding if `affected` ([N] bool) marks at least `least` of the tested rows or steps.
+        """Yield a finding if at least `least` of the tested rows or steps are `affected` ([N] bool).
 
-        By default, `affected` has one element per row of the run, of `sample` or of the selection `rows`, and the
-        finding says what the affected rows have in common. Otherwise, `steps` holds the step of each element. Arrays in
-        `numbers` are reduced to medians over the affected elements. If `notice_if_whole` is set, the finding is a fault
-        only if it begins after the first step.
+        `affected` has one element per row of the run, of `sample` or of the selection `rows`, and the finding reports
+        what the affected rows have in common. If `steps` is given, it contains the step of each element instead. Arrays
+        in `numbers` are replaced by their median over the affected elements. With `notice_if_whole`, a finding that
+        holds from the first step is a notice, not a fault.
         """
         if affected.sum() < least:
             return
@@ -184,8 +184,8 @@ class DataRows:
 
     @cached_property
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
-        """Names of the reward functions, their values, [N, P], NaN if missing, and the rows that have them, [N] bool.
-        Empty if rows have different reward functions."""
+        """Names of the reward functions, their values ([N, P], NaN if missing), and a mask of the rows that have them
+        ([N] bool). Empty if rows have different reward functions."""
         execute, given = self.database.connection.execute, f"{self.asked} AND cardinality(rewards) > 0"
         kinds = execute(f"SELECT DISTINCT map_keys(rewards) FROM sequences WHERE {given}").fetchall()
         names: list[str] = kinds[0][0] if len(kinds) == 1 else []
@@ -199,7 +199,7 @@ class DataRows:
 
     @cached_property
     def group_setting(self) -> str:
-        """First setting under which the group's mean is the baseline, or an empty string."""
+        """First recorded setting that implies a group-mean baseline, or an empty string."""
         return self.setting(ALGORITHM, "grpo|rloo|group")
 
 
@@ -216,10 +216,7 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _left_out(r: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Normalise each reward by the mean and standard deviation of the other rewards in its group, [N].
-
-    NaN if the other rewards are all equal.
-    """
+    """Normalise each reward by the mean and deviation of its group's other rewards, [N]. NaN if those are equal."""
     n, x = count_of(g), r - mean_of(g, r)
     others = np.maximum(n - 1, 1)
     deviation = np.sqrt(np.maximum(n * mean_of(g, x * x) - x * x * n / others, 0.0) / others)
@@ -233,19 +230,19 @@ def is_16_bit(values: np.ndarray) -> bool:
 
 
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-    """Split `values` [N] by step. `at` [N] holds their step indices in ascending order."""
+    """Split `values` [N] by step. `at` [N] contains their step indices in ascending order."""
     return np.split(values, np.flatnonzero(np.diff(at)) + 1)
 
 
 def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """Number the (label, step) pairs in order of first occurrence, and return the number of each row's pair, [N]."""
+    """Number the distinct (label, step) pairs in order of first occurrence. Return each row's number, [N]."""
     key = np.unique(label, return_inverse=True)[1] * (int(at.max(initial=0)) + 1) + at
     _, first, index = np.unique(key, return_index=True, return_inverse=True)
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
 def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
-    """For each way of misplacing rewards, return the index of the row that each row's reward is from, [N], or -1."""
+    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -288,7 +285,7 @@ class _Rows:
 
     @cached_property
     def lines(self) -> _Lines:
-        """Linear fits of each group's advantages to its rewards."""
+        """Linear fit of advantages against rewards in each group."""
         first = np.unique(self.g, return_index=True)[1]
         with np.errstate(all="ignore"):
             slope = mean_of(self.g, self.x * self.a) / self.spread**2
@@ -302,7 +299,7 @@ class _Rows:
         return _Lines(self.at[first], r, a, slope[first], self.spread[first], size, fits)
 
     def of_step(self, reduce: np.ufunc, values: np.ndarray) -> np.ndarray:
-        """For each row, return the minimum or maximum (`reduce`) of `values` [N] among the rows of its step, [N]."""
+        """Return the minimum or maximum (`reduce`) of `values` [N] over the step of each row, [N]."""
         return np.asarray(reduce.reduceat(values, np.flatnonzero(np.diff(self.at, prepend=-1)))[self.at])
 
     def sums(self, values: np.ndarray) -> np.ndarray:
@@ -324,7 +321,7 @@ class _Rows:
 
 
 class _Lines(NamedTuple):
-    """Each group's advantages as `a + slope * (reward - r)`. All arrays have shape [G], in step order."""
+    """Linear fit of each group's advantages, `a + slope * (reward - r)`. All arrays have shape [G], in step order."""
 
     at: np.ndarray
     r: np.ndarray
@@ -334,13 +331,13 @@ class _Lines(NamedTuple):
     """NaN if the group's rewards are equal. Then `spread`, their standard deviation, is also NaN."""
     spread: np.ndarray
     rounded: np.ndarray
-    """Largest error that rounding leaves in the advantages."""
+    """Largest rounding error in the advantages."""
     fits: np.ndarray
     """True if the line reproduces all advantages up to rounding."""
 
     def units(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the number of each group's unit, [G]. A unit is one step, or as many neighbouring steps as are needed
-        for four of the `chosen` groups ([G] bool). Groups are compared within units."""
+        """Return the index of the unit within which each group is compared, [G]: one step, or several consecutive steps
+        if these have few `chosen` groups ([G] bool)."""
         num = np.bincount(self.at, chosen)
         return np.asarray(np.unique((np.cumsum(num) - num) // 4, return_inverse=True)[1][self.at])
 
@@ -352,7 +349,7 @@ class _Lines(NamedTuple):
 
 
 def _median_of(label: np.ndarray, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the median of the `chosen` values ([K] bool) with each element's label (ascending), [K]. NaN for none."""
+    """Replace each value by the median of the `chosen` values ([K] bool) with the same (ascending) label, or by NaN."""
     medians = np.full(int(label.max()) + 1, np.nan)
     known, index = np.unique(label[chosen], return_inverse=True)
     medians[known] = [np.median(part) for part in split_steps(index, values[chosen])] if len(known) else []
@@ -363,22 +360,22 @@ class _Rules(NamedTuple):
     """Each step's rule for computing advantages from rewards. All arrays have shape [S]."""
 
     name: np.ndarray
-    """`none` if rewards are equal within every group, `constant` if only advantages are, `own` if the baseline is the
+    """`none` if no group's rewards vary, `constant` if rewards vary but advantages do not, `own` if the baseline is the
     group's mean, otherwise a name from `_candidates` or `_baselines`, or empty if no rule fits."""
     correlation: np.ndarray
     """Mean correlation between rewards and advantages within groups, with `freedom` degrees of freedom."""
     freedom: np.ndarray
     between: np.ndarray
-    """Standard deviation between group mean advantages, relative to the rms advantage."""
+    """Standard deviation of the groups' mean advantages, relative to the rms advantage."""
     fit: np.ndarray
-    """Correlation of the recorded advantages with those of the best rule. `own` is the same for the group-mean rule."""
+    """Correlation of the recorded advantages with those of the best rule; `own` is that with the group-mean rule."""
     own: np.ndarray
     factor: np.ndarray
     """Scale of the advantages. NaN if a usual normalisation by group or batch explains it."""
     divided: np.ndarray
-    """1 if advantages are divided by the group's standard deviation, -1 if not, 0 if that is unclear."""
+    """1 if advantages are divided by the group's standard deviation, -1 if not, 0 if unclear."""
     scale: np.ndarray
-    """Phrase for what scales each group's advantages: empty for a constant, None if unknown."""
+    """Description of how each group's advantages are scaled: empty for a constant factor, None if unknown."""
     is_linear: np.ndarray
     """True if advantages are linear in the rewards in nearly every group."""
     chosen: np.ndarray
@@ -429,8 +426,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield the rules that differ from `own` by more than a group's baseline and scale: the rule's name, and the
-    advantages that each of its variants implies, [N], up to a factor and a constant."""
+    """Yield rules other than the group-mean rule with a different baseline or scale: each rule's name, and the
+    advantages that its variants imply, [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -460,7 +457,7 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "multiplied by the response length", [each * rows.length for each in own]
     if np.median(n) >= 4:
         yield HALVES, against(r, *moments(r, 2 * g + (2 * rank >= n)))
-    # If advantages were reordered, their values are those of the group-mean rule, in another order.
+    # Reordered advantages have the values of the group-mean rule, in another order.
     usual = [rows.x, *(np.nan_to_num(rows.x / (rows.spread + eps)) for eps in _EPS)]
     by_size = np.argsort(np.lexsort((a, rows.at)))
     reordered = [given[np.lexsort((given, rows.at))][by_size] for given in usual]
@@ -473,23 +470,21 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
 
 
 def _rank(g: np.ndarray, *keys: np.ndarray) -> np.ndarray:
-    """Return each row's rank in its group, [N], from 0, by the first key, and among equal values by the next one."""
+    """Return each row's rank in its group, [N], from 0. Later keys break ties in earlier ones."""
     order = np.lexsort((*reversed(keys), g))
     return np.asarray(rank_of(g[order])[np.argsort(order)])
 
 
 def _by_rank(rows: _Rows) -> np.ndarray:
-    """Return the mean advantage, [N], of the rows of the run with the same rank by reward in a group of the same size.
-
-    Rows with equal rewards rank by advantage. NaN for rows of groups with equal rewards.
-    """
+    """Replace each advantage by its mean over all rows with the same rank (by reward, then by advantage) in groups of
+    the same size, [N]. NaN in groups whose rewards are all equal."""
     varies, rank = np.isfinite(rows.spread), _rank(rows.g, rows.r, rows.a)
     label = np.where(varies, 1 + rank + int(rows.n.max()) * rows.n, 0)
     return np.where(varies, mean_of(label, rows.a), np.nan)
 
 
 def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every known baseline except the group's mean: its name, and its value for each group, [G]."""
+    """Yield the name of every known baseline except the group's mean, and its value for each group, [G]."""
     line, g, r = rows.lines, rows.g, rows.r
     count, ordered, rank = np.bincount(g), r[np.lexsort((r, g))], rank_of(g)
     last, half = np.cumsum(count) - 1, count // 2
@@ -503,7 +498,7 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
         yield f"{name} mean", np.append(line.r, np.nan)[group]
     sets = _sets(rows)
     size = int(np.median(count_of(sets[g])))
-    # A set that covers a whole step is a baseline of the batch.
+    # A baseline shared by a whole step is a batch baseline, which `_baseline_of` finds.
     is_part = np.bincount(line.at, sets != _median_of(line.at, 1.0 * sets, sets == sets))[line.at] > 0
     means = mean_of(sets[g], r)[np.unique(g, return_index=True)[1]]
     yield f"the mean of {size} rows from several groups", np.where(is_part, means, np.nan)
@@ -515,7 +510,7 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
-    """For each kind of neighbour, return the index of every group's neighbour, [G], -1 for none."""
+    """Return the index of each group's neighbour, [G], by kind of neighbour; -1 if there is none."""
     start, place = np.searchsorted(at, at), np.arange(len(at))
     before = np.searchsorted(at, at - 1) + place - start
     return {
@@ -526,8 +521,8 @@ def _neighbours(at: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _sets(rows: _Rows) -> np.ndarray:
-    """Number the sets of groups in a step whose advantages imply the same baseline, and return each group's set, [G].
-    A group with equal rewards implies no baseline, so it joins the nearest set whose baseline fits."""
+    """Divide the groups of each step into sets whose advantages imply the same baseline, and return each group's set,
+    [G]. A group with equal rewards implies no baseline, so it joins the nearest set whose baseline fits."""
     line = rows.lines
     with np.errstate(all="ignore"):
         base, unit = line.r - line.a / line.slope, np.abs(4 * line.rounded / line.slope)
@@ -575,10 +570,8 @@ def _baseline_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every known scale: a phrase, and the factor on each group's advantages, [G], up to a constant.
-
-    The eps added to a standard deviation is fitted to the `asked` groups ([G] bool) of each unit.
-    """
+    """Yield a description of every known scale, and its factor for each group's advantages, [G], up to a constant. The
+    eps added to a standard deviation is fitted per unit, to the `asked` groups ([G] bool)."""
     line, n, of_rewards = rows.lines, np.bincount(rows.g), "of the group's rewards"
     spread = line.spread
     yield from (("", np.ones(len(n))), ("", n / (n - 1)), (_DIVIDED, 1 / spread))
@@ -590,7 +583,7 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
         yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
-    # With an eps, 1 / slope is linear in the deviation, with the same line for all groups of a unit.
+    # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
     x, y = (
@@ -603,8 +596,8 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
 
 
 def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find what scales each group's advantages at the `steps` ([S] bool). Return a phrase per step, [S] (empty for a
-    constant, None if unknown), and the fields `divided` and `factor` of _Rules."""
+    """Find how each group's advantages are scaled at the `steps` ([S] bool). Return the fields `scale`, `divided` and
+    `factor` of _Rules."""
     line, first = rows.lines, np.unique(rows.lines.at, return_index=True)[1]
     asked = line.fits & steps[line.at]
     unit, size = line.units(asked), np.abs(line.slope)
@@ -622,7 +615,7 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
             phrase, factor = np.where(fits, np.array(text, object), phrase), np.where(fits, middle[first], factor)
         usual = _is_usual(rows, held[""], held[_DIVIDED])
         if (unusual := np.isin(phrase, [*held]) & ~usual).any():
-            # A constant factor that fits other steps, too, explains more than a normalisation that fits by chance.
+            # Prefer a constant factor that also fits other steps to a normalisation, which may fit by chance.
             by_chance = np.abs(held[""] / np.median(factor[unusual]) - 1) < CLOSE
             usual &= ~by_chance | np.isfinite(held[_DIVIDED])
     factor[usual | ~np.isin(phrase, [*held])] = np.nan
@@ -631,13 +624,13 @@ def _scale_of(rows: _Rows, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, n
 
 
 def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray:
-    """Return [S] bool: True if a usual normalisation by group or batch leads to the step's scale: a constant (`plain`,
-    [S]), or a factor times 1 / the group's standard deviation (`divided`, [S])."""
+    """Return [S] bool: True if a usual normalisation by group or batch explains the step's scale, given as a constant
+    (`plain`, [S]) or as a multiple of 1 / the group's standard deviation (`divided`, [S])."""
     first = np.unique(rows.at, return_index=True)[1]
     few = np.maximum(rows.of_step(np.minimum, rows.n), 2)[first]
     of_x, of_r, of_a = (rms_of(rows.at, each)[first] for each in (rows.x, rows.r - mean_of(rows.at, rows.r), rows.a))
-    # A leave-one-out baseline multiplies advantages by n / (n - 1), normalising over tokens changes the deviation, and
-    # the eps added to it is up to 0.1.
+    # A leave-one-out baseline multiplies advantages by n / (n - 1), normalising over tokens changes the standard
+    # deviation, and eps can be up to 0.1.
     spread = rows.lines.spread[np.isfinite(rows.lines.spread)]
     size = float(np.mean(spread)) if len(spread) else 1.0
     least = 0.9 * size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
@@ -647,7 +640,7 @@ def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray
 
 
 def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
-    """Return the name of the constant that was probably subtracted from the rewards at the steps `off` ([S] bool)."""
+    """Name the constant that was probably subtracted from the rewards at the steps `off` ([S] bool)."""
     num, tokens = rows.sums(rows.at >= 0), rows.of_step(np.maximum, rows.length)
     (r, spread), (a, unit) = (
         (rows.sums(values) / num, np.sqrt(rows.sums((values - mean_of(rows.at, values)) ** 2) / num + 1e-30))
@@ -664,7 +657,7 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 
 
 def _mixed(rows: _Rows) -> _Mixed | None:
-    """Find rows that follow a second rule: another factor or sign, the other normalisation, 0, or the raw reward."""
+    """Find rows with a second rule: another factor, sign or normalisation, or advantages of 0 or the raw reward."""
     r, a, g, at, size = rows.r, rows.a, rows.g, rows.at, np.abs(rows.x)
     asked = np.nan_to_num(size / rows.spread) > 1e-3
     if asked.sum() < 30:
@@ -712,7 +705,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
         ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
-        text = f"the raw reward as their value: in every group, all rows except rank {ranks} by reward"
+        text = f"the raw reward as their value: all rows except those ranked {ranks} by reward in their group"
         return "advantages_mixed", raw, {"rule": text}
     return None
 
@@ -728,14 +721,14 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups where equal rewards have different advantages, groups where all rewards are equal but advantages are
-    not 0, and groups whose advantages do not sum to 0 because rows were removed."""
+    """Find groups in which equal rewards have different advantages, groups with equal rewards but nonzero advantages,
+    and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
     cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
-    # Among rows of a group with equal rewards, the lower median advantage counts as correct. With two rows, it is a guess.
+    # Of equal rewards in a group, the lower median advantage counts as correct. With two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off, exact = (asked & (np.abs(a - usual) > by * np.maximum(scale, 1e-9)) for by in (0.05, _ROUNDED_16_BIT))
@@ -762,7 +755,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
 
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
-    if len(run.continued[0]):  # the outcome is the reward of a trajectory's last row
+    if len(run.continued[0]):  # only a trajectory's last row has the outcome as its reward
         response = run.rows["response"]
         known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
     r, a, length, labels = (
@@ -820,7 +813,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
-        name = ""  # if there are only a few small steps, some rule fits by chance
+        name = ""  # with only a few small steps, some rule fits by chance
     if explain and not name and _LEAVE_ONE_OUT not in rules.name:
         rest = _mixed(data) or _unequal(data, rules)
         if rest:
@@ -836,15 +829,15 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
         "correlation": correlation, "error": error, "low": values.min(), "high": values.max(), "explanation": name,
     }  # fmt: skip
+    is_batch = name in (_BATCH, _NOTHING)
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
     is_elsewhere_unknown = (rules.name == "").sum() > max(0.05 * num_judged, (rules.name == "own").sum())
-    is_batch = name in (_BATCH, _NOTHING)
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif is_batch and is_elsewhere_unknown:
         yield from found("baseline_unknown", off | (rules.name == ""), notice=True, **numbers)
     elif is_batch:
-        # Include steps where all groups have the same mean, or that are too small: the batch rule may hold there, too.
+        # Include steps that are too small or where all groups have the same mean: the batch rule may apply there, too.
         is_alone = np.bincount(data.lines.at) == 1
         off |= (rules.name == "") | ((rules.name == "own") & ((data.fit(r) > 0.999) | is_alone))
         numbers["explanation"] = name if name == _NOTHING else _batch_constant(data, off)

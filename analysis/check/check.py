@@ -1,4 +1,4 @@
-"""Check whether two passes may be compared, and explain their mismatch.
+"""Check whether two passes can be compared, and explain their mismatch.
 
 Recorded facts are tested first. Then, in each round, the explanation that best fits the remaining tokens is accepted.
 Finally, the remaining mismatch is located and classified.
@@ -42,7 +42,7 @@ MIN_GAIN_NATS = 12.0
 MAX_LEFT = 0.5
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 WELL_PREDICTED = 0.1
-"""An explanation that leaves a smaller share unexplained competes only with explanations that predict values."""
+"""Maximum unexplained share of an explanation that competes only with others that predict values."""
 _MAX_ROUNDS, _MAX_PARTS, _MAX_PLACES = 5, 3, 16
 
 
@@ -72,18 +72,18 @@ class CheckResult(Result):
     findings: tuple[Finding, ...]
     """Findings, most probable first. There is always at least one."""
     owners: tuple[TokenOwner, ...] = ()
-    """Number of inspected tokens that each finding explains, that rounding explains, and that nothing explains. A token
-    that several findings explain counts for the first of them."""
+    """Number of inspected tokens explained by each finding, by rounding, and by nothing. A token explained by several
+    findings counts for the first of them."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison."""
     notes: tuple[str, ...] = ()
-    """Keys in text.NOTES: remarks, and checks that the trace does not support."""
+    """Keys of text.NOTES: remarks, and checks that could not run on this trace."""
     attempts: tuple[columns.AttemptInfo, ...] = ()
     """Training attempts. Empty if there was only one."""
 
     @property
     def is_compared(self) -> bool:
-        """False if no passes were compared, because `rollout` has no logprobs. `data` was checked all the same."""
+        """False if no passes were compared, because `rollout` has no logprobs. `data` is checked either way."""
         return self.findings[0].code != "not_compared"
 
     @property
@@ -104,9 +104,9 @@ def check(
     """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     Each fault comes with evidence, its effect in nats, the share of affected tokens, and a command that confirms it.
-    The check uses sums over the whole run and inspects tokens in a sample of steps. `steps` (3:80, -10:, 2:200:2)
-    restricts the check to part of the run. If `ray` is a Ray cluster's address (`auto`, `host:port`, or `local` to
-    start one), Ray actors compute the sums.
+    The check computes statistics of the whole run and inspects tokens in a sample of steps. `steps` (3:80, -10:,
+    2:200:2) restricts the check to part of the run. If `ray` is a Ray cluster's address (`auto`, `host:port`, or
+    `local` to start one), Ray actors compute the sums.
 
     If a trace has no logprobs of `rollout`, current:train is compared instead of train:rollout, provided that the policy
     versions of both were recorded. Otherwise, if rewards, a reference or other passes were recorded, only `data` is
@@ -115,8 +115,8 @@ def check(
     If a trace has passes of several engines but neither `train` nor `rollout`, all passes are compared, and the result
     is a PassComparison, as from `compare`.
 
-    Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace, and DamagedTrace if
-    part of the trace is missing or unreadable and `partial` is not set.
+    Raises NothingToCompare if the passes share no token, DamagedTrace if part of the trace is missing or unreadable and
+    `partial` is not set, InvalidOption, TraceNotFound, and NewerTrace.
     """
     database = open_database(trace, steps, ray=ray)
     database.check_whole(partial=partial)
@@ -136,7 +136,7 @@ _HAS_REWARDS = "SELECT EXISTS (FROM sequences WHERE reward IS NOT NULL)"
 
 
 def _unpaired(database: Database, trace: str) -> CheckResult | None:
-    """Check only rewards, advantages, groups and the reference, if any were recorded, but no logprobs of `rollout`."""
+    """Check only rewards, advantages, groups and the reference. None without any, or if `rollout` has logprobs."""
     scored = columns.num_scored(database)
     if ROLLOUT in scored:
         return None
@@ -215,7 +215,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Count the sampled tokens explained by each finding. Findings after `unexplained` are guesses and explain none."""
+    """Count the sampled tokens that each finding explains. Skip findings after `unexplained`, which are guesses."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept
@@ -344,7 +344,7 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding a place that contains nearly all tokens of `best` that rounding cannot explain."""
+    """Narrow the first finding to a place with nearly all of the tokens that `best` explains and rounding cannot."""
     part = data.without(~best.tokens)
     if not FEW <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
         return list(found)
@@ -359,7 +359,7 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Add to the first finding the step at which the fault begins, or the few steps that it is confined to."""
+    """Add to the first finding the step at which the fault begins, or the few steps to which it is confined."""
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
@@ -375,8 +375,8 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Append the findings in `more` whose code or cause is new. Findings hidden by the fault `behind` get no command,
-    because commands read the trace, where that fault is not corrected."""
+    """Append the findings in `more` whose code or cause is new. Findings that only show once the fault `behind` is
+    corrected get no command, because commands read the uncorrected trace."""
     known = {(each.code, each.cause) for each in found}
     more = [each for each in more if (each.code, each.cause) not in known]
     if behind is not None:
@@ -391,8 +391,8 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations that the places do not refute. If one place holds nearly all tokens that rounding cannot
-    explain, and the sides agree elsewhere, only explanations that predict values remain."""
+    """Return the explanations of the whole mismatch that its location does not refute. If one place contains nearly all
+    tokens that rounding cannot explain, and the sides agree elsewhere, only explanations that predict values remain."""
     off, error = nobodys(data), logit_error(data)
     for inside in (each.tokens[data.keep] for each in placed if each.gain > MIN_GAIN_NATS):
         is_all = inside.mean() < MAX_COVERED and (off & inside).sum() > 0.95 * off.sum() > 0
@@ -402,7 +402,7 @@ def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hyp
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield explanations for the tokens inside the best places."""
+    """Yield explanations for the tokens inside the places with the largest gain."""
     most = 0.97 * data.num_kept
     parts = [
         each for each in placed
@@ -451,7 +451,6 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
-    # An explanation that predicts the values well competes only with others that predict values.
     is_exact = best.left is not None and best.left < WELL_PREDICTED
     rivals = (each for each in found if each.gain >= best.gain / 2 and (not is_exact or each.left is not None))
     return min(rivals, key=lambda each: (each.rank, -each.gain))

@@ -1,5 +1,4 @@
-"""Shell commands that confirm a finding. If a command needs weights that are not in the trace, the advice first says
-how to supply them."""
+"""Build the shell commands that confirm a finding. If weights are missing, the first command supplies them."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advi
     asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
     if data.has_weights:
         return Advice(asked)
-    return Advice(supply(data), f"supplies the weights that this trace lacks; then run: {asked}")
+    return Advice(supply(data), f"supplies the missing weights; then run: {asked}")
 
 
 _COLUMNS = {
@@ -89,7 +88,7 @@ def by_column(data: PairData, column: str) -> Advice:
         side = data.sample.a if column.endswith("_a") else data.sample.b
         passed = f" WHERE \"pass\" = '{side.name}'"
     if name not in _COLUMNS and name not in TABLES[table].schema.names:
-        return stats(data, "sequence")  # no table has such a column, e.g. a row's index in its group
+        return stats(data, "sequence")  # computed columns, such as a row's index in its group, are in no table
     asked = _COLUMNS.get(name, name)
     asked = asked if " " in asked else f"{table}.{asked}"
     return sql(

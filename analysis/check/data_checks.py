@@ -58,7 +58,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
 }  # fmt: skip
-"""Finding -> findings that make it redundant. The finding is left out if any of them is present."""
+"""Finding code -> codes of findings that make it redundant."""
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
@@ -98,7 +98,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     bound = 2 * np.maximum(np.sqrt(np.bincount(run.at, units)), 2 * highest)[run.at]
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
     bound = np.fmax(bound, 2 * np.abs(run.left_out))
-    with np.errstate(all="ignore"):  # rewards divided by their group's mean, which may be near 0
+    with np.errstate(all="ignore"):  # the group's mean may be near 0
         by_mean = np.abs(rows["reward"] / mean_of(numbered(run.labels, run.at), rows["reward"]) - 1)
         varied = (by_mean > TINY) & np.isfinite(by_mean)
         if np.isclose(size, by_mean, rtol=CLOSE)[varied].sum() > 0.9 * varied.sum():
@@ -109,8 +109,8 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
-    """Find turns whose advantage differs from that of a later turn of the conversation, although only the last turn of
-    a conversation has a reward."""
+    """Find turns whose advantage differs from that of a later turn in the same conversation, although only its last
+    turn has a reward."""
     row, later = run.continued
     if run.is_per_token or np.nan_to_num(run.rows["reward"][row]).any():
         return
@@ -165,8 +165,8 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     firsts = np.unique(cell, return_index=True)[1]
     prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated, num_prompts = count_of(group), count_of(prompt) > 1, prompt.max() + 1
-    # A group may contain several prompts (turns of a conversation). But if it has several and each is repeated within
-    # the group, several groups share an id. If each also occurs in another group, a group was split.
+    # A group may contain several prompts (turns of a conversation). But if each of them is repeated within the group,
+    # several groups share an id, and if each also occurs in another group, a group was split.
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated
@@ -199,7 +199,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
     within = at[one] == at[two]
     for asked in (within, np.ones(len(within), bool)):
         differs = asked & (np.abs(reward[one] - reward[two]) > least)
-        if (num := int(differs.sum())) < 20:  # a shift can make this few pairs equal by chance
+        if (num := int(differs.sum())) < 20:  # with few pairs, some shift fits by chance
             continue
         moves = {name: np.append(reward, np.nan)[rows] for name, rows in shifted(at).items()}
         left = {name: (asked & ~(np.abs(each[one] - each[two]) <= least)).sum() for name, each in moves.items()}
@@ -270,8 +270,8 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether there are
-    so many of them that the logged values seem to be averages over other rows."""
+    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether the logged
+    values seem to be averages over other rows."""
     ends, distance = _distance(value, mean)
     off = distance > 1e-3 * np.abs(mean).max()
     at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
@@ -284,8 +284,8 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
 
 
 def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the steps with a logged value, and the distance of this value from the step's mean, or from
-    the mean over all steps since the previous logged one if that is closer."""
+    """Return the indices of the steps with a logged value, and its distance from the step's mean or from the mean over
+    all steps since the previous logged value, whichever is smaller."""
     ends = np.flatnonzero(np.isfinite(value))
     since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
     return ends, np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
@@ -299,7 +299,7 @@ def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
 
 
 def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Describe the rows or values whose averages are the logged `value` ([E]). Empty if unknown."""
+    """Describe the rows or values that the logged `value` ([E]) averages. Empty if unknown."""
     if len(steps) < 3 or not np.ptp(mean):
         return ""
     factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
@@ -332,7 +332,7 @@ SELECT step, mean_abs_d FROM pair_steps('train', 'reference')
 WHERE step = (SELECT min(step) FROM scores WHERE "pass" = 'train' AND iteration = 0 AND policy_version = 0)
 """
 _OTHER_WEIGHTS = 0.2
-"""Mean |d| between two passes (nats) that is too large for 16-bit rounding."""
+"""Minimum mean |d| between two passes (nats) that 16-bit rounding cannot explain."""
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
@@ -363,10 +363,7 @@ def _other_pass(database: Database, name: str, steps: str) -> PairData:
 
 
 def _place_text(run: DataRows, first: PairData) -> str:
-    """Describe the place in the run where the reference differs most.
-
-    Return an empty string if no place stands out at the `first` step.
-    """
+    """Describe the place in the run where the reference differs most. Empty if none stands out at the `first` step."""
     if not places(first):
         return ""
     data = _other_pass(run.database, "reference", run.database.steps)
@@ -379,14 +376,14 @@ def _place_text(run: DataRows, first: PairData) -> str:
 
 
 def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
-    """Find a pass whose values belong to other tokens, from some step on, unless train does not match rollout either."""
+    """Find a pass whose values belong to other tokens from some step on, provided that train matches rollout."""
     if run.sample is not None:
         sides, compared = (run.sample.a, run.sample.b), run.sample.compared
         if pearson(*(side.logprobs[compared] for side in sides)) < 0.5:
             return
     found: dict[int, tuple[str, str, float] | None] = {}
     steps = run.database.steps
-    for _ in range(2):  # the second round reads the steps between the last good one and the first bad one
+    for _ in range(2):  # the second round narrows down the first bad step
         data = _other_pass(run.database, name, steps)
         step_of = data.sample.steps[data.seq]
         found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
@@ -404,8 +401,8 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
 
 
 def _place_of(data: PairData) -> tuple[str, str, float] | None:
-    """Return a short and a long description of how the other pass's values are misplaced, and the mean |d| (nats). None
-    if they are in place."""
+    """Describe how the other pass's values are misplaced: a short text, a long one, and the mean |d| (nats). None if
+    they are not misplaced."""
     size = float(np.abs(data.d).mean())
     if size < MIN_OFF_NATS or pearson(data.a, data.b) > 0.5:
         return None
@@ -425,8 +422,8 @@ def _place_of(data: PairData) -> tuple[str, str, float] | None:
 def _best_lag(
     values: np.ndarray, others: np.ndarray, there: np.ndarray, seq: np.ndarray, lags: Sequence[int]
 ) -> tuple[float, float, int] | None:
-    """Return the correlation of `values` with `others` ([N] each) at the best of the distances `lags` (tokens), the
-    one at distance 0, and the best distance, or None if chance explains the difference. Equal pairs count once."""
+    """Return the highest correlation of `values` with `others` ([N] each) at any of the `lags` (tokens), the
+    correlation at lag 0, and the best lag, or None if chance explains the difference. Equal pairs count once."""
     found, at = [], np.flatnonzero(there)
     own = pearson(*np.unique(np.stack([values[at], others[at]]), axis=1))
     for lag in lags:
@@ -454,7 +451,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
             if 2 * len(np.unique(of_step[differs])) >= len(np.unique(of_step)):
                 continue
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[3]] or rows  # only reuses of a batch follow an update of the weights
+        rows = [row for row in rows if row[3]] or rows  # weights change only between uses of a batch
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
             continue
@@ -471,7 +468,7 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
         # not change the weights.
         is_notice = len(equal) < 2
         if lag > 0:
-            reason = f"the weights of {a} are {lag} updates newer"
+            reason = f"the weights of {a} are {lag} updates newer than those of {b}"
         elif is_reused or (a == "current" and reuses):
             reason = "each batch is used several times, with updates in between"
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
@@ -488,7 +485,7 @@ _NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
-    """Compare the reward with the weighted sum of the reward functions, and these with lengths and finish reasons."""
+    """Compare the reward with the weighted sum of its parts, and each part with lengths and finish reasons."""
     names, parts, is_given = run.parts
     rows = np.flatnonzero(is_given)
     if not names:
@@ -556,8 +553,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
-    """Find reward functions that count masked tokens, or give all truncated rows the same value, and groups that are
-    kept because of a minor one."""
+    """Find reward functions that count masked tokens or give all truncated rows the same value, and groups that a
+    filter kept although only one reward function varies in them."""
     names, parts, _ = run.parts
     length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
     reasons = [str(reason or "").lower() for reason in run.finish_reasons[rows]]
@@ -611,7 +608,7 @@ def _tokens(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True for the tokens at the end of a row that repeat the token before them."""
+    """Return [N] bool: True for tokens at the end of a row that repeat the preceding token."""
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     last_other = sample.starts[:-1] - 1
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -644,7 +641,7 @@ def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find
     inside |= template
     padding = odd & repeats_end & ~template
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
-        return  # sampled tokens lack logprobs, too
+        return  # sampled tokens have no logprobs either
     counts = np.unique(sample.tokens[padding], return_counts=True)[1]
     for code, tokens in (("padding_counts", padding), ("unsampled_count", inside)):
         rows = _rows(sample, tokens)
@@ -668,8 +665,8 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
     _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
     earlier, first = rank_of(sample.prefix_keys[starts]), firsts[which]
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
-    # Use the larger logprob of the two passes, or the only one. Sampling may be sharper than the recorded distribution,
-    # so halve the logprobs, which allows for a temperature of about 0.5.
+    # Use the larger logprob if both passes have one. Sampling may be sharper than the recorded distribution, so halve
+    # the logprobs, which allows for a temperature of about 0.5.
     likely = np.where(sample.mask & np.isfinite(engine.logprobs), np.fmax(engine.logprobs, other.logprobs), 0.0)
     halved = np.bincount(sample.seq, np.clip(np.nan_to_num(likely), -1e4, 0.0), sample.num_sequences)[full] / 2
     probability = np.minimum(np.exp(halved), 1 - 1e-9)
@@ -695,13 +692,13 @@ def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find)
 
 
 def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
-    """Explain why `rows` repeat the rows `first` ([K] indices each) by each row's position within its step (`place`,
-    [N]). Empty if the positions show no reason."""
+    """Explain from the position of each row within its step (`place`, [N]) why `rows` repeat the rows `first` ([K]
+    indices each). Empty if the positions show no pattern."""
     if (steps[rows] == steps[first]).all():
         at = np.unique(steps, return_inverse=True)[1]
         num, size = count_of(at[rows]), count_of(at)[rows]
         if (place[first] < num).all() and (place[rows] - place[first] == size - num).all():
-            return "batches are filled up with copies of their first rows"
+            return "batches are padded with copies of their first rows"
         apart = np.unique(place[rows] - place[first])
         if len(apart) == 1:
             return f"each repeats the row {apart[0]} rows earlier, as if engines shared a seed"
@@ -709,7 +706,7 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
 
 
 def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
-    """Find policy versions from the future, rows without loss tokens, and sampled tokens left out of the loss."""
+    """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens outside the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
@@ -799,7 +796,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
-    """Find entropies in bits, of the adjacent token, or of another distribution.
+    """Find entropies that are in bits or belong to an adjacent token or another distribution.
 
     Correct entropies equal -logprob on average.
     """
@@ -821,7 +818,8 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         if ratio := ratio_in_bits(surprise, entropy):
             count = np.bincount(sample.seq[place], minlength=len(every))
             left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
-            # Only report bits if the ratio holds in all rows. Otherwise, some rows come from another distribution.
+            # Only report bits if the ratio is the same in all rows. Otherwise, some rows come from another
+            # distribution.
             if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
                 yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
         if shift := _best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):
@@ -839,14 +837,14 @@ SELECT step, row, coalesce(reward, 'nan') AS reward, a, CASE WHEN isfinite(kl) T
     ) USING (run, step, seq_id)) WHERE isfinite(a) ORDER BY step, row, place
 """
 _RETURN_ERROR = 1e-4
-"""Error that rounding leaves, relative to the standard deviation of a step's advantages."""
+"""Rounding error relative to the standard deviation of a step's advantages."""
 _KL_JUMP = 5.0
-"""Factor between two steps that no controller of a KL coefficient reaches."""
+"""Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
 def _returns(run: DataRows) -> Iterator[DataFinding]:
-    """Fit a = gamma next + c (train - reference) + constant to the advantages of each step's neighbouring tokens. Find
-    rows where this does not hold across masked tokens, and steps where it no longer holds or c changes."""
+    """Fit a = gamma * next_a + c * (train - reference) + constant to the advantages of adjacent tokens, step by step.
+    Find rows where the fit fails across masked tokens, and steps where it fails or c changes."""
     if not run.is_per_token:
         return
     table = run.database.connection.execute(_RETURNS.format(asked=run.asked)).fetchnumpy()
@@ -891,14 +889,14 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
     size, off, which = size[known], size[known] > 0, "the wrong sign"
     jumps = np.minimum.accumulate(np.abs(size[::-1]))[::-1][1:] > _KL_JUMP * np.maximum.accumulate(np.abs(size))[:-1]
     if not off.any() and jumps[2:-2].any():
-        off, which = np.arange(len(known)) > np.argmax(jumps), "another size"
+        off, which = np.arange(len(known)) > np.argmax(jumps), "a different magnitude"
     here, elsewhere = (
         f"{np.median(size[each]):+.3g}" if each.any() else "negative, as for a penalty," for each in (off, ~off)
     )
     is_lost = min(len(known), fails.sum()) > 4 and np.flatnonzero(holds)[-1] < np.argmax(fails)
     for affected, rule in (
-        (np.isin(at, steps[known[off]]), f"a KL term of {which}: in units of the reward, the coefficient of the logprob difference train - reference is {here}, but {elsewhere} at other steps"),
-        (np.isin(rows, row[resets]), "no share of the return before masked tokens, while advantages after these tokens follow the reward"),
+        (np.isin(at, steps[known[off]]), f"a KL term with {which}: in units of the reward, the coefficient of the logprob difference train - reference is {here}, but {elsewhere} at other steps"),
+        (np.isin(rows, row[resets]), "no share of the return before masked tokens, although advantages after these tokens follow the reward"),
         (np.isin(rows, row[leaks]), "the KL penalty of masked tokens, although these tokens do not count toward the loss"),
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip

@@ -22,7 +22,7 @@ from .sample import PassSample
 from .where import later_turn, where_text
 
 CLEAR = 6.0
-"""A statistic this many standard errors from its expected value cannot be chance, even though many are tried."""
+"""Number of standard errors beyond which a statistic is not due to chance, even though many are tried."""
 FEW = 30
 """Minimum number of tokens for a statistic. With fewer, a single token can cause a third of the sum of squares."""
 _LAGS = (1, 2, 4)
@@ -100,7 +100,7 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    return float(np.tanh(score / 6.0))  # `score`: standard errors. tanh keeps large runs from dominating.
+    return float(np.tanh(score / 6.0))  # bounded, so that large runs do not dominate
 
 
 def fades(data: PairData, inside: np.ndarray) -> float:
@@ -386,7 +386,7 @@ MAX_DISTANCE = 4.0
 """Standardised features are clipped to this absolute value. Runs beyond it do not resemble the fitted ones."""
 
 MAX_REASONS = 3
-_USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g}"
+_USUAL = "rounding in {dtypes} usually causes at most {allowed:.2g} nats"
 SIZE = f"the logits differ by {{level:.2g}} nats rms; {_USUAL}"
 _SIZE_AND_PLACE = f"The logits differ by {{level:.2g}} nats rms{{since_text}}; {_USUAL}{{reason_text}}{{where_text}}"
 

@@ -181,15 +181,15 @@ def nobodys(data: PairData) -> np.ndarray:
     """Return the tokens ([K] bool) whose d is too large to be a rounding error, at a false discovery rate of 0.1%.
 
     Rounding errors are assumed to follow a t distribution with six degrees of freedom. Its scale is measured, and
-    clamped to between 1/6 and MAX_EXCESS times what the dtypes allow.
+    clamped to between 1/6 and MAX_EXCESS times `allowed_noise`.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    # With too few uncertain tokens to measure this run's rounding level, assume at least what the dtypes allow.
+    # With too few uncertain tokens to measure this run's rounding level, assume at least the allowed noise.
     least = allowed / 6 if uncertain.sum() >= 30 else allowed
     sigma = float(np.clip(max(unexplained(data).sigma, usual), least, MAX_EXCESS * allowed))
-    # Nearly certain tokens have a different noise level, assumed to be at least a quarter of what the dtypes allow.
+    # Nearly certain tokens have a different noise level, assumed to be at least a quarter of the allowed noise.
     error = np.where(uncertain, sigma, max(sigma, allowed / 4)) * data.scale
     size = np.abs(data.d) / np.hypot(error, 2 * value_rounding(data))
     t = size / np.sqrt(6 + size**2)
@@ -223,11 +223,11 @@ class Hypothesis:
     corrected."""
     place: Where | None = None
     beside: Finding | None = None
-    """Finding that reports `place` itself, if the explanation holds only there."""
+    """Finding that reports `place` itself, if the explanation applies only there."""
 
 
 def certain(finding: Finding, gain: float = float("inf")) -> Hypothesis:
-    """Return a hypothesis that explains the finding's tokens with a `gain` (nats). By default, no other can beat it."""
+    """Return a hypothesis that explains the finding's tokens with a `gain` (nats), by default infinite."""
     assert finding.tokens is not None
     return Hypothesis(finding=finding, tokens=finding.tokens, gain=gain)
 
@@ -246,7 +246,7 @@ def predicting(
     share = np.sqrt(np.sum(left[tokens] ** 2) / max(np.sum(data.d[tokens] ** 2), 1e-30))
     worth = _fit(data, left).log_likelihood - unexplained(data).log_likelihood - (cost + CLAIM_NATS)
     if not is_right and share**2 > 0.5 and _fit(data, left, tokens).sigma > allowed_noise(data):
-        worth = 0.0  # a correct formula leaves only rounding, or less than it explains
+        worth = 0.0  # the formula leaves more than rounding, and more than it explains
     return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=worth, right=right, left=float(share))
 
 
@@ -286,7 +286,7 @@ _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({col
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),
-    "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts, so there is nothing to learn within a group. Rewards may be cached by prompt", _BY_GROUP),
+    "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts, so there is nothing to learn within a group; rewards may be cached by prompt", _BY_GROUP),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group", _BY_GROUP),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups contain rows from several prompts, up to {most} prompts in one group", _BY_GROUP),
     "prompts_split": ("prompts are split over groups", "each prompt's rows are split over {num_groups} groups per step, each with its own baseline", _BY_GROUP),
@@ -308,11 +308,11 @@ KINDS = {
     "baseline_unknown": ("advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits", _BY_GROUP),
     "advantages_unexplained": ("advantages do not follow from rewards alone", "within groups, advantages {explanation} (correlation {correlation:.3f}), and no known rule reproduces them", _BY_GROUP),
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})", _BY_GROUP),
-    "advantages_unsigned": ("advantages have lost their sign", "advantages are the absolute values of rewards minus the group's mean (fit {fit:.4f}; of signed values {own:.4f})", _BY_GROUP),
+    "advantages_unsigned": ("advantages have lost their sign", "advantages are the absolute values of rewards minus the group's mean (fit {fit:.4f}; with signed values {own:.4f})", _BY_GROUP),
     "advantages_by_rank": ("advantages follow the reward's rank", "advantages depend only on the rank of the reward within its group (fit {fit:.4f}; with the group's mean {own:.4f})", _BY_GROUP),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})", _BY_GROUP),
-    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows {explanation}"),
-    "advantages_vary": ("advantages vary within responses", "in {num:,} rows advantages vary within the response{explanation}"),
+    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows, {explanation}"),
+    "advantages_vary": ("advantages vary within responses", "in {num:,} rows, advantages vary within the response{explanation}"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are the rewards minus the baseline, {explanation}", _BY_GROUP),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}", _BY_STEP),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {explanation}"),
@@ -323,14 +323,14 @@ KINDS = {
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}", _EQUAL_BY_STEP),
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled", _TOKENS),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to repeated prompts occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so {explanation}"),
-    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {num_stop:,} have the full length {length} and no end token but say 'stop', and {num_length:,} are shorter and end with an end token but say 'length'"),
+    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {num_stop:,} have 'stop' although they have the full length {length} and no end token, and {num_length:,} have 'length' although they are shorter and end with an end token"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}, so the engine runs with a different limit"),
     "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token, so padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is {explanation}"),
     "rewards_count_masked": ("a length penalty counts masked tokens", "{name} depends only on the number of response tokens, including tokens outside the loss, such as tool output, which {num:,} rows contain"),
     "rewards_of_truncated": ("truncated responses all get the same reward", "all {num:,} truncated responses get {value:g} from {name}, which few finished ones get"),
-    "groups_differ_by_one": ("groups are kept because of one reward function", "in {num_groups:,} groups rewards differ only by {name}, so {setting} has not filtered them out"),
+    "groups_differ_by_one": ("groups are kept because of one reward function", "in {num_groups:,} groups, rewards differ only in {name}, so {setting} has not filtered them out"),
     "rewards_weighted": ("reward functions are not simply added", "the reward is {explanation}, {contrast}", _BY_STEP),
     "metric_late": ("a logged metric belongs to another step", "at all {num:,} logged steps, {name} is logged one step {late} the rows that it averages, so values are assigned to the wrong step", _BY_STEP),
     "reference_is_policy": ("the reference is the policy", "reference and train are bitwise equal at all {num_tokens:,} tokens inspected, in {num_steps:,} steps, so the KL is 0 by construction: either the reference shares the policy's weights, or no update has changed them", _EQUAL_BY_STEP),
@@ -355,7 +355,7 @@ class DataFinding:
     """True if this can be intentional in a healthy run."""
     numbers: dict[str, float | str] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
-    """What the affected rows share with hardly any other: `feature`, `kind` and `values`, as in Where, and `match`."""
+    """What sets the affected rows apart: `feature`, `kind` and `values`, as in Where, and `match`."""
     next: Advice
     """SQL command that shows the finding."""
 

@@ -1,4 +1,4 @@
-"""Input for the detectors: unexplained tokens, contracts, sums, and both passes' precision, which limits rounding.
+"""Prepare the detectors' input: unexplained tokens, contracts, sums, and the precision of both passes.
 
 Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 """
@@ -22,9 +22,9 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 FEW_TOKENS = 500
-"""With fewer tokens, only gross faults can be detected."""
+"""Minimum number of tokens for a full check. With fewer, only gross faults can be detected."""
 MIN_REST = 0.02
-"""A token is informative only if its 1 - p exceeds this. Otherwise, logit changes barely affect the logprob."""
+"""Minimum 1 - p of an informative token. At lower values, logit changes barely affect the logprob."""
 
 
 def _kept(read: Callable[[Sample], np.ndarray]) -> cached_property[np.ndarray]:
@@ -67,13 +67,13 @@ class PairData:
         return marks
 
     def spread_out(self, values: np.ndarray) -> np.ndarray:
-        """Turn values of kept tokens [K] into values of sampled tokens [N], NaN at the others."""
+        """Turn values of kept tokens [K] into values of sampled tokens [N], NaN elsewhere."""
         out = np.full(len(self.keep), np.nan)
         out[self.keep] = values
         return out
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Change pass b so that d is `right` ([N] nats) at `tokens` ([N] bool), and drop tokens where `right` is NaN.
+        """Correct pass b so that d is `right` ([N] nats) at `tokens` ([N] bool). Drop tokens where `right` is NaN.
 
         If other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`.
         """
@@ -387,7 +387,7 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
         for temperature in temperatures:
             scaled = difference * temperature * steps
             share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
-            # Chernoff bound on the probability that at least this many differences are on the grid by chance.
+            # Chernoff bound on the probability that `share` of the differences are on the grid by chance.
             chance = 2 * tolerance
             divergence = share * np.log(share / chance) if share else 0.0
             divergence += (1 - share) * np.log((1 - share) / (1 - chance))

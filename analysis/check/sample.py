@@ -32,9 +32,9 @@ MAX_READ_TOKENS = 2_000_000
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens to inspect one by one. If a fault affects 0.1% of all tokens, about 100 are inspected."""
 UNSAMPLED_NATS = -3.0
-"""A token counts as unlikely if its logprob + entropy is below this (nats), as for at most 5% of sampled tokens."""
+"""Logprob + entropy (nats) below which a token is unlikely. At most 5% of sampled tokens are below it."""
 MIN_UNSAMPLED_RUN = 4
-"""At least this many consecutive unlikely tokens count as not sampled. In healthy runs, fewer than 2% of rows have any."""
+"""Minimum number of consecutive unlikely tokens that were not sampled. In healthy runs, under 2% of rows reach it."""
 CHANCE = np.log(1e-6)
 """Log probability below which chance does not explain a pattern."""
 NEEDED_SUMS = (*COUNTS, "sum_d2")
@@ -69,7 +69,7 @@ class PairSums:
 
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
-    """Read the sums stored in the trace (a Ray cluster stores missing ones first), or compute them from the tokens.
+    """Read the sums stored in the trace, or compute them from the tokens. With Ray, missing sums are stored first.
 
     `names` is NEEDED_SUMS, optionally followed by other columns of schemas.sums. SUM_EXP_ABS_D is allowed only if
     the trace stores no sums.
@@ -245,7 +245,7 @@ def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
 
 
 def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
-    """Return mean(-logprob) / mean(entropy) if it is ln 2 at all levels of entropy, which is then in bits, else 0."""
+    """Return mean(-logprob) / mean(entropy) if it is ln 2 at all entropy levels (entropy is in bits), otherwise 0."""
     parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
     ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
     is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03
@@ -327,7 +327,7 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
 
 
 MOST_LOST = 0.2
-"""If more than this share of a pass's entropies is lost, they are reported as not belonging to its logprobs."""
+"""Maximum share of invalid entropies in a pass. Above it, they are reported as not belonging to its logprobs."""
 
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:

@@ -57,7 +57,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     if result.data:
         blocks.append("\n".join([data, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
     elif not result.is_compared:
-        blocks.append("No fault was found in what was recorded of rewards, advantages, groups and the reference.")
+        blocks.append("No fault was found in the recorded rewards, advantages, groups and reference.")
     blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]
     return "\n\n".join(blocks)
 

@@ -1,4 +1,4 @@
-"""Find the shortest description of which tokens a mismatch affects.
+"""Find the shortest description of the tokens that a mismatch affects.
 
 A description splits tokens by one feature, such as a position or a token id. Its evidence is the log likelihood gained
 by fitting a separate mismatch level to each part, minus the description's cost (nats).
@@ -25,7 +25,7 @@ Kind = Literal["one_of", "from", "before", "is"]
 MIN_RATIO = 3.0
 """Minimum ratio of the mean mismatch inside a description to that outside. In healthy runs, it stays below 2."""
 PLACE_NATS = 20.0
-"""Minimum evidence for a description (nats). With so many descriptions tried, one can reach 10 by chance."""
+"""Minimum evidence for a description (nats). Among all descriptions tried, one can reach 10 by chance."""
 MAX_COVERED = 0.95
 """Maximum share of tokens inside a description. A mismatch that covers more is reported as being everywhere."""
 MIN_UNITS = 4
@@ -48,7 +48,7 @@ class Where:
     ratio: float
     """Mean mismatch inside the description divided by the mean mismatch outside."""
     mean_ratio: float
-    """Like `ratio`, but with arithmetic instead of geometric means, so that bit-identical tokens hardly matter."""
+    """Like `ratio`, but with arithmetic instead of geometric means, so that bit-identical tokens have little effect."""
     level_outside: float
     """Median logit error outside the description (nats)."""
 
@@ -82,8 +82,8 @@ FEATURES = {
     "starts_turn": "the first token after masked tokens",
     "step": "the step",
     "version": "the policy version that sampled the sequence",
-    "version_a": "the policy version that pass a scored the sequence with",
-    "version_b": "the policy version that pass b scored the sequence with",
+    "version_a": "the policy version with which pass a scored the sequence",
+    "version_b": "the policy version with which pass b scored the sequence",
     "lag": "the number of updates between trainer and engine",
     "writer": "the writer",
     "contract": "the contract",
@@ -153,7 +153,7 @@ def _rows(data: PairData) -> list[tuple[int, int]]:
 def _trigger_ids(data: PairData) -> list[int]:
     """Return a small set of token ids that occur just before the mismatch begins in several rows, but much less often
     at tokens without mismatch."""
-    noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway
+    noise, least = logit_error(data), 6  # least: minimum number of rows in which the mismatch begins partway through
     off = noise > 50 * np.quantile(noise, 0.1)
     if not least < off.sum() < MAX_COVERED * data.num_kept:
         return []
@@ -217,8 +217,8 @@ def _split(
 ) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones.
 
-    The result holds the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units
-    inside, and the units with a value.
+    Returns the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units inside,
+    and the units with a value.
     """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
@@ -266,8 +266,7 @@ def _split(
 
 
 def onset_of(data: PairData, name: str) -> tuple[int, float] | None:
-    """Return the value of a token feature from which on the mismatch is larger, and by what factor. None if no value
-    has enough evidence."""
+    """Return the value of a token feature at which the mismatch increases, and the factor. None without evidence."""
     values, level = token_columns(data)[name], levels(data)
     if (best := _split(name, values, level)) is None or best[1] != "from":
         return None
@@ -415,8 +414,8 @@ _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "rew
 
 
 def shared_by(columns: Mapping[str, np.ndarray], affected: np.ndarray) -> dict[str, str]:
-    """Describe what nearly all `affected` rows ([S] bool), but hardly any other rows, have in common: a value, or a
-    range of values, in one of the columns ([S] each). Empty if it may be due to chance."""
+    """Describe the value, or range of values, in one of the columns ([S] each) that separates the `affected` rows ([S]
+    bool) from nearly all other rows. Empty if it may be due to chance."""
     num, total = int(affected.sum()), len(affected)
     tried = sum(len({*columns[name].tolist()}) for name in _DESCRIBING)
     if lgamma(total + 1) - lgamma(num + 1) - lgamma(total - num + 1) - log(max(tried, 1)) < PLACE_NATS:

@@ -45,7 +45,7 @@ def test_padding_with_one_id_and_one_value_is_no_bias_on_this_id(tmp_path, value
     first = recorded(tmp_path / "trace", padded).findings[0]
     assert (first.code, first.signal, first.numbers["reason"]) == ("mask", "constant", "after_end")
     assert first.numbers["value"] == value
-    assert f"all with id {PADDING}, reach to the end of their responses" in evidence_text(first)
+    assert f"all with id {PADDING}, extend to the end of their responses" in evidence_text(first)
 
 
 def test_the_values_of_a_frequent_pair_of_tokens_are_no_placeholder(tmp_path):

@@ -631,7 +631,7 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
     ("kind", "rule"),
     [
         ("divided by means of both signs", "negative mean reward"),
-        ("raw rewards except for the best", "all rows except rank 1 by reward"),
+        ("raw rewards except for the best", "except those ranked 1 by reward in their group"),
         ("returns with a penalty of masked tokens", "the KL penalty of masked tokens, although"),
         ("returns that end at masked tokens", "no share of the return before masked tokens"),
         (
@@ -1064,7 +1064,7 @@ def test_a_few_copies_of_a_steps_first_rows_are_found(tmp_path, num, counted, is
     path = write(tmp_path / "run", columns=copied(num, counted), steps=3, longest=48)
     found = [one for one in findings(path) if one.code == "samples_repeat"]
     assert [one.numbers["num"] for one in found] == [3 * num] * is_found
-    assert all("batches are filled up with copies of their first rows" in data_text(one) for one in found)
+    assert all("batches are padded with copies of their first rows" in data_text(one) for one in found)
 
 
 def test_a_copy_elsewhere_in_a_step_is_found_beside_repeats_by_chance(tmp_path):

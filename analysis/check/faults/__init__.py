@@ -37,7 +37,7 @@ def evidence_text(finding: Finding) -> str:
         which = f", {place('part')}" if place("part") else ""
         text += f"; only {numbers['part_sequences']:,} of {numbers['part_of']:,} sequences are affected{which}"
     if "within_feature" in numbers:
-        text += f"; the tokens among these that rounding cannot explain are {place('within')}"
+        text += f"; the tokens that rounding cannot explain are {place('within')}"
     if "behind" in numbers:
         text += f"; visible only after correcting for: {TITLES[str(numbers['behind'])]}"
     return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_expected else text

@@ -1,4 +1,4 @@
-"""Faults identified by kind or place, with no prediction per token; weights that differ; and verdicts that name no fault."""
+"""Detect differing weights, and classify mismatches that no fault predicts token by token."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MIN_COURSE = 4
 """Minimum number of steps for judging whether the mismatch grows with the updates."""
 MIN_GROWTH = 2.0
 """A growing mismatch is reported only if it grows by at least this factor. In 64 healthy runs with enough steps of
-about the same mean logprob, it grows at most 1.6-fold, and in none of them steadily."""
+about the same mean logprob, it grows at most 1.6-fold, and never steadily."""
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -93,7 +93,7 @@ WEIGHTS = Fault(
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them, so the mismatch grew with the updates",
         "grows": "the mismatch grows from step to step although both sides record the same policy version: the logits "
         "differ by about {first:.2g} nats at step {first_step} and {later:.2g} at step {last_step}, {ratio:.3g} times as "
-        "much, at about the same mean logprob, but rounding does not grow with the updates",
+        "much, although rounding does not grow with updates and the mean logprob is about the same",
         "follows_advantages": "each sequence's mismatch correlates with its own advantage ("
         "{correlation:.2f} over {num_sequences:,} sequences): {side} was scored with weights already updated on this "
         "batch",
@@ -186,9 +186,9 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 
 
 def find_growth(data: PairData) -> list[Finding]:
-    """Detect a mismatch within rounding that grows with the updates where both sides record the same policy version.
+    """Detect a mismatch within rounding that grows from step to step although policy versions are equal.
 
-    Only steps with a mean logprob close to the first step's count, because rounding grows as distributions sharpen.
+    Skip steps whose mean logprob is far from the first step's, because rounding grows as distributions sharpen.
     """
     sample, steps, noise = data.sample, data.sample.steps[data.seq], logit_error(data)
     fresh = ((sample.a.versions - sample.b.versions).filled(1) == 0)[data.seq]  # an unknown version is not on policy
@@ -274,8 +274,8 @@ MIN_SECOND = 0.2
 MAX_ROUNDING = 0.1
 """A mismatch that rounding could explain is a fault only if the probability of rounding is below this.
 
-In cross-validation over the runs' authors, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall below it. One author's
-random policies have far sharper distributions, and 64 of that author's 495 runs fall below it.
+In cross-validation, with all runs of one author held out at a time, 0 of 1,304 healthy runs and 3 of 92 H100 pairs fall
+below it. One author's random policies have far sharper distributions: 64 of 495 runs fall below it.
 """
 TAIL_RATIO = 10.0
 """A token belongs to the tail if its logit error exceeds the median by this factor. Rounding alone reaches 6 to 8."""
@@ -322,8 +322,8 @@ _ONSETS = {
                "a sliding window or an evicted cache of about {onset} tokens, or positions that are wrong from about {onset} on"),
     "shards": ("one side's context restarts at fixed columns, as if shards or chunks did not see earlier ones",
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
-    "event": ("from one response position on, one side has other weights, another context or another kernel", "a weight update during "
-              "sampling, a resumed request, a template that rewrites earlier turns, or an attention kernel that takes over, at response token {onset}"),
+    "event": ("from one response position on, one side has different weights, a different context or a different kernel", "a weight update during "
+              "sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
 }  # fmt: skip
 
 
@@ -413,15 +413,15 @@ def _grew(data: PairData) -> bool:
 
 @once
 def _after_jump(data: PairData) -> PairData:
-    """If the mismatch jumps from the level of rounding errors to a constant one, keep only the later steps. Any
-    fault can cause such a jump."""
+    """If the mismatch jumps from the level of rounding errors to a higher constant level, keep only the steps after the
+    jump. Any fault can cause it."""
     grown = features.growth(data)
     later = data.sample.steps[data.seq] >= (grown.since or 0)
     return data.within(later) if grown.is_sudden and _grew(data) else data
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the first step's mismatch at `place` is hardly larger than elsewhere, as with stale weights."""
+    """Return True if the first step's mismatch is about as large at `place` as elsewhere, as with stale weights."""
     first, noise = data.sample.steps[data.seq] == data.sample.steps[data.seq].min(), logit_error(data)
     inside, outside = noise[first & place.inside], noise[first & ~place.inside]
     return bool(not first.all() and len(inside) and len(outside) and np.median(inside) < 2 * np.median(outside))
@@ -489,7 +489,7 @@ def _finding(
 
 
 def _first_token_ratio(data: PairData) -> float:
-    """Return the first response token's logit error relative to the next four's, or NaN if there are too few tokens."""
+    """Return the ratio of the first response token's logit error to the next four tokens'. NaN with too few tokens."""
     noise, position = logit_error(data), data.position
     first, others = noise[position == 0], noise[(position > 0) & (position < 5)]
     return float(np.median(first) / np.median(others)) if min(len(first), len(others)) >= 20 else float("nan")
@@ -520,8 +520,8 @@ def is_fault(data: PairData) -> bool:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect router flips in MoE models: some tokens, including those marked in `off` ([K] bool), differ far more than
-    most, in both directions."""
+    """Detect router flips in MoE models: some tokens, including those in `off` ([K] bool), differ far more than most,
+    with either sign."""
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
@@ -666,10 +666,10 @@ def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
 def _bound(n: Mapping[str, Any]) -> dict[str, str]:
     usual, dtypes = f"{n['allowed']:.2g}", features.dtypes_text(n)
     if n.get("cause") != "high":
-        bound = f"; rounding in {dtypes} usually causes at most {usual}"
+        bound = f"; rounding in {dtypes} usually causes at most {usual} nats"
         return {"level_text": f"{n['level']:.2g}", "bound_text": bound}
     most = f"{n['most']:.4g}, which one healthy run in 100 exceeds"
-    bound = f", more than the {usual} that rounding in {dtypes} usually causes, but less than {most}"
+    bound = f", more than the {usual} nats that rounding in {dtypes} usually causes, but less than {most}"
     # Show four digits, because the level may be close to `most`.
     return {"level_text": f"{n['level']:.4g}", "bound_text": bound}
 

@@ -23,17 +23,17 @@ from ..pair_data import PairData, allowed_noise, logit_error, once, value_roundi
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
-"""Maximum cost of a token when rows are compared (nats), even if one side considers the token impossible."""
+"""Maximum cost per token when rows are compared (nats), so that impossible tokens do not dominate."""
 MIN_OFF_NATS = 0.05
-"""Rows with a smaller mean |d| (nats) are not compared with other rows or positions."""
+"""Minimum mean |d| (nats) of a row that is compared with other rows or positions."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference that a correct shift or reversal leaves. A wrong shift leaves more than half."""
+"""Maximum share of the difference left by a correct shift or reversal. A wrong shift leaves more than half."""
 MIN_FIT_NATS = 15.0
-"""Minimum evidence (nats) that more values fit the other side's at some distance than chance explains."""
+"""Minimum evidence (nats) that values match the other side's at a given distance more often than by chance."""
 _FAR = 8
-"""Maximum distance (tokens) at which fits are counted. Fits at distances beyond LAGS show how many chance explains."""
+"""Maximum distance (tokens) at which matches are counted. Those beyond LAGS show how many occur by chance."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
-"""Shifts to try, in tokens. If positive, pass b's values come later."""
+"""Shifts to try, in tokens. At positive shifts, pass b's values come later."""
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 64)
 """Chunk lengths to try, in tokens."""
 WIDTH = 6
@@ -50,11 +50,9 @@ def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     whose = f"the {way['which']} token" if abs(lag) == 1 else f"the token {abs(lag)} places {way['direction']}"
     if "," in str(numbers.get("lags", "")):
         whose += f" (or at a distance of {numbers['lags'].partition(', ')[2]} tokens)"
-    more = "; they have its id, too, so the token was recorded twice" if numbers.get("is_repeated") else ""
+    more = "; both tokens have the same id, so one token was recorded twice" if numbers.get("is_repeated") else ""
     if numbers.get("num_beside"):
-        more += (
-            f"; {numbers['num_beside']:,} values next to these fit no token nearby, so probably belong to another row"
-        )
+        more += f"; {numbers['num_beside']:,} values next to these fit no token nearby, so they probably belong to another row"
     return {"tokens_off": tokens_off, "where": where, "whose": whose, "more_text": more, **way}
 
 
@@ -78,15 +76,15 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 _COUNTED = {
-    "padding": "by its length difference from the longest of {}: padding is on the opposite side, or was cut off wrongly",
+    "padding": "by the difference between its length and the longest in {}: padding is on the opposite side or was removed incorrectly",
     "place": "by its index in {}: the offsets into packed values are wrong",
-    "": "as if offsets into packed values were wrong, or padding had been cut off on the wrong side",
+    "": "as if offsets into packed values were wrong, or padding had been removed on the wrong side",
 }
 
 
 def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     what, _, block = str(numbers["counted"]).partition(" of ")
-    of = "the rows of its step" if block == "step" else f"its block of {block} rows"
+    of = "its step" if block == "step" else f"its block of {block} rows"
     return {"counted_text": _COUNTED[what].format(of)}
 
 
@@ -174,7 +172,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
     at_once = np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1)
     if fits.sum() < max(2, 0.6 * long.sum()) or at_once[fits].mean() < 0.5:
         return None
-    claimed = fits | (is_counted & ~long)  # such a shift also leaves too few tokens of some rows to compare
+    claimed = fits | (is_counted & ~long)  # include rows too short to compare once shifted
     rows, lags = off[claimed], lags[claimed]
     row_lags = np.zeros((len(index), 1), np.int64)
     row_lags[rows, 0] = lags
@@ -197,8 +195,8 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
-    """Return the best shift of pass b in each row (tokens), [R]: one of LAGS, or the shift at which WIDTH consecutive
-    values of the row fit best."""
+    """Return the best shift of pass b in each row (tokens), [R]: one of LAGS, or the best shift for WIDTH consecutive
+    values of the row."""
     a, b = _at(data.a, index), _at(data.b, index)
     tried = [np.full(len(index), lag) for lag in LAGS]
     columns = np.arange(index.shape[1])
@@ -221,7 +219,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
 
 
 def _known_lags(data: PairData) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield quantities that may be the rows' shifts: a name, e.g. `padding of 8`, and a number for each row, [S]."""
+    """Yield quantities by which rows may be shifted: a name, such as `padding of 8`, and a number for each row, [S]."""
     sample, order = data.sample, recorded_order(data.sample)
     for name, block in batches(sample, order).items():
         for lengths in (sample.lengths, sample.lengths + sample.prompt_lengths):
@@ -231,7 +229,7 @@ def _known_lags(data: PairData) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _counted_lags(data: PairData, index: np.ndarray, rows: np.ndarray) -> np.ndarray | None:
-    """Return the shift of each of the `rows`, [R], if some known quantity is the shift of nearly all of them."""
+    """Return the shift of each of the `rows`, [R], if nearly all of them are shifted by a known quantity."""
     for _, quantity in _known_lags(data):
         for lags in (quantity[rows], -quantity[rows]):
             moved, unmoved = _cost(data, index[rows], lags[:, None]), _cost(data, index[rows])
@@ -244,7 +242,7 @@ def _counted_lags(data: PairData, index: np.ndarray, rows: np.ndarray) -> np.nda
 
 
 def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the name of the quantity that equals nearly every row's shift, e.g. `padding of 8`. Empty if none does."""
+    """Return the name of the quantity by which nearly all rows are shifted, such as `padding of 8`. Empty if none."""
     return next((name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
@@ -404,10 +402,9 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's cheapest sequence of lags of pass b, [R, T], and the nats it saves compared with no lag, [R].
+    """Return each row's cheapest sequence of lags of pass b, [R, T], and its saving over no lag at all (nats), [R].
 
-    A nonzero lag at the start costs two nats, and so does each change of the lag. A token without a partner costs
-    CAP_NATS / 2.
+    A nonzero lag at the start and each change of the lag cost two nats, and a token without a partner CAP_NATS / 2.
     """
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -457,8 +454,8 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """For each kept token, find the token whose value in pass a matches this token's value in pass b. Return its index,
-    [K], or -1 if there is no match. Return None if too few tokens have a match."""
+    """Return, for each kept token, the index of the token whose value in pass a matches its value in pass b, [K], or -1
+    if none matches. None if too few tokens have a match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))

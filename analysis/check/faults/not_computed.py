@@ -20,16 +20,15 @@ from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths,
 from .sampling import IMPOSSIBLE_LOGPROB, MAX_LEFT, TRUNCATION, recorded_filter
 
 MAX_CONSTANTS = 20
-"""How many of a pass's most frequent values are tested as placeholders."""
+"""Maximum number of a pass's most frequent values to test as placeholders."""
 FEW_CONSTANTS = 3
 """Minimum number of tokens, and of token ids, that must share a value for it to count as a placeholder."""
 _REPEATED_FACTOR = 3
-"""A value is a placeholder if it occurs in this many times as many contexts as nearby values do. If both passes have
-the value, the square of this factor applies."""
+"""Minimum number of a placeholder's contexts relative to nearby values. Squared if it is in both passes."""
 _MOST_LATE = 8
-"""Maximum displacement of a loss mask that is searched for (tokens)."""
+"""Maximum displacement of a loss mask to search for (tokens)."""
 _WINDOW_NATS = 0.05
-"""Values within this distance of a constant (nats) show how often a value repeats by chance."""
+"""Maximum distance (nats) of the nearby values that show how often a value repeats by chance."""
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -38,9 +37,9 @@ _EVIDENCE = {
     "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
     "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
     "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
-    "{other_mean:.3g} nats on average and {other_min:.3g} at the lowest{reason_text}",
-    "merged": "{side} is 0 for {num_tokens:,} tokens, and the token {where} them has their logprobs added to its own "
-    "({other}'s sums agree to {residual:.2g} nats), as if several tokens arrived as one, in {num_sequences:,} sequences",
+    "{other_mean:.3g} nats on average and at least {other_min:.3g}{reason_text}",
+    "merged": "{side} is 0 for {num_tokens:,} tokens, and their logprobs are added to that of the token {where} them "
+    "({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one, in {num_sequences:,} sequences",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "
     "different contexts, far more often than any nearby value",
     "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the "
@@ -59,10 +58,10 @@ _EVIDENCE = {
     "contracts name {differing}, so one pass is a copy of the other in these sequences",
 }
 _REASONS = {
-    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, so these tokens were not sampled from the policy",
-    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g}, and all these tokens are the last of their "
+    "improbable": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, so these tokens were not sampled from the policy",
+    "appended": "; elsewhere, {other}'s logprobs average {elsewhere_mean:.3g} nats, and all these tokens are the last of their "
     "response, so they were appended after sampling",
-    "after_end": "; these tokens{ids_text} reach to the end of their responses, so padding is included in the loss",
+    "after_end": "; these tokens{ids_text} extend to the end of their responses, so padding is included in the loss",
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
 }
@@ -72,7 +71,7 @@ _PLACES = {
     "scattered": "scattered over {num_sequences:,} sequences",
     "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
 }
-_CONTRACTS = ("no contract gives a reason for them to differ", "their contracts describe the same numerics")
+_CONTRACTS = ("no contract implies that they should differ", "their contracts describe the same numerics")
 
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -182,7 +181,7 @@ def _missing(
     share = num / max(int(sample.mask.sum()), 1)
     nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
     if not num or (nulls.all() and share < 1e-4):
-        return None  # this few NULLs come from cut-off sequences, which `stats` counts
+        return None  # a few NULLs come from truncated sequences, which `stats` counts
     first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
     np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
     np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
@@ -211,7 +210,7 @@ def _missing(
 def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
     """Return a finding if the loss mask seems to be inverted or shifted, otherwise None.
 
-    A shifted mask wrongly excludes about as many tokens of each row as it wrongly includes.
+    In each row, a shifted mask has about as many false exclusions as false inclusions.
     """
     sample = data.sample
     side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
@@ -266,7 +265,7 @@ def find_constants(data: PairData) -> Iterator[Hypothesis]:
         for value, where in masks:
             if _stands_for_none(data, side, value, where):
                 far = where & (np.abs(side.others - value) > 0.1)
-                # Leave out tokens where the value is right: 0 at probability 1, or a 16-bit placeholder by chance.
+                # Leave out correct values: 0 at probability 1, or a 16-bit logprob that equals it by chance.
                 is_sparse = precisions(data)["ab".index(side.key)].rounded is not None
                 if far.sum() < 0.02 * where.sum() if value == 0.0 else is_sparse:
                     where = far
@@ -312,8 +311,7 @@ def _stands_for_none(data: PairData, side: Side, value: float, where: np.ndarray
         if len(off) < 8 or far.mean() <= 0.5 or num < FEW_CONSTANTS:
             return False
         # 16-bit logits repeat values. For example, the likelier of two tokens whose logits differ by 1 has a logprob of
-        # -0.3133. The value of only one or two ids, such as padding's, must be far more frequent than
-        # any nearby value.
+        # -0.3133. Values of only one or two ids, such as padding, must be far more frequent than nearby ones.
         few = num_ids < FEW_CONSTANTS
         usual = _repeats(side.values[~where], value, 0.5, 1.0 if few else 0.9)
         if (num if few else min(num, num_ids)) <= _REPEATED_FACTOR * usual:
@@ -381,15 +379,16 @@ def find_shared_constants(data: PairData) -> Iterator[Hypothesis]:
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     """Return how often `value` can repeat by chance, or infinity if it can be the logprob of many tokens."""
     if value == 0.0:
-        # High entropies rule out that zeros are correct, unless they are those of the unfiltered distribution.
+        # At high entropies, zeros are wrong, unless the entropies are those of the unfiltered distribution.
         if data.entropy is None or recorded_filter(data):
             return np.inf
         is_certain = np.mean(data.entropy[where]) <= max(0.1, 0.25 * np.mean(data.entropy[~where]))
         return np.inf if is_certain else 1.0
     ties = -np.log(np.arange(2, 9))
     if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
-        return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
-    # 16-bit values are sparse, so nearby values are searched for in a wider window.
+        # Near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
+        return np.inf
+    # 16-bit values are sparse, so search for nearby values in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
     return _repeats(data.a[~where], value, width)
 

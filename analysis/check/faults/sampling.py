@@ -34,7 +34,7 @@ from ..sample import MOST_LOST, ratio_in_bits
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
-"""Maximum share of the mismatch that a prediction of each value may leave unexplained."""
+"""Maximum unexplained share of the mismatch for an explanation that predicts each value."""
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain."""
 
@@ -65,7 +65,7 @@ def _copies(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 _COPIES = (
     ". All tokens lose the same factor, {copies}, as if the softmax summed over the vocabulary {copies} times, for "
-    "example over tensor-parallel ranks that each hold all logits"
+    "example over tensor-parallel ranks that each have all logits"
 )
 
 
@@ -102,8 +102,8 @@ TRUNCATION = Fault(
         "sequences, where {other} has {other_mean:.3g} nats on average ({elsewhere_mean:.3g} elsewhere), so {side} masks "
         "improbable tokens that sampling kept",
         "kept_mass": "{side}'s logprobs are never below {other}'s, so they were renormalised over the tokens that "
-        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and {least_mass:.3g} at "
-        "the lowest{recorded_text}",
+        "sampling kept, which have {kept_mass:.4g} of {other}'s probability mass on average, and at least "
+        "{least_mass:.3g}{recorded_text}",
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
@@ -124,7 +124,7 @@ PADDED_VOCABULARY = Fault(
     evidence={
         "lost_mass": "{side}'s logprobs are never above {other}'s, because {side} gives {lost_mass:.3g} of its probability to "
         "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
-        "or a vocabulary shard that {other} lacks{copies_text}"
+        "or a vocabulary shard missing in {other}{copies_text}"
     },
     words={"lost_mass": _copies},
 )
@@ -248,8 +248,9 @@ def _scale(data: PairData) -> ScaleFit | None:
     fit = ScaleFit(
         scale, low - 2 * error, high + 2 * error, r2, abs(slopes[0]) / max(error, 1e-12), np.where(there, left * data.rest, np.nan)
     )  # fmt: skip
+    is_clear = fit.score >= CLEAR and r2 >= MIN_R2
     # Rounding to bfloat16 alone can scale logits, but only by a factor closer to 1 than is required here.
-    return fit if fit.score >= CLEAR and r2 >= MIN_R2 and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
+    return fit if is_clear and abs(np.log(scale)) >= 2 * UNIT_ROUNDOFF["bfloat16"] else None
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
@@ -317,8 +318,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 # --- Tokens left out
 
 IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this (nats) are placeholders such as -100 or -9999, because sampled tokens never have probability 1e-35.
-"""
+"""Minimum logprob of a sampled token (nats; a probability of 1e-35). Lower values are placeholders such as -100."""
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
@@ -421,7 +421,7 @@ def recorded_filter(data: PairData) -> str:
 
 
 def _is_cut(data: PairData, raised: Side) -> bool:
-    """Return True if tokens were cut off, or False if padding rows were added to the vocabulary.
+    """Return True if tokens were filtered out, or False if padding rows were added to the vocabulary.
 
     Signs of truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in
     every context, or the mean of 1 / p (which estimates how many tokens can be sampled) is far below the vocabulary
@@ -477,7 +477,7 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
     first occurrence.
 
-    The fit compares tokens with the same id and has the log-odds as a second regressor, to exclude biases and factors.
+    The fit compares tokens with the same id and includes log-odds as a second regressor, to exclude biases and factors.
     """
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
@@ -592,8 +592,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows.
 
-    The passes agree, so the comparison stays valid, unless both passes hold values in another unit, which looks the
-    same.
+    The passes agree, so the comparison is valid, unless both recorded values in another unit, which looks the same.
     """
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
@@ -609,7 +608,7 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         numbers |= counts(data, inside) | {"where": where.removeprefix("all ")}
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
     elif ratio_in_bits(-side.values, entropy):
-        return []  # data_checks reports this
+        return []
     # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
     # tokens need more evidence, because slightly different weights can cause them, too.
     elif abs(side.sampled_score) >= CLEAR * (1 if recorded or is_sharper else 2) and abs(side.sampled_mean) >= 0.05:

@@ -19,7 +19,7 @@ from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, half_u
 from .sampling import MAX_LEFT
 
 MAX_LOGPROB = 1e-4
-"""Larger values are not logprobs (nats). Rounding in a float32 softmax gives at most 1e-6."""
+"""Maximum logprob (nats). Rounding in a float32 softmax gives at most 1e-6."""
 _UNITS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "log2": ("logarithms of base 2", lambda x: x * np.log(2)),
     "log10": ("logarithms of base 10", lambda x: x * np.log(10)),
@@ -66,7 +66,7 @@ LOW_PRECISION = Fault(
     evidence={
         "rounded_logprobs": "every {side} logprob has {dtype} precision, so the log-softmax was computed or stored in low precision",
         "rounded_values": "every {side} logprob is {grid_text}; this rounding accounts for {rounding:.0%} of the squared mismatch",
-        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract says float32, so the head "
+        "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract declares float32, so the head "
         "was computed or stored in low precision",
     },
     words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
@@ -86,7 +86,7 @@ _SAMPLED = {
     "unknown": ": they come from different tokens, were reordered, or come from different models",
     "improbable": ", and they average {mean_lower:.3g} nats in {side} but {mean_higher:.3g} in {other}, so "
     "{side} scored different tokens or a different text, or one side's weights are broken",
-    "from_other": ", and {sampler}'s logprob + entropy averages {mean:.2g}, so the tokens were sampled from {sampler}'s "
+    "from_other": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were sampled from {sampler}'s "
     "distribution and {side}'s values are not their logprobs",
     "from_neither": ", and {sampler}'s logprob + entropy averages {mean:.2g} nats, so the tokens were not sampled "
     "from {sampler}'s distribution, and one side has broken weights or scored different text",
@@ -122,8 +122,8 @@ UNRELATED = Fault(
     },
 )  # fmt: skip
 MIN_CORRELATION = 0.3
-"""Passes with a lower correlation are reported as unrelated. With rounding, different weights or a different
-temperature, the correlation stays above 0.8. For unrelated values, it is about 0."""
+"""Minimum correlation of related passes. It stays above 0.8 with rounding, different weights or a different
+temperature, and is about 0 for unrelated values."""
 
 
 def find_positive(data: PairData) -> Iterator[Hypothesis]:
@@ -161,7 +161,8 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
         return []
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
-        typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
+        # A floor changes only the least probable tokens.
+        typical = _rms if unit == "floor" else _typical
         # The residual must also be small compared with the scatter of the values. If logprobs hardly vary, a constant
         # difference (as from lost mass) looks like a factor, and any function fits.
         size = typical(data.d)
@@ -207,7 +208,7 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         known = {unit: convert(values) for unit, (_, convert) in _UNITS.items()}
     off_by = {unit: np.where(np.isfinite(nats), np.abs(nats - other), np.inf) for unit, nats in known.items()}
     unit = min(off_by, key=lambda unit: float(np.median(off_by[unit])))
-    yield unit, known[unit], {}, 2.0  # only the best, because some units are similar for small p
+    yield unit, known[unit], {}, 2.0  # only the best unit, because some are similar for small p
     large = other < (-1.0 if np.sum(other < -1.0) >= FEW else -0.05)
     if large.sum() >= 8:
         factor = float(np.median(values[large] / other[large]))
@@ -282,7 +283,8 @@ def find_low_precision(data: PairData) -> Iterator[Hypothesis]:
         if dtype is not None:
             half = half_ulp(side.values, dtype)
             share = float(np.sum(np.minimum(half**2, data.d**2)) / max(np.sum(data.d**2), 1e-30))
-            is_stored = dtype not in ("bfloat16", "float16")  # no head computes in such a precision
+            # Rounding to any other precision comes from storage, not from the head.
+            is_stored = dtype not in ("bfloat16", "float16")
             # If no dtype is declared, the pass may have been computed entirely in 16 bits. This rounding must then
             # explain half of the mismatch.
             if share <= (0.02 if precision.declared or is_stored else 0.5):
@@ -321,7 +323,7 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
 
 
 def find_other_quantity(data: PairData) -> Iterator[Hypothesis]:
-    """Detect a side that holds a property of the distribution, such as its entropy, instead of the token's logprob."""
+    """Detect a side that recorded a property of the distribution, such as its entropy, instead of logprobs."""
     return (each for side in sides(data) for each in _of_distribution(data, side))
 
 
@@ -414,8 +416,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Report the tokens `off` ([K] bool) if their values look like those of other tokens: they do not correlate with
-    the other pass, are above and below it about equally often, and have the usual spread."""
+    """Report the tokens `off` ([K] bool) if their values look like those of other tokens: uncorrelated with the other
+    pass, above and below it about equally often, and with the usual spread."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])
