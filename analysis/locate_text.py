@@ -15,8 +15,8 @@ _TRIES = {
 }  # fmt: skip
 """For each kind of operator, the replay option that computes it more precisely."""
 _UNCHECKED = (
-    "           all other operators are checked; to check the unchecked ones, run code that computes each operator "
-    "separately, such as transformers"
+    "           all other operators are checked; to check these too, use code that runs each operator separately, such "
+    "as transformers"
 )
 
 

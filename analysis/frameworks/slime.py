@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Slime(Framework):
     """Options for slime's truncated importance sampling and loss averaging."""
 
-    tis_clip: float = option_field(2.0, "Upper bound for token ratios (2.0).", metavar="C")
-    tis_clip_low: float = option_field(0.0, "Lower bound for token ratios (0).", metavar="C")
+    tis_clip: float = option_field(2.0, "Upper bound for token ratios (default: 2.0).", metavar="C")
+    tis_clip_low: float = option_field(0.0, "Lower bound for token ratios (default: 0).", metavar="C")
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
 
     name: ClassVar[str] = "slime"

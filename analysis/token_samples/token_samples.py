@@ -219,7 +219,7 @@ class TokenSamples:
     sequences: tuple[TokenSample, ...]
     """The worst, typical and random sequences, then each step's worst."""
     choice: str
-    """Sentences that say what was searched and what the reasons in `why` mean."""
+    """Sentences about the searched steps and the meaning of the reasons in `why`."""
     text_from: str
     """A sentence that names the tokenizer, or says why only ids are shown."""
     passes: tuple[str, ...]

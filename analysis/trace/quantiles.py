@@ -140,8 +140,7 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont, which rounds `above * share` but not the other product before adding
-    them."""
+    """Interpolate like DuckDB's quantile_cont: fma(below, 1 - share, above * share)."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

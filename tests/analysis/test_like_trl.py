@@ -318,7 +318,7 @@ def test_what_lies_on_a_token_that_does_not_count_is_left_out(trl, loss, tmp_pat
     (told,) = likeness(tmp_path / "run", like="trl", importance_sampling_level="sequence")[1:]
     assert told == (
         "1 logprobs at 1 steps are NaN or infinite on masked tokens: TRL multiplies by a mask of 0, which gives "
-        "NaN, so the ratio of such a sequence is treated as not clipped; tim-trace leaves such tokens out"
+        "NaN, so TRL counts the ratio of a sequence with such a token as not clipped; tim-trace leaves such tokens out"
     )
 
 
