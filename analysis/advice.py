@@ -12,7 +12,7 @@ class Advice(str):
     command: str
     """Shell command, or empty if there is none to run."""
     remark: str
-    """What the command is for, or the whole advice if there is no command. May be empty."""
+    """Purpose of the command, or the whole advice if there is no command. May be empty."""
 
     def __new__(cls, command: str = "", remark: str = "") -> Advice:
         made = super().__new__(cls, f"{command}  # {remark}" if command and remark else command or remark)

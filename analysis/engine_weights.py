@@ -29,7 +29,7 @@ COLUMNS = (
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and still has the trainer's current tensor, so earlier versions need no comparison."""
+"""SQL condition: the engine received and has the trainer's current tensor, so earlier versions need no comparison."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -273,7 +273,7 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """Compare each engine tensor with the trainer's, at the latest version that the engine sampled with.
+    """Compare each engine tensor with the trainer's at the time when the engine last started sampling.
 
     `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
     whose trainer tensor is bitwise equal to the engine's. `num_differ` counts the versions at which the two differed.

@@ -1,16 +1,16 @@
 """Predict the mismatch that a remedy would leave at steps that are not replayed.
 
-A remedy replaces the arm of the trainer, of the engine, or of both. The prediction is the statistic that the remedy
-leaves at the replayed steps, times (recorded statistic at the other steps / recorded statistic at the replayed steps)^power.
+A remedy replaces the arm of the trainer, of the engine, or of both. The prediction is the statistic under the remedy
+at the replayed steps, times (recorded statistic at the other steps / recorded statistic at the replayed steps)^power.
 
 With 8 or more replayed steps, the power is the slope of a regression over steps: the log of the remedied statistic on the
 log of the recorded one (the regression estimator of survey sampling; Cochran, Sampling Techniques, chapter 7). It is
 limited to the range from 0 (no relation) to 1 (a constant ratio). The interval comes from a bootstrap over steps.
 
 With fewer steps, the power is 0.5, and the interval comes from a bootstrap over groups, widened by the scatter between
-steps. The weights are rounded differently at every step, with and without the remedy. The variance of the log ratio
-between steps is therefore assumed to be the mean squared change of the recorded statistic's logarithm between
-neighbouring steps (twice its noise variance). The interval covers every power from 0 to 1.
+steps. The weights are rounded differently at every step, so the noise of the statistics with and without the remedy is
+assumed to be independent: their log ratio has twice the noise variance of the recorded statistic's logarithm, which is
+its mean squared change between neighbouring steps. The interval covers every power from 0 to 1.
 
 Shapes: N sequences, G groups, S steps.
 """

@@ -39,9 +39,9 @@ def weights(
     `verified`, which is `ok` or describes the damage. If `by` is module, each row is a module, combined over all
     layers, and `num_unchanged` counts the versions in which the module did not change.
 
-    `engine` compares the engine's tensors (or modules) with the trainer's instead. `trainer_version`
-    is the latest version that the engine sampled with, `given_version` the last version that it received, and
-    `holds_version` the latest version whose bits it has. `num_differ` counts the versions at which engine and trainer
+    `engine` compares the engine's tensors (or modules) with the trainer's instead. `trainer_version` is the trainer's
+    version when the engine last started sampling, `given_version` the last version that the engine received, and
+    `holds_version` the latest version whose bits the engine has. `num_differ` counts the versions at which the two
     differed, and `cause` is a code in WEIGHT_CAUSES.
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.

@@ -150,10 +150,10 @@ EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), CONTRADICT, LEFT_OUT, *B
 class AlarmReading:
     alarm: Alarm
     own: float | None
-    """The metric's value at `worst_step`, or None for rules about NaN and infinite values."""
+    """The metric's value at `worst_step`, or None for rules on non-finite rewards, losses or gradient norms."""
     is_raised: bool
     worst_step: int | None
-    """Step with the worst value, or None for rules about NaN and infinite values."""
+    """Step with the worst value, or None for rules on non-finite rewards, losses or gradient norms."""
     first_step: int | None = None
     """First step where the alert fires, or None if it never does."""
     first_value: float | None = None

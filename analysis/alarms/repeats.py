@@ -46,8 +46,8 @@ class Repeats:
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
     """Return, for each step, the share of repeated responses in the last WINDOW steps that got a different reward.
 
-    Each reward is compared with the reward at the response's previous occurrence. `place` [N] are step
-    indices, and `whole` [N] hashes of prompt and response. Rows are in recording order.
+    Each reward is compared with the reward at the response's previous occurrence. `place` [N] are step indices,
+    and `whole` [N] hashes of prompt and response. Rows are in recording order.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

@@ -99,7 +99,7 @@ def _literal(number: float) -> str:
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL expression: hash used to sample sequences. `rows` is empty or a table prefix, e.g. `s.`."""
+"""SQL hash for sampling sequences. `rows` is empty or a table prefix, e.g. `s.`."""
 SMALLEST = 1e-6
 """Half-width (nats) of the d axis if every d is 0."""
 
@@ -153,7 +153,7 @@ class Breakdowns:
     """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
     to c / 2 lead to this bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """SQL queries for `density` and the profiles, over the whole run. Keys: `density`, `position`, `length`, `entropy`."""
+    """SQL queries for `density` and the profiles over the whole run, by key: `density`, `position`, `length`, `entropy`."""
 
 
 def read_breakdowns(

@@ -104,8 +104,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Give both sides the same columns: first a's tokens, then b's. A token that both list uses a's column, and
-    its column among b's is 0 on both sides."""
+    """Give both sides the same columns: first a's tokens, then b's. A token that both list uses a's column, and its
+    column among b's is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a

@@ -205,7 +205,7 @@ class SeriesSummary:
     first: float
     """Median over the first tenth of the run (at least five steps)."""
     last: float
-    """Median over the last tenth (at least five steps)."""
+    """Median over the last tenth of the run (at least five steps)."""
     smallest: float
     largest: float
     not_finite: tuple[int, ...]

@@ -8,8 +8,8 @@
 --   tis = exp(d), not truncated; tis_clipfrac = share of tis outside [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
 --   ppo_kl = mean of a - current, ois = mean of exp(current - a); NULL without the `current` pass.
 --   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d. From a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl = exp(-mean),
---   mis_log_ppl_diff = rollout - training, mis_ppl_ratio = exp of this difference. With rho = exp(d), mis_chi2_token = mean of rho^2 - 1;
---   mis_chi2_seq is the same for the product of rho over a sequence.
+--   mis_log_ppl_diff = rollout - training, mis_ppl_ratio = exp(rollout - training). With rho = exp(d), mis_chi2_token = mean
+--   of rho^2 - 1; mis_chi2_seq is the same for the product of rho over a sequence.
 -- slime averages over rollouts of several samples; here, every sequence is a separate rollout. slime multiplies by the mask; here,
 -- masked tokens are left out.
 

@@ -184,7 +184,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     LEFT JOIN of_sequences USING (run, step, quarter, place)
     ORDER BY run, step, quarter, place;
 
--- By run, by step, and by length quartile.
+-- Corrections by run, by step and by length quartile.
 CREATE OR REPLACE MACRO correction_runs(a, b) AS TABLE
     SELECT * EXCLUDE (step, quarter, shortest, longest) FROM correction_groups(a, b, false, false);
 

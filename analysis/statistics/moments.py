@@ -47,8 +47,8 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
-    """Return each sequence's mean minus the median over its group, [N]. `place_N` are the groups. Sequences without
-    counted tokens get 0. These differences can be summed over sequences without losing precision."""
+    """Return each sequence's mean minus its group's median, [N]. `place_N` gives each sequence's group. Sequences
+    without counted tokens get 0. These differences can be summed over sequences without losing precision."""
     off_N = np.zeros(len(mean_N))
     there_N = np.flatnonzero(num_N > 0)
     order = there_N[np.lexsort((mean_N[there_N], place_N[there_N]))]

@@ -140,7 +140,7 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # otherwise, reuse the Database of these steps and its cached results
+        if key not in self.memory:
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress

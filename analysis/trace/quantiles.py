@@ -1,4 +1,4 @@
-"""Quantiles for |d|: exact for values in memory, otherwise from mergeable histograms.
+"""Quantiles of |d|: exact for values in memory, otherwise from mergeable histograms.
 
 A bin counts doubles with the same sign, exponent and first BITS mantissa bits (as in DDSketch: Masson, Rim and Lee
 2019, VLDB 12). For 0 and normal doubles, a bin's middle is within relative error ERROR of |d|. Zero has its own bin.

@@ -38,7 +38,7 @@ class Source(Snapshot):
     covered: set[Pair] = field(default_factory=set)
     """Pairs with stored sums for every readable row."""
     run_covered: set[Pair] = field(default_factory=set)
-    """`covered` pairs that also have sums over the whole run."""
+    """Pairs in `covered` that also have stored sums over the whole run."""
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
