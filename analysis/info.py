@@ -248,8 +248,8 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
         return ["no token ids, so the trace cannot be replayed; import a dump with token ids, or record the run"]
     if not counts["num_prompt_tokens"]:
         return [
-            "no prompt token ids, so the trace cannot be replayed; import files that have them (--map THEIRS=prompt_ids "
-            "if the field has a different name)"
+            "no prompt token ids, so the trace cannot be replayed; import files that have them (--map "
+            "THEIRS=prompt_ids if the field has a different name)"
         ]
     if source.store.exists(WEIGHTS):
         return []

@@ -83,8 +83,8 @@ def stats(
         if not routed:
             raise NothingToCompare(
                 f"{', '.join(source.run for source in database.sources)}: {names[0]!r} or {names[1]!r} has no router "
-                "choices; record an MoE model with --routing, then replay the trace with engine=hf, which stores router "
-                "choices for every pass"
+                "choices; record an MoE model with --routing, then replay the trace with engine=hf, which stores "
+                "router choices for every pass"
             )
         return database.ask(query)
     of_run = by == "run"

@@ -153,7 +153,7 @@ class Breakdowns:
     """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
     to c / 2 lead to this bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """SQL queries for `density` and the profiles over the whole run, by key: `density`, `position`, `length`, `entropy`."""
+    """SQL queries over the whole run, for `density` and the profiles `position`, `length` and `entropy`."""
 
 
 def read_breakdowns(
