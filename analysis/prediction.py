@@ -62,8 +62,8 @@ UNFELT = {
     "mean_abs_d": (0.0165, "IsoExec, vllm.ai 2026-08-21"),
     "k3": (1e-5, "Miles and SGLang, All-in-One"),
 }
-"""Mismatch in published pairs of runs in which removing the mismatch did not raise the reward. IsoExec: 50 steps of a
-35B-A3B mixture of experts. Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
+"""Published mismatches whose removal did not raise the reward. IsoExec: 50 steps of a 35B-A3B mixture of experts.
+Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Prediction:
     detail: str
     """Number or error message that belongs to `code`, or an empty string."""
     below: str | None
-    """Published pair of runs in which removing a larger mismatch did not raise the reward, or None."""
+    """Publication in which removing a larger mismatch did not raise the reward, or None."""
 
 
 Sums = dict[str, np.ndarray]

@@ -160,7 +160,7 @@ class Growth:
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Number of steps in which k3 doubles, or halves if negative. None if the slope's interval contains 0."""
+    """Number of steps in which k3 doubles, or halves if the number is negative. None if the slope's interval contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:

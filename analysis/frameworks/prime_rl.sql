@@ -1,4 +1,4 @@
--- prime-rl 0.8.0's numbers: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
+-- prime-rl 0.8.0's metrics: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
 -- statistics of Tensors.compute_stats. Pass a is the trainer, pass b the inference; d = a - b, over unmasked tokens.
 --   mismatch_kl/all: statistics of exp(d) - 1 - d over tokens. All other metrics are statistics over sequences, of each
 --   sequence's mean over tokens (0 without tokens).

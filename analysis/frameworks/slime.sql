@@ -1,4 +1,4 @@
--- slime 0.3.1's numbers: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py, reduced by
+-- slime 0.3.1's metrics: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py, reduced by
 -- get_sum_of_sample_mean and reduce_train_step_metrics of cp_utils.py; and as mis_*, those of compute_mis_weights of
 -- examples/train_infer_mismatch_helper/mis.py. Pass a is the trainer (log_probs at the sampling weights), pass b the rollout;
 -- d = a - b over unmasked tokens.

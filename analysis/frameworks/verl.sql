@@ -1,4 +1,4 @@
--- verl 0.9.0's off-policy numbers under its own names: compute_offpolicy_metrics of
+-- verl 0.9.0's off-policy metrics under its own names: compute_offpolicy_metrics of
 -- verl/trainer/ppo/rollout_corr_helper.py and calculate_debug_metrics of verl/utils/debug/metrics.py. Pass a is the
 -- trainer (old_log_probs), b the rollout.
 --   Token means are over unmasked tokens. Sequence means are over the whole batch, in which a fully masked sequence has a mean

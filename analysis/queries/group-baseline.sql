@@ -1,4 +1,4 @@
--- Baseline of the advantages: which formula computes them from the rewards of a group, one row per step.
+-- Baseline of the advantages: the formula that computes them from the rewards of a group, one row per step.
 -- Unit: rms of advantage minus candidate, in the advantage's unit; correlations.
 -- Needs: advantages, rewards and groups of at least two.
 -- Source: GRPO, (reward - mean) / (std + 1e-4) over a group (arXiv 2402.03300), or without std (arXiv 2503.20783).

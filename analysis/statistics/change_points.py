@@ -71,7 +71,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # The differences between neighbouring values give a lower bound on the noise, whatever the number of cuts.
+    # The differences between neighbouring values give a lower bound on the noise, regardless of the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole

@@ -2,7 +2,7 @@
 
 To avoid cancellation, ratios exp(d) are divided by the sequence's largest ratio before they are summed, and
 probabilities are centred before they are squared. Such sums can be merged over sequences (Chan, Golub and LeVeque 1983,
-Algorithms for computing the sample variance). A sequence's sums are bitwise identical, whichever batch it is in.
+Algorithms for computing the sample variance). A sequence's sums are bitwise identical for any batching.
 
 Shapes: T tokens from several sequences, concatenated, N sequences, B sequences in a block.
 """
