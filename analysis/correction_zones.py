@@ -34,7 +34,7 @@ TYPES = {
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
-"""Exponents are clamped to +- this many nats, as in verl. exp(20) is 4.9e8."""
+"""Exponents are clamped to +-20 nats, as in verl. exp(20) is 4.9e8."""
 _SIGNS = 4
 """Advantage classes: negative, zero, positive, and non-finite or missing."""
 

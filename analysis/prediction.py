@@ -228,7 +228,7 @@ def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array
 
 
 Bounds = tuple[float, float, float]
-"""A value, and the low and high end of its interval."""
+"""A value and the bounds of its interval."""
 Code = tuple[str, str]
 """The fields `code` and `detail` of a `Prediction`."""
 

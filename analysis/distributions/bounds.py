@@ -1,4 +1,4 @@
-"""Bound the divergence between two distributions if one or both are known only by their top K and the tail's mass.
+"""Bound the divergence between two distributions if one or both are known only by the top K and the tail's mass.
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 

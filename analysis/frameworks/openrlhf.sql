@@ -31,7 +31,7 @@ CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
         WHERE mask AND d IS NOT NULL AND (old <> 'current' OR iteration_a = iteration_b)
     );
 
--- openrlhf_clips(...): number of tokens per sequence that are clipped, and number that have an advantage. Comparisons with
+-- openrlhf_clips(...): numbers of clipped tokens and of tokens with an advantage, per sequence. Comparisons with
 -- NaN are false.
 CREATE OR REPLACE MACRO openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high, is_correction_enable) AS TABLE
     SELECT run, step, seq_id, count(*) AS num_tokens, count(advantage) AS num_known,

@@ -101,7 +101,7 @@ CREATE OR REPLACE MACRO prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_ma
                prime_rl_stats(masked_advantage_positive) AS masked_advantage_positive,
                prime_rl_stats(masked_advantage_negative) AS masked_advantage_negative
         FROM (
-            -- Means are taken relative to a nearby centre, so that squares do not cancel.
+            -- Means are taken relative to a nearby centre, to avoid cancellation in the squares.
             SELECT *, mean_kl - median(mean_kl) OVER grouped AS off_kl,
                    mean_entropy - median(mean_entropy) OVER grouped AS off_entropy
             FROM (

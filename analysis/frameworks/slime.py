@@ -32,7 +32,7 @@ class Slime(Framework):
     def check(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
-                f"got {self.tis_clip_low:g}; it must be between 0 and tis_clip, {self.tis_clip:g}",
+                f"got {self.tis_clip_low:g}; it must be between 0 and tis_clip ({self.tis_clip:g})",
                 option="tis_clip_low",
             )
 

@@ -58,7 +58,7 @@ class Trl(Framework):
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
             raise InvalidOption(
-                f"got {lower:g}; it must be below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
+                f"got {lower:g}; it must be below clip_max ({upper:g})", option="vllm_importance_sampling_clip_min"
             )
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")

@@ -201,7 +201,7 @@ class Database:
         if _is_of_function(error):
             return DamagedTrace(str(error).strip().splitlines()[-1])
         runs = ", ".join(source.store.url for source in self.sources)
-        return QueryFailed(f"{runs}: the query could not be answered ({first_line(error)})")
+        return QueryFailed(f"{runs}: the query failed ({first_line(error)})")
 
 
 def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Concatenate[Database, Asked], Found]:

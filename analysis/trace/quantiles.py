@@ -124,7 +124,7 @@ class Gathered:
 def quantiles(
     abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
 ) -> Cuts:
-    """Return exact quantiles for values in memory, given their histogram.
+    """Return exact quantiles of values in memory, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
     >>> quantiles(values, Histogram.of(values))
