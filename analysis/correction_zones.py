@@ -1,7 +1,7 @@
 """Sum tokens by zone. A zone is an interval of token ratios between adjacent bounds of the corrections.
 
 Within a zone, a correction weights all tokens by the same formula, so sums over the tokens are enough to apply it. A
-sequence's sums depend only on its own tokens, so they are the same, bit for bit, however sequences are batched.
+sequence's sums depend only on its own tokens, so they are the same, bit for bit, for any batching.
 
 Shapes: T tokens from several sequences, concatenated. G groups, each holding one sequence's tokens with the same
 advantage sign and zone.

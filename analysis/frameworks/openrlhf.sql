@@ -6,7 +6,7 @@
 --   current - a, or of current - b with is_correction_enable. Both are NULL without the `current` pass.
 -- OpenRLHF multiplies by the mask; here, masked tokens are left out regardless of their logprob.
 
--- openrlhf_rows(a, b) and openrlhf_updates(a): per-sequence sums, over passes a and b, and over current and a.
+-- openrlhf_rows(a, b) and openrlhf_updates(a): per-sequence sums over passes a and b, and over `current` and a.
 CREATE OR REPLACE MACRO openrlhf_rows(a, b) AS TABLE
     SELECT run, step, seq_id, count(*) AS num_tokens, sum(-d) AS sum_kl
     FROM pair(a, b)

@@ -18,7 +18,7 @@ CREATE OR REPLACE MACRO expm1(x) AS
     END;
 
 -- Statistics as in torch: min and max return NaN if any value is NaN, std divides by n - 1, and comparisons with NaN are false.
--- In DuckDB, NaN is the largest number, and the deviation of non-finite values is an error.
+-- In DuckDB, NaN is the largest number, and the standard deviation of non-finite values is an error.
 CREATE OR REPLACE MACRO torch_min(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE min(x) END;
 CREATE OR REPLACE MACRO torch_max(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE max(x) END;
 CREATE OR REPLACE MACRO torch_std(x) AS
