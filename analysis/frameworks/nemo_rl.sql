@@ -12,8 +12,8 @@
 --   of current - a); with disable_ppo_ratio, of current. probs_ratio_clamped is the same, clamped to 1 - ratio_clip_min and
 --   1 + ratio_clip_max. All of these are NULL without the `current` pass. For the smallest and largest ratio, NeMo-RL ignores
 --   micro-batches in which it is infinite, and logs -1 if none is left; here, this applies to sequences.
--- NeMo-RL multiplies by the mask; here, masked tokens are left out regardless of their logprob. One exception: a sequence ratio is
--- 0 if the logprob of any token, even a masked one, is NaN or infinite (NaN * 0 is NaN, which NeMo-RL then replaces by 0).
+-- NeMo-RL multiplies by the mask; here, masked tokens are left out regardless of their logprob. One exception: a sequence
+-- ratio is 0 if the logprob of any token, even a masked one, is NaN or infinite (NaN * 0 is NaN, which NeMo-RL replaces by 0).
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
