@@ -10,9 +10,9 @@ class Advice(str):
     """
 
     command: str
-    """Empty if there is no command to run."""
+    """Shell command, or empty if there is none to run."""
     remark: str
-    """Purpose of the command, or advice if there is no command. May be empty."""
+    """Purpose of the command, or the whole advice if there is no command. May be empty."""
 
     def __new__(cls, command: str = "", remark: str = "") -> Advice:
         made = super().__new__(cls, f"{command}  # {remark}" if command and remark else command or remark)

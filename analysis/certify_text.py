@@ -38,11 +38,11 @@ def _example(one: Counterexample) -> list[str]:
     layout = f", {one.layout}" if one.layout else ""
     pads = f", padding {one.pad_left} + {one.pad_right}" if one.pad_left or one.pad_right else ""
     history = " after another batch" if one.needs_history else ""
-    again = "" if one.repeats else " When the batches ran again, the bits were equal."
+    again = "" if one.repeats else " When the batches were rerun, they matched bit for bit."
     return [
         f"smallest batch found{history}: {counted(len(lengths), 'row')} of {', '.join(lengths[:_MOST_LISTED])}{more} "
         f"tokens (prompt+response){layout}{pads}. "
-        f"Row {one.row}, response token {one.token}: {one.value:.9g}, but {one.other:.9g}. "
+        f"Row {one.row}, response token {one.token}: {one.value:.9g} vs {one.other:.9g}. "
         f"{counted(one.num_different, 'token differs', 'tokens differ')}, by up to {one.max_abs_d:.3g} nats.{again}",
         f"trace: {one.folder}",
         f"next: {one.replay}",
@@ -58,7 +58,7 @@ def _covered(one: Coverage, seconds: float) -> list[str]:
         f"  rows: {ranges(one.row_counts)}",
         f"  prompt lengths: {ranges(one.prompt_lengths)}",
         f"  response lengths: {ranges(one.response_lengths)}",
-        f"  layouts: {'; '.join(text or 'the arm unchanged' for text in one.layouts)}",
+        f"  layouts: {'; '.join(text or 'arm unchanged' for text in one.layouts)}",
     ]
 
 

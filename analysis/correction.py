@@ -17,7 +17,7 @@ _INFINITY = math.inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A correction rule: how tokens are weighted, and which sequences are rejected.
+    """A correction rule: the weights of tokens and the conditions for rejecting sequences.
 
     With d = logprob(a) - logprob(b), the ratio rho is exp(d) for a token and exp(sum d) for a sequence. All bounds
     apply to d or rho, even if a framework bounds the inverse ratio.

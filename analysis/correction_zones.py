@@ -1,7 +1,7 @@
 """Sum tokens by zone. A zone is an interval of token ratios between adjacent bounds of the corrections.
 
 Within a zone, a correction weights all tokens by the same formula, so sums over the tokens are enough to apply it. A
-sequence's sums depend only on its own tokens, so they are the same, bit for bit, however sequences are batched.
+sequence's sums depend only on its own tokens, so they are the same, bit for bit, for any batching.
 
 Shapes: T tokens from several sequences, concatenated. G groups, each holding one sequence's tokens with the same
 advantage sign and zone.
@@ -34,7 +34,7 @@ TYPES = {
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
-"""Exponents are clamped to +- this many nats, as in verl. exp(20) is 4.9e8."""
+"""Exponents are clamped to +-20 nats, as in verl. exp(20) is 4.9e8."""
 _SIGNS = 4
 """Advantage classes: negative, zero, positive, and non-finite or missing."""
 

@@ -22,14 +22,14 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Why engine weights differ: cause codes in the finding `weights_differ`."""
+"""Causes of differing engine weights, as codes in the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
-"""SQL condition: the engine received and holds the trainer's current tensor, so earlier versions need no comparison."""
+"""SQL condition: the engine received and has the trainer's current tensor, so earlier versions need no comparison."""
 
 _COUNTED = f"""
     SELECT policy_version, writer, min(step), count(*), coalesce(sum((trainer IS DISTINCT FROM before)::INT), 0)
@@ -39,7 +39,7 @@ _COUNTED = f"""
         FROM {{view}}
     ) WHERE is_plain AND NOT {{every}} GROUP BY ALL ORDER BY policy_version, writer
 """
-"""Counts, by policy version and writer, the tensors that always arrived in the engine unchanged."""
+"""Counts, per policy version and writer, the tensors that the engine always received unchanged."""
 
 _LISTED = f"""
     SELECT policy_version, writer, min(step), list(tensor), list(trainer), list(unmerged), list(given), list(held),
@@ -47,7 +47,7 @@ _LISTED = f"""
     FROM (SELECT *, bool_and({_GIVEN_AS_HAD}) OVER (PARTITION BY tensor) AS is_plain FROM {{view}})
     WHERE {{every}} OR NOT is_plain GROUP BY policy_version, writer
 """
-"""Lists every tensor that `_COUNTED` does not count."""
+"""Lists the other tensors: those that the engine did not always receive unchanged."""
 
 
 _UNACCOUNTED = """
@@ -273,7 +273,7 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 
 
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
-    """Compare each engine tensor with the trainer's, as of the last time that the engine started sampling.
+    """Compare each engine tensor with the trainer's at the time when the engine last started sampling.
 
     `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
     whose trainer tensor is bitwise equal to the engine's. `num_differ` counts the versions at which the two differed.

@@ -221,7 +221,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
     for name, count, first, last in _unscored(database, ranges):
         where = f"step {first}" if first == last else f"steps {first} to {last}"
-        found.append(f"{count} of {total} sequences have no scores of pass {name!r} ({where})")
+        found.append(f"{count} of {total} sequences have no scores from pass {name!r} ({where})")
     if twice := [row for row in _of_ranges(database, _TWICE, ranges) if row[0]]:
         _, step, seq_id = twice[0]
         found.append(
@@ -237,7 +237,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         if state.is_launcher and state.state == OPEN and not source.liveness[state.writer].is_alive:
             found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
     if source.torn_bytes and source.is_live:
-        found.append(f"{source.torn_bytes} bytes that a writer is still appending")
+        found.append(f"a writer is still appending {source.torn_bytes} bytes")
     return found
 
 
@@ -245,16 +245,16 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:
-        return ["token ids, so the trace cannot be replayed; import a dump with token ids, or record the run"]
+        return ["no token ids, so the trace cannot be replayed; import a dump with token ids, or record the run"]
     if not counts["num_prompt_tokens"]:
         return [
-            "prompt token ids, so the trace cannot be replayed; import files that have them (--map THEIRS=prompt_ids if "
-            "the field has a different name)"
+            "no prompt token ids, so the trace cannot be replayed; import files that have them (--map "
+            "THEIRS=prompt_ids if the field has a different name)"
         ]
     if source.store.exists(WEIGHTS):
         return []
     return [
-        f"weights, so the trace cannot be replayed; attach a Hugging Face folder: tim-trace weights "
+        f"no weights, so the trace cannot be replayed; attach a Hugging Face folder: tim-trace weights "
         f"{shlex.quote(source.store.url)} --attach VERSION DIR"
     ]
 

@@ -37,7 +37,7 @@ def locate(
     recorded), b is `against` (default: the recorded model in float64). `engine=vllm` runs vLLM.
 
     Each operator is compared with a float64 model on the same inputs, so earlier operators' errors do not count. The
-    executions diverge at the first operator whose error exceeds what rounding can cause. `carried` is the share of the
+    executions diverge at the first operator whose error exceeds its rounding bound. `carried` is the share of the
     mismatch caused by an operator's own error.
 
     `steps` is a single step. `sequences` is a number N (the N sequences with the largest mismatch between trainer and

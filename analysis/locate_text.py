@@ -15,8 +15,8 @@ _TRIES = {
 }  # fmt: skip
 """For each kind of operator, the replay option that computes it more precisely."""
 _UNCHECKED = (
-    "           all other operators are checked; to check the unchecked ones, run code that computes each operator "
-    "separately, such as transformers"
+    "           all other operators are checked; to check these too, use code that runs each operator separately, such "
+    "as transformers"
 )
 
 
@@ -127,7 +127,7 @@ def _first(first: Divergence, found: Location) -> str:
         return f"The first divergence is {first.operator}: its weights in {whose} differ from the recorded weights{of}."
     if first.why == "beyond":
         size = "an expert choice that rounding does not explain" if first.ratio == float("inf") else (
-            f"its own error is {first.ratio or 0.0:,.3g} times what rounding can cause"
+            f"its own error is {first.ratio or 0.0:,.3g} times its rounding bound"
         )  # fmt: skip
         return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
     return (

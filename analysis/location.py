@@ -25,7 +25,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """How much one operator kind or layer contributes to mean d^2 in one execution."""
+    """Contribution of one operator kind or layer to mean d^2 in one execution."""
 
     side: str
     kind: str
@@ -41,7 +41,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """How much mean d^2 shrinks if operators of one execution use the other execution's code."""
+    """Reduction of mean d^2 if operators of one execution use the other execution's code."""
 
     patch: str
     taker: str
@@ -54,7 +54,7 @@ class PatchShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location(Findings, Result):
-    """Where two executions diverge within a step, and how much each operator contributes."""
+    """First divergence of two executions at a step, and the contribution of each operator."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 

@@ -1,16 +1,16 @@
 """Predict the mismatch that a remedy would leave at steps that are not replayed.
 
-A remedy replaces the arm of the trainer, of the engine, or of both. The prediction is the statistic that the remedy
-leaves at the replayed steps, times (recorded statistic at the other steps / recorded statistic at the replayed steps)^power.
+A remedy replaces the arm of the trainer, of the engine, or of both. The prediction is the statistic under the remedy
+at the replayed steps, times (recorded statistic at the other steps / recorded statistic at the replayed steps)^power.
 
 With 8 or more replayed steps, the power is the slope of a regression over steps: the log of the remedied statistic on the
 log of the recorded one (the regression estimator of survey sampling; Cochran, Sampling Techniques, chapter 7). It is
 limited to the range from 0 (no relation) to 1 (a constant ratio). The interval comes from a bootstrap over steps.
 
 With fewer steps, the power is 0.5, and the interval comes from a bootstrap over groups, widened by the scatter between
-steps. The weights of every step are rounded anew, both with and without the remedy. The logarithm is therefore assumed to
-have twice the variance between steps that the logarithm of the recorded statistic has between neighbouring steps. The
-interval is at least as wide as the error of the power implies.
+steps. The weights are rounded differently at every step, so the noise of the statistics with and without the remedy is
+assumed to be independent: their log ratio has twice the noise variance of the recorded statistic's logarithm, which is
+its mean squared change between neighbouring steps. The interval covers every power from 0 to 1.
 
 Shapes: N sequences, G groups, S steps.
 """
@@ -47,7 +47,7 @@ CONFIDENCE, _NORMAL = 0.9, 1.645
 MOST_WIDTH = 0.4
 """A prediction is considered reliable only if its interval is at most this wide, relative to the predicted value."""
 UNKNOWN_POWER = 0.5, 0.5
-"""The power if there are too few steps to estimate it, and its distance from its limits, 0 and 1."""
+"""Power assumed if there are too few steps to estimate it, and its error: 0.5 +- 0.5 covers 0 to 1."""
 SAME = 1.25
 """A replayed engine is accepted in place of the recorded engine if their mean |d| agree within this factor."""
 ESS, BIAS = "ess_token", "relative_abs_bias"
@@ -62,8 +62,8 @@ UNFELT = {
     "mean_abs_d": (0.0165, "IsoExec, vllm.ai 2026-08-21"),
     "k3": (1e-5, "Miles and SGLang, All-in-One"),
 }
-"""Mismatch in published pairs of runs in which removing the mismatch did not raise the reward. IsoExec: 50 steps of a
-35B-A3B mixture of experts. Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
+"""Published mismatches whose removal did not raise the reward. IsoExec: 50 steps of a 35B-A3B mixture of experts.
+Miles: dense models with k3 from 1e-5 to 1e-3 (the lower end is used)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Prediction:
     detail: str
     """Number or error message that belongs to `code`, or an empty string."""
     below: str | None
-    """Published pair of runs in which removing a larger mismatch did not raise the reward, or None."""
+    """Publication in which removing a larger mismatch did not raise the reward, or None."""
 
 
 Sums = dict[str, np.ndarray]
@@ -96,7 +96,7 @@ class Remedy:
     arms: list[Arm]
     pairs: list[Pair]
     """The three pairs of trainer and engine passes to compare: as recorded, replayed unchanged, and replayed with the
-    remedy. A side that the remedy leaves alone keeps its recorded pass."""
+    remedy. A side that the remedy does not change keeps its recorded pass."""
     problem: str | None
     """Code of the reason why no prediction is possible, as in `Prediction.code`, or None."""
 
@@ -107,7 +107,7 @@ def listed(steps: Sequence[int]) -> str:
 
 def parse_remedies(run: RecordedRun, steps: Sequence[int], predict: Sequence[str], engine: str | None) -> list[Remedy]:
     """Parse remedies. A remedy changes both sides (`dtype=fp16`), one side (`train:lm-head=fp32`), or each side in a
-    different way (with a slash between the changes).
+    different way (changes separated by a slash).
 
     A remedy for the engine is applied to the arm that replays the engine unchanged. Raises InvalidOption.
     """
@@ -228,7 +228,7 @@ def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array
 
 
 Bounds = tuple[float, float, float]
-"""A value, and the low and high end of its interval."""
+"""A value and the bounds of its interval."""
 Code = tuple[str, str]
 """The fields `code` and `detail` of a `Prediction`."""
 
@@ -264,11 +264,8 @@ def _interval(metric: str, recorded: Sums, level: Sums, measured: Sequence[Sums]
 
 
 def _power(metric: str, old: Sums, new: Sums) -> tuple[float, float]:
-    """Fit new ~ old^power, and return the power, limited to the range from 0 to 1, and the half-width of its interval.
-
-    The interval allows for residuals at the other steps: where the recorded statistic differs from the replayed steps
-    by k standard deviations, the residual may differ by k of its own standard deviations.
-    """
+    """Fit new ~ old^power, and return the power, limited to the range from 0 to 1, and the half-width of its interval:
+    1.645 times the standard deviation of the residuals, divided by that of log old."""
     x_S, y_S = (_log_by_step(metric, sums) for sums in (old, new))
     if len(x_S) != len(y_S) or len(x_S) < MIN_GROUPS or not x_S.std():
         return UNKNOWN_POWER
@@ -287,10 +284,7 @@ def _are_equal(one: Sums, other: Sums) -> bool:
 
 
 def _log_ratio(metric: str, above: Sums, below: Sums, by_step: bool, power: float = 1.0) -> Bounds | None:
-    """Return log(above / below^power) for a statistic, with its interval over steps or groups.
-
-    Return None if the interval cannot be computed.
-    """
+    """Return log(above / below^power) for a statistic, with its interval over steps or groups, or None without one."""
     names = above.keys() - {"unit", "step"}
     columns = {f"{side} {name}": sums[name] for side, sums in (("above", above), ("below", below)) for name in names}
     if power == 1 and _are_equal(above, below):

@@ -60,7 +60,7 @@ def sql(
 
 
 def _answer(database: Database, query: str, unsafe: bool, max_rows: int | None) -> Rows:
-    """Return the query's rows. If there are more than `max_rows`, return one row more than that."""
+    """Return up to `max_rows` + 1 rows of the query's result."""
     connection = database.connection.raw
     try:
         query.encode()

@@ -35,7 +35,7 @@ _COUNTS = {"num_layers": "BIGINT", "num_layers_differing": "BIGINT"}
 
 
 class Agreement(NamedTuple):
-    """Where two passes' router choices agree, by token and layer."""
+    """Agreement between two passes' router choices, by token and layer."""
 
     known_NL: np.ndarray
     """True if both passes routed the token in this layer."""

@@ -101,7 +101,7 @@ def entries(kind: type, form: Form) -> dict[str, Callable[[Any], Any]]:
 
 
 def result_json(found: Result, form: Form | None = None) -> dict[str, Any]:
-    """Convert a result to JSON values, by default in the form in which its command prints it."""
+    """Convert a result to JSON values, by default in the form that its command prints."""
     converted: dict[str, Any] = jsonable(found, form_of(type(found)) if form is None else form)
     return converted
 
@@ -140,7 +140,7 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with one line per row, and round numbers to six digits. If the table is too wide but has only a
+    """Render a table with one line per row and six significant digits. If the table is too wide but has only a
     few rows, each row is rendered as a list.
 
     If a longer table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in

@@ -23,7 +23,7 @@ BY = {"run": "pair_runs", "step": "pair_steps", "sequence": "pair_sequences", "l
 LIKE = ("run", "step")
 """Values of `by` that work with `like`."""
 _FEW = 8
-"""If at most this many traces lack sums, they are processed together, however large they are."""
+"""Up to this many traces without sums are processed together, regardless of their size."""
 _TOGETHER = 64
 """Maximum number of traces to open at once to compute missing sums."""
 _KEYS = {"run": "run", "step": "run, step", "sequence": "run, step, seq_id, iteration_a, iteration_b"}
@@ -83,8 +83,8 @@ def stats(
         if not routed:
             raise NothingToCompare(
                 f"{', '.join(source.run for source in database.sources)}: {names[0]!r} or {names[1]!r} has no router "
-                "choices; record an MoE model with --routing, then replay the trace with hf, which stores router "
-                "choices for every pass"
+                "choices; record an MoE model with --routing, then replay the trace with engine=hf, which stores "
+                "router choices for every pass"
             )
         return database.ask(query)
     of_run = by == "run"

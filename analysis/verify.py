@@ -153,7 +153,7 @@ class _Verifier:
                 f"{', '.join(outdated)}"
             )
         self.ignored += [
-            f"{self.store.shown(relative)}: is outdated or damaged; it only duplicates other files and will be "
+            f"{self.store.shown(relative)} is outdated or damaged; it only duplicates other files and will be "
             "rewritten when sums are next stored"
             for relative in passed_over(self.store)
         ]

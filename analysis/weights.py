@@ -39,10 +39,10 @@ def weights(
     `verified`, which is `ok` or describes the damage. If `by` is module, each row is a module, combined over all
     layers, and `num_unchanged` counts the versions in which the module did not change.
 
-    `engine` compares the engine's tensors (or modules) with the trainer's instead. Each row has the trainer's
-    version when the engine last started sampling, the version that the engine last received, the latest version whose
-    bits the engine has, whether the engine agrees with the trainer, at how many versions it differed, and why (a code
-    in WEIGHT_CAUSES).
+    `engine` compares the engine's tensors (or modules) with the trainer's instead. `trainer_version` is the trainer's
+    version when the engine last started sampling, `given_version` the last version that the engine received, and
+    `holds_version` the latest version whose bits the engine has. `num_differ` counts the versions at which the two
+    differed, and `cause` is a code in WEIGHT_CAUSES.
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 

@@ -27,14 +27,14 @@ OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics that `read_series` does not return. They are computed from tokens."""
 NEEDED_SUMS = (*COUNTS, "sum_prob_diff", SUM_EXP_ABS_D)
 NOT_FINITE = "num_not_finite"
-"""Metric: number of a step's loss tokens with a NaN or infinite logprob in either pass."""
+"""Metric: number of loss tokens per step with a NaN or infinite logprob in either pass."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
-    """Read each step's token metrics: NOT_FINITE and the two in OF_TOKENS.
+    """Read three metrics per step from tokens: num_not_finite, prob_diff_mean and mean_exp_abs_d.
 
-    OF_TOKENS are the means of |exp(a) - exp(b)| and exp(|d|), where a and b are a token's logprobs in the two passes.
-    These means cover the same tokens as `read_series`.
+    With logprobs a and b of a token in the two passes, prob_diff_mean is the mean of |exp(a) - exp(b)|, and
+    mean_exp_abs_d the mean of exp(|d|). These means cover the same tokens as `read_series`.
     """
     if not tokens_by_step(database, run):
         return read_averages(database, run)
@@ -46,7 +46,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
-    """Compute the metrics that `read_token_figures` returns, from each sequence's step and NEEDED_SUMS."""
+    """Compute the metrics of `read_token_figures` from the step and the sums (NEEDED_SUMS) of each sequence."""
     every, place_N = np.unique(steps_N, return_inverse=True)
     lost_N = sums["num_nan"] + sums["num_inf"]
     lost = {NOT_FINITE: (every, np.bincount(place_N, lost_N).astype(np.float64))} if len(every) else {}
@@ -129,7 +129,7 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 GAP = 0.06
 """Mean |d| per step (nats) above which the mismatch can bias a run."""
 UNEQUAL = 0.05
-"""Rewards are judged contradictory if more than this fraction of repeated responses get a different reward."""
+"""Rewards count as contradictory if more than this share of repeated responses get a different reward."""
 RATE = 3.0
 NORM = 4.0
 TIMES = 3
@@ -145,17 +145,15 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return [n] bool: True where the learning rate exceeds RATE times its level so far.
-
-    This level is the largest median over five consecutive earlier steps.
-    """
+    """Return [n] bool: True where the learning rate exceeds RATE times the largest median of any five consecutive
+    earlier steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
     """Return [n] bool: True where the gradient norm exceeds NORM times its trailing median for TIMES steps in a row.
 
-    The median covers 20 earlier steps. The last 5 steps before the current one are left out.
+    The median covers 20 steps and skips the 5 steps before the current one.
     """
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)

@@ -51,7 +51,7 @@ class Alarm:
     of_size: bool = False
     """True to compare the metric's absolute value."""
     summary: str
-    """What the source says about runs that exceed the level."""
+    """Meaning of the alert according to the source."""
     source: str
     of_mismatch: bool = True
     """False if the alert concerns rewards or the optimizer."""
@@ -125,7 +125,7 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
     (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm",
                             f"> {NORM:g} times its median over 20 earlier steps, for {TIMES} steps", "updates are abnormally large")),
 )  # fmt: skip
-"""tim-trace's own rules on series, as (function, rule). The function returns [n] bool: True where the rule fires."""
+"""tim-trace's own rules, as (function, alert). The function returns [n] bool: True where the alert fires."""
 CONTRADICT = _own_alarm(
     "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
     f"> {UNEQUAL:g}", "the reward depends on more than the response",
@@ -150,10 +150,10 @@ EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), CONTRADICT, LEFT_OUT, *B
 class AlarmReading:
     alarm: Alarm
     own: float | None
-    """The metric's value at `worst_step`, or None if the rule has no single value."""
+    """The metric's value at `worst_step`, or None for rules on non-finite rewards, losses or gradient norms."""
     is_raised: bool
     worst_step: int | None
-    """Step with the worst value, or None if the rule has no single value."""
+    """Step with the worst value, or None for rules on non-finite rewards, losses or gradient norms."""
     first_step: int | None = None
     """First step where the alert fires, or None if it never does."""
     first_value: float | None = None

@@ -12,9 +12,9 @@ FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
 ORDER BY step, place
 """
 WINDOW = 20
-"""Number of steps, up to the current one, over which the share is computed."""
+"""Window length in steps. The window ends at the current step."""
 FEWEST = 20
-"""Minimum number of repeated responses in a window. If there are fewer, the share is 0."""
+"""Minimum number of repeated responses in a window. With fewer, the share of different rewards is 0."""
 
 
 class Repeats:
@@ -46,8 +46,8 @@ class Repeats:
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
     """Return, for each step, the share of repeated responses in the last WINDOW steps that got a different reward.
 
-    Each reward is compared with the reward at the response's previous occurrence. Rows are in recording order. `place`
-    [N] holds step indices, and `whole` [N] hashes of prompt and response.
+    Each reward is compared with the reward at the response's previous occurrence. `place` [N] are step indices,
+    and `whole` [N] hashes of prompt and response. Rows are in recording order.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

@@ -80,7 +80,7 @@ class Queries:
                 "(2 ** floor(log2(num_response_tokens)))::BIGINT", f"{pair}\nJOIN {_LENGTHS}", self._compared,
             ),
             "entropy": (
-                f"entropy of the sampled distribution, one row per quarter of a nat, the last for {last:g} and above",
+                f"entropy of the sampled distribution, one row per 0.25 nats, the last from {last:g} nats upward",
                 "entropy_from",
                 f"{entropy} / {ENTROPIES_PER_NAT:.1f}", f"pair_entropies({self._pair})", f"{self._compared} AND isfinite(entropy)",
             ),
@@ -99,7 +99,7 @@ def _literal(number: float) -> str:
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL expression for the hash by which sequences are sampled. `rows` is empty or a table prefix, e.g. `s.`."""
+"""SQL hash for sampling sequences. `rows` is empty or a table prefix, e.g. `s.`."""
 SMALLEST = 1e-6
 """Half-width (nats) of the d axis if every d is 0."""
 
@@ -153,7 +153,7 @@ class Breakdowns:
     """Constant c (nats) such that |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors up
     to c / 2 lead to this bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """SQL queries for the same numbers, computed from the whole run. Keys: `density`, `position`, `length`, `entropy`."""
+    """SQL queries over the whole run, for `density` and the profiles `position`, `length` and `entropy`."""
 
 
 def read_breakdowns(
@@ -194,7 +194,7 @@ def read_breakdowns(
     recorded = sum(tokens.values())
     return Breakdowns(
         num_tokens=num_tokens, num_recorded_tokens=recorded,
-        how=f"{num_tokens:,} compared of {recorded:,} recorded tokens: {how}.",
+        how=f"compared {num_tokens:,} of {recorded:,} recorded tokens: {how}.",
         d_edges=np.linspace(-reach, reach, NUM_DIFFERENCES + 1), density=density, envelope=envelope,
         profiles={axis: Profile(**dict(zip(Profile.__slots__, map(np.array, zip(*rows, strict=True)), strict=True)))
                   for axis, rows in profiles.items()},

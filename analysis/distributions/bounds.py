@@ -1,4 +1,4 @@
-"""Bound the divergence between two distributions if one or both are known only by their top K and the tail's mass.
+"""Bound the divergence between two distributions if one or both are known only by the top K and the tail's mass.
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
@@ -15,11 +15,11 @@ Lower bound. As a function of p, h(p, q) decreases up to q and increases beyond 
 If p and q each lie in an interval, the minimum of h is therefore 0 if the intervals overlap, and otherwise h at their
 two nearest endpoints. For any partition, these minima summed over its cells are a lower bound. Three such bounds are
 computed and the largest is used; each partition has one cell for every token that both sides list, and
-    1  one cell for all other tokens;
-    2  one for the n tokens that only a lists, with q in [0, min(t_b, n cap_b)], one for those that only b lists, and
-       one for those that neither side lists
-    3  one for each token that only one side lists, with the other side's probability in [0, cap], and one for the
-       tokens that neither side lists
+    (1) one cell for all other tokens;
+    (2) one for the n tokens that only a lists, with q in [0, min(t_b, n cap_b)], one for those that only b lists, and
+        one for those that neither side lists;
+    (3) one for each token that only one side lists, with the other side's probability in [0, cap], and one for the
+        tokens that neither side lists.
 
 Upper bound. A convex h is largest at a corner. For tokens not listed by both sides, merging gives h(p, q) <= h(p, 0) +
 h(0, q), as for disjoint supports: (p + q) / 2 for the total variation and ln 2 (p + q) / 2 for Jensen-Shannon. KL(a ||

@@ -94,7 +94,7 @@ class DistributionPairs:
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return each row's measures.
 
-        `columns` holds the run and the number of tokens, then, for each side, the group, first row, contract, policy
+        `columns` are the run and the number of tokens, followed by each side's group, first row, contract, policy
         version and attempt.
         """
         with self._lock:
@@ -225,7 +225,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: hidden states lack an output head; add `head` to their pass's contract"
+                f"{self.store.url}: the hidden states have no output head; add `head` to the contract of their pass"
             )
         if version is None:
             raise WeightsMissing(

@@ -9,7 +9,7 @@ total variation            |p - q| / 2
 Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
                            Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
 
-This form loses no precision for nearby distributions, and bounds on h give bounds on the sum (see bounds.py).
+This form of h loses no precision for nearby distributions, and bounds on h give bounds on the sum (see bounds.py).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
     """Return all MEASURES, by name, for rows whose full vocabulary is known on both sides.
 
     If one vocabulary is padded, both distributions are renormalized over the common tokens before they are compared.
-    Separate columns hold each side's mass outside these tokens.
+    Separate columns report each side's mass outside these tokens.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)

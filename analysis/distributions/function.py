@@ -54,7 +54,7 @@ MACROS = MacroFile(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if both passes captured distributions for at least one sequence, without reading them."""
+    """Return True if both passes captured distributions for at least one sequence. The distributions are not read."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])

@@ -104,8 +104,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Give both sides the same columns: first a's tokens, then b's. If both list a token, its values are in a's column,
-    and its column among b's is 0 on both sides."""
+    """Give both sides the same columns: first a's tokens, then b's. A token that both list uses a's column, and its
+    column among b's is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -125,8 +125,8 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return a column for each of b's tokens, [C, K]: its index in a's list if listed there, otherwise a column after
-    those of a's list."""
+    """Return a column for each of b's tokens, [C, K]: its index in a's list if it is there, otherwise a column after
+    a's list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

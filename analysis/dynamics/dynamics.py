@@ -160,7 +160,7 @@ class Growth:
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Number of steps in which k3 doubles, or halves if negative. None if the slope's interval contains 0."""
+    """Number of steps in which k3 doubles, or halves if the number is negative. None if the slope's interval contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
@@ -205,7 +205,7 @@ class SeriesSummary:
     first: float
     """Median over the first tenth of the run (at least five steps)."""
     last: float
-    """Median over the last tenth (at least five steps)."""
+    """Median over the last tenth of the run (at least five steps)."""
     smallest: float
     largest: float
     not_finite: tuple[int, ...]

@@ -35,7 +35,7 @@ UNANSWERED: Mapping[str, str] = {
     "no_clip_share": "no clipped loss, no advantages or no `current` logprobs: record the loss with Recorder.add_loss to "
     "see the clipped share",
     "no_changed_weights": "no weights: record with --weights delta to see how much each update changes",
-    "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
+    "too_short": "steps with a value: {num_steps}; change points need {changes}, and growth rates {rates}",
 }
 
 

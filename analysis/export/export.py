@@ -206,7 +206,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
     """Write an offline run for `wandb sync` and return the number of values. Raises ImportError if wandb is missing."""
     import wandb
 
-    folder.mkdir(parents=True, exist_ok=True)  # if the folder is missing, wandb writes to the temporary folder
+    folder.mkdir(parents=True, exist_ok=True)  # if the folder is missing, wandb writes to a temporary folder
     quiet = wandb.Settings(
         silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True,
         x_disable_machine_info=True,

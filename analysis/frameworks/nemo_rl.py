@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemoRl(Framework):
     reference_policy_kl_type: str = option_field(
-        "k3", "Estimator for gen_kl_error and policy_kl_error (k3).", choices=("k1", "k2", "k3")
+        "k3", "Estimator for gen_kl_error and policy_kl_error (default: k3).", choices=("k1", "k2", "k3")
     )
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
     train_micro_batch_size: int = option_field(
-        1, "Sequences per micro-batch; mean sequence ratios are multiplied by N (1).", metavar="N", at_least=1
+        1, "Sequences per micro-batch; mean sequence ratios are multiplied by N (default: 1).", metavar="N", at_least=1
     )
-    ratio_clip_min: float = option_field(0.2, "Clamp ratios below 1 - E (0.2).", metavar="E", at_least=0)
-    ratio_clip_max: float = option_field(0.2, "Clamp ratios above 1 + E (0.2).", metavar="E", at_least=0)
+    ratio_clip_min: float = option_field(0.2, "Clamp ratios below 1 - E (default: 0.2).", metavar="E", at_least=0)
+    ratio_clip_max: float = option_field(0.2, "Clamp ratios above 1 + E (default: 0.2).", metavar="E", at_least=0)
     disable_ppo_ratio: bool = option_field(False, "Use logprobs instead of ratios (REINFORCE).")
 
     name: ClassVar[str] = "nemo-rl"

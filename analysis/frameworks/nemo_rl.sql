@@ -1,4 +1,4 @@
--- NeMo-RL 0.7.0's numbers: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and, before masking,
+-- NeMo-RL 0.7.0's metrics: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and, before masking,
 -- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), pass b
 -- the generation; d = a - b. Unless stated otherwise, means are over all unmasked tokens.
 --   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is computed in the same way for each sequence with tokens.
@@ -12,8 +12,8 @@
 --   of current - a); with disable_ppo_ratio, of current. probs_ratio_clamped is the same, clamped to 1 - ratio_clip_min and
 --   1 + ratio_clip_max. All of these are NULL without the `current` pass. For the smallest and largest ratio, NeMo-RL ignores
 --   micro-batches in which it is infinite, and logs -1 if none is left; here, this applies to sequences.
--- NeMo-RL multiplies by the mask; here, masked tokens are left out, whatever their logprob. One exception: a sequence ratio is
--- 0 if the logprob of any token, even a masked one, is NaN or infinite (NaN * 0 is NaN, which NeMo-RL then replaces by 0).
+-- NeMo-RL multiplies by the mask; here, masked tokens are left out regardless of their logprob. One exception: a sequence
+-- ratio is 0 if the logprob of any token, even a masked one, is NaN or infinite (NaN * 0 is NaN, which NeMo-RL replaces by 0).
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf(Framework):
-    policy_loss_type: str = option_field("ppo", "Token-level or sequence-level ratios (ppo).", choices=("ppo", "gspo"))
+    policy_loss_type: str = option_field(
+        "ppo", "Token-level or sequence-level ratios (default: ppo).", choices=("ppo", "gspo")
+    )
     eps_clip_low_high: tuple[float, float] = option_field(
-        (0.2, 0.2), "Clip ratios below 1 - E and above 1 + E (0.2 0.2).", metavar="E E"
+        (0.2, 0.2), "Clip ratios below 1 - E and above 1 + E (default: 0.2 0.2).", metavar="E E"
     )
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's probabilities.")
 

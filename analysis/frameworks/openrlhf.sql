@@ -1,12 +1,12 @@
--- OpenRLHF 0.11.0's numbers: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as in ppo_train of
+-- OpenRLHF 0.11.0's metrics: PolicyLoss of openrlhf/models/loss.py, averaged over tokens as in ppo_train of
 -- openrlhf/trainer/ray/ppo_actor.py. Pass a is the trainer (old_log_probs), pass b vLLM (rollout_log_probs).
 --   vllm_kl = mean of b - a over unmasked tokens: k1, signed.
 --   ppo_kl = mean of a - current over unmasked tokens. ppo_clip_ratio = share of unmasked tokens for which clipping the ratio
 --   lowers ratio * advantage. The ratio is exp(current - a), clamped to 20 nats; for gspo, exp of the sequence's mean of
 --   current - a, or of current - b with is_correction_enable. Both are NULL without the `current` pass.
--- OpenRLHF multiplies by the mask; here, masked tokens are left out, whatever their logprob.
+-- OpenRLHF multiplies by the mask; here, masked tokens are left out regardless of their logprob.
 
--- openrlhf_rows(a, b) and openrlhf_updates(a): per-sequence sums, over passes a and b, and over current and a.
+-- openrlhf_rows(a, b) and openrlhf_updates(a): per-sequence sums over passes a and b, and over `current` and a.
 CREATE OR REPLACE MACRO openrlhf_rows(a, b) AS TABLE
     SELECT run, step, seq_id, count(*) AS num_tokens, sum(-d) AS sum_kl
     FROM pair(a, b)
@@ -31,7 +31,7 @@ CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
         WHERE mask AND d IS NOT NULL AND (old <> 'current' OR iteration_a = iteration_b)
     );
 
--- openrlhf_clips(...): number of tokens per sequence that are clipped, and number that have an advantage. Comparisons with
+-- openrlhf_clips(...): numbers of clipped tokens and of tokens with an advantage, per sequence. Comparisons with
 -- NaN are false.
 CREATE OR REPLACE MACRO openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high, is_correction_enable) AS TABLE
     SELECT run, step, seq_id, count(*) AS num_tokens, count(advantage) AS num_known,

@@ -24,10 +24,10 @@ _OF_TOKENS = frozenset(("mismatch_kl/all/median", "entropy/all/median"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRl(Framework):
     dppo_mask_low: float = option_field(
-        0.2, "Mask tokens with A <= 0 whose probability drops by more than P (0.2).", metavar="P", at_least=0
+        0.2, "Mask tokens with A <= 0 whose probability drops by more than P (default: 0.2).", metavar="P", at_least=0
     )
     dppo_mask_high: float = option_field(
-        0.2, "Mask tokens with A > 0 whose probability rises by more than P (0.2).", metavar="P", at_least=0
+        0.2, "Mask tokens with A > 0 whose probability rises by more than P (default: 0.2).", metavar="P", at_least=0
     )
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with bound P.", metavar="P", at_least=0)
 

@@ -1,4 +1,4 @@
--- prime-rl 0.8.0's numbers: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
+-- prime-rl 0.8.0's metrics: default_loss_fn and ipo_loss_fn of src/prime_rl/trainer/rl/loss.py, train.py, and the
 -- statistics of Tensors.compute_stats. Pass a is the trainer, pass b the inference; d = a - b, over unmasked tokens.
 --   mismatch_kl/all: statistics of exp(d) - 1 - d over tokens. All other metrics are statistics over sequences, of each
 --   sequence's mean over tokens (0 without tokens).
@@ -42,7 +42,7 @@ CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo
 CREATE OR REPLACE MACRO prime_rl_stats(x) AS
     {'mean': avg(x), 'median': torch_median(x), 'std': torch_std(x), 'min': torch_min(x), 'max': torch_max(x)};
 
--- The same over all tokens, except the median, from each sequence's count, mean, centred squares, minimum and maximum.
+-- prime_rl_stats over all tokens, without the median, from the count, mean, squares, minimum and maximum of each sequence.
 CREATE OR REPLACE MACRO prime_rl_merged(num, mean, off, spread, smallest, largest) AS
     {'mean': sum(num * mean) / sum(num),
      'std': CASE WHEN bool_and(isfinite(mean)) AND sum(num) > 1
@@ -101,7 +101,7 @@ CREATE OR REPLACE MACRO prime_rl_from_rows(a, b, by_step, dppo_mask_low, dppo_ma
                prime_rl_stats(masked_advantage_positive) AS masked_advantage_positive,
                prime_rl_stats(masked_advantage_negative) AS masked_advantage_negative
         FROM (
-            -- Means are taken relative to a nearby centre, so that squares do not cancel.
+            -- Means are taken relative to a nearby centre, to avoid cancellation in the squares.
             SELECT *, mean_kl - median(mean_kl) OVER grouped AS off_kl,
                    mean_entropy - median(mean_entropy) OVER grouped AS off_entropy
             FROM (

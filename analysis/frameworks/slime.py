@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Slime(Framework):
     """Options for slime's truncated importance sampling and loss averaging."""
 
-    tis_clip: float = option_field(2.0, "Upper bound for token ratios (2.0).", metavar="C")
-    tis_clip_low: float = option_field(0.0, "Lower bound for token ratios (0).", metavar="C")
+    tis_clip: float = option_field(2.0, "Upper bound for token ratios (default: 2.0).", metavar="C")
+    tis_clip_low: float = option_field(0.0, "Lower bound for token ratios (default: 0).", metavar="C")
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
 
     name: ClassVar[str] = "slime"
@@ -32,7 +32,7 @@ class Slime(Framework):
     def check(self) -> None:
         if not 0 <= self.tis_clip_low <= self.tis_clip:
             raise InvalidOption(
-                f"got {self.tis_clip_low:g}; it must be between 0 and tis_clip, {self.tis_clip:g}",
+                f"got {self.tis_clip_low:g}; it must be between 0 and tis_clip ({self.tis_clip:g})",
                 option="tis_clip_low",
             )
 

@@ -1,4 +1,4 @@
--- slime 0.3.1's numbers: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py, reduced by
+-- slime 0.3.1's metrics: policy_loss_function and vanilla_tis_function of slime/backends/megatron_utils/loss.py, reduced by
 -- get_sum_of_sample_mean and reduce_train_step_metrics of cp_utils.py; and as mis_*, those of compute_mis_weights of
 -- examples/train_infer_mismatch_helper/mis.py. Pass a is the trainer (log_probs at the sampling weights), pass b the rollout;
 -- d = a - b over unmasked tokens.
@@ -7,9 +7,9 @@
 --   one to the divisor. A sequence-level value is included once for each token of the sequence.
 --   tis = exp(d), not truncated; tis_clipfrac = share of tis outside [tis_clip_low, tis_clip]; tis_abs = |tis - 1|.
 --   ppo_kl = mean of a - current, ois = mean of exp(current - a); NULL without the `current` pass.
---   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d. From a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl its exp,
---   mis_log_ppl_diff = rollout - training, mis_ppl_ratio its exp. With rho = exp(d), mis_chi2_token = mean of rho^2 - 1;
---   mis_chi2_seq is the same for the product of rho over a sequence.
+--   mis_kl = -d, mis_k3_kl = exp(d) - 1 - d. From a sequence's mean logprobs: mis_*_log_ppl = -mean, mis_*_ppl = exp(-mean),
+--   mis_log_ppl_diff = rollout - training, mis_ppl_ratio = exp(rollout - training). With rho = exp(d), mis_chi2_token = mean
+--   of rho^2 - 1; mis_chi2_seq is the same for the product of rho over a sequence.
 -- slime averages over rollouts of several samples; here, every sequence is a separate rollout. slime multiplies by the mask; here,
 -- masked tokens are left out.
 

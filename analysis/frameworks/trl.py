@@ -29,20 +29,20 @@ class Trl(Framework):
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound for ratios (3.0).", metavar="C")
+    vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound for ratios (default: 3.0).", metavar="C")
     """Infinity disables the bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound for ratios.", metavar="C")
-    trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
+    trainer: str = option_field("grpo", "Trainer whose loss is used (default: grpo).", choices=("grpo", "rloo"))
     loss_type: str = option_field(
         "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
     )  # fmt: skip
     importance_sampling_level: str = option_field(
-        "token", "Compute the loss's ratios per token or per sequence (token).", choices=("token", "sequence")
+        "token", "Compute the loss's ratios per token or per sequence (default: token).", choices=("token", "sequence")
     )
-    epsilon: float = option_field(0.2, "Clip ratios below 1 - E (0.2).", metavar="E", at_least=0)
+    epsilon: float = option_field(0.2, "Clip ratios below 1 - E (default: 0.2).", metavar="E", at_least=0)
     epsilon_high: float | None = option_field(
-        None, "Clip ratios above 1 + E, or for cispo above E (epsilon).", metavar="E", at_least=0
+        None, "Clip ratios above 1 + E, or for cispo above E (default: epsilon).", metavar="E", at_least=0
     )
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
     logging_steps: int | None = option_field(
@@ -58,7 +58,7 @@ class Trl(Framework):
         lower, upper = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if lower is not None and lower >= upper:
             raise InvalidOption(
-                f"got {lower:g}; it must be below clip_max, {upper:g}", option="vllm_importance_sampling_clip_min"
+                f"got {lower:g}; it must be below clip_max ({upper:g})", option="vllm_importance_sampling_clip_min"
             )
         if self.logging_first_step and self.logging_steps is None:
             raise InvalidOption("logging_first_step needs logging_steps")
@@ -98,7 +98,7 @@ class Trl(Framework):
         if self._clips or self.loss_type == "cispo":
             told += null_without(database, (f"{_CLIPS}*" if self._clips else _CISPO,), CURRENT)
         if self.trainer == "rloo" or self.importance_sampling_level == "sequence":
-            effect = "the ratio of such a sequence is treated as not clipped"
+            effect = "TRL counts the ratio of a sequence with such a token as not clipped"
             told += masked_out(database, (pair[0], CURRENT), "TRL", effect=effect)
         return told + set_otherwise(database, self._effective())
 

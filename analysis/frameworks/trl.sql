@@ -1,4 +1,4 @@
--- TRL 1.16.0's numbers. Pass a is the trainer (old_per_token_logps), pass b vLLM (sampling_per_token_logps), over unmasked
+-- TRL 1.16.0's metrics. Pass a is the trainer (old_per_token_logps), pass b vLLM (sampling_per_token_logps), over unmasked
 -- tokens.
 -- Mismatch, following _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
 --   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if there are none.
@@ -13,7 +13,7 @@
 --   of a micro-batch are one token long, TRL's shares include masked tokens; here, they do not.
 --   cispo_clip_ratio: share of ratios above epsilon_high with a positive advantage.
 -- Here, one step is one batch. With logging_steps, a row is what TRL logs over that many steps: the mean of the generation
--- batches' mismatch, where each batch is a mean over processes, and the mean of the micro-batches' loss numbers.
+-- batches' mismatch, where each batch is a mean over processes, and the mean of the micro-batches' loss metrics.
 
 -- Infinities become the largest float32, and NaN 0, as nan_to_num does.
 CREATE OR REPLACE MACRO trl_finite(d) AS
@@ -58,7 +58,7 @@ CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
 CREATE OR REPLACE MACRO trl_logged_at(step, logging_steps, logging_first_step) AS
     CASE WHEN logging_first_step AND step = 1 THEN 1 ELSE ((step + logging_steps - 1) // logging_steps * logging_steps) END;
 
--- trl_sampling(...): the mismatch numbers, one row per step, per run with step NULL, or per logged step.
+-- trl_sampling(...): the mismatch metrics, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_sampling(a, b, by_step, mode, clip_max, clip_min, logging_steps, logging_first_step) AS TABLE
     SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step, sum(num_tokens) AS num_tokens,
            avg(mean_diff) AS mean_diff, avg(max_diff) AS max_diff,
@@ -126,7 +126,7 @@ CREATE OR REPLACE MACRO trl_clips(a, of_rloo, level, epsilon_low, epsilon_high, 
         ) USING (run, step, seq_id, iteration)
     );
 
--- trl_clipping(...): the loss numbers, one row per step, per run with step NULL, or per logged step.
+-- trl_clipping(...): the loss metrics, one row per step, per run with step NULL, or per logged step.
 CREATE OR REPLACE MACRO trl_clipping(
     a, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, logging_steps, logging_first_step
 ) AS TABLE
@@ -160,7 +160,7 @@ CREATE OR REPLACE MACRO trl_clips_both(of_rloo, loss_type) AS
          WHEN loss_type NOT IN ('sapo', 'vespo') THEN error('loss_type: grpo, dr_grpo, dapo, bnpo, luspo, cispo, sapo or vespo')
     END;
 
--- trl_groups(...): the mismatch and loss numbers side by side; NULL if TRL does not log them. The last row of a run may
+-- trl_groups(...): the mismatch and loss metrics side by side; NULL if TRL does not log them. The last row of a run may
 -- cover fewer than logging_steps steps; its step is the last step.
 CREATE OR REPLACE MACRO trl_groups(
     a, b, by_step, mode, clip_max, clip_min, of_rloo, loss_type, level, epsilon_low, epsilon_high, delta,
@@ -194,7 +194,7 @@ CREATE OR REPLACE MACRO trl_groups(
     ) USING (run)
     ORDER BY run, step;
 
--- trl_numbers(...): trl_groups, called with TRL's own options. A whole run is treated as one batch, whatever logging_steps is.
+-- trl_numbers(...): trl_groups, called with TRL's own options. A whole run is treated as one batch regardless of logging_steps.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     logging_steps, logging_first_step) AS TABLE
     SELECT * FROM trl_groups(

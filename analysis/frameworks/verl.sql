@@ -1,4 +1,4 @@
--- verl 0.9.0's off-policy numbers under its own names: compute_offpolicy_metrics of
+-- verl 0.9.0's off-policy metrics under its own names: compute_offpolicy_metrics of
 -- verl/trainer/ppo/rollout_corr_helper.py and calculate_debug_metrics of verl/utils/debug/metrics.py. Pass a is the
 -- trainer (old_log_probs), b the rollout.
 --   Token means are over unmasked tokens. Sequence means are over the whole batch, in which a fully masked sequence has a mean
@@ -74,7 +74,7 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                    exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
                    exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
             FROM (
-                -- NULL for a sequence without tokens, which the aggregates below ignore.
+                -- NULL for a sequence without tokens, so that the aggregates below ignore it.
                 SELECT *, CASE WHEN num_tokens > 0 THEN fall_from(top_a, peak_a, mean_fall_a) END AS fall_a,
                        CASE WHEN num_tokens > 0 THEN fall_from(top_b, peak_b, mean_fall_b) END AS fall_b
                 FROM (

@@ -18,7 +18,7 @@ from ..trace.pair_sums import KEYS, OF_PROBABILITIES, expm1_minus, prob_differen
 from ..trace.ragged import blocks, tokens_of
 
 SAFETY_BOUND = 20.0
-"""verl clamps log ratios to +- this many nats before exponentiating them."""
+"""verl clamps log ratios to +-20 nats before exponentiating them."""
 
 _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",

@@ -2,7 +2,7 @@
 -- Unit: nats.
 -- Source: arXiv 2510.26788, section on the length of responses; AknA13/train-infer-mismatch finds it flat.
 -- Meaning: rounding gives a flat profile. A jump at one position points to a cache, window or rotary-embedding bug
---   there; a steady rise, to an error that accumulates over tokens.
+--   there; a steady rise points to an error that accumulates over tokens.
 SELECT run,
        CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
        count(*) AS num_tokens, avg(d) AS mean_d, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d,

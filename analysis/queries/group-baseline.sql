@@ -1,11 +1,11 @@
--- Baseline of the advantages: which formula computes them from the rewards of a group, one row per step.
+-- Baseline of the advantages: the formula that computes them from the rewards of a group, one row per step.
 -- Unit: rms of advantage minus candidate, in the advantage's unit; correlations.
 -- Needs: advantages, rewards and groups of at least two.
 -- Source: GRPO, (reward - mean) / (std + 1e-4) over a group (arXiv 2402.03300), or without std (arXiv 2503.20783).
--- Meaning: the candidate with an error near 0 is the formula that the run uses; the first step at which its
---   error is large is where the fault begins. If error_previous or error_next is near 0, the baseline is that of the
---   neighbouring group in recording order. A low corr_in_group means that rewards were assigned to the wrong rows; a
---   large rms_group_mean, that the baseline covers more than the group; no error near 0, that a different formula was used.
+-- Meaning: the candidate with an error near 0 is the formula that the run uses; a fault begins at the first step at which
+--   its error is large. If error_previous or error_next is near 0, the baseline is that of the neighbouring group in
+--   recording order. A low corr_in_group means that rewards were assigned to the wrong rows, and a large rms_group_mean
+--   that the baseline covers more than the group. If no error is near 0, the run uses a different formula.
 WITH grouped AS (
     SELECT run, step, group_id, advantage AS given, reward,
            min(row(len(seq_id), seq_id)) OVER of_group AS first_id,  -- recording order: 9 comes before 10

@@ -1,8 +1,8 @@
 -- Tokens without a usable logprob, by problem and side, one row per step.
 -- Unit: number of tokens in the loss.
 -- Source: none.
--- Meaning: NULL: the pass returned no logprob; -inf: sampling had excluded the token; NaN: an overflow or a fully
---   masked row.
+-- Meaning: NULL means that the pass returned no logprob, -inf that sampling had excluded the token, and NaN that
+--   values overflowed or a row was fully masked.
 SELECT run, step, count(*) AS num_tokens, count(*) FILTER (logprob_a IS NULL) AS null_a,
        count(*) FILTER (isnan(logprob_a)) AS nan_a, count(*) FILTER (isinf(logprob_a)) AS inf_a,
        count(*) FILTER (logprob_b IS NULL) AS null_b, count(*) FILTER (isnan(logprob_b)) AS nan_b,

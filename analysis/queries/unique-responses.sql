@@ -10,7 +10,7 @@ SELECT run, step, count(*) AS num_groups, avg(num_unique / num_responses) AS mea
        avg((num_unique = 1)::INTEGER) AS share_of_groups_alike,
        avg(shared) FILTER (num_unique > 1) AS mean_shared_tokens
 FROM (
-    -- The common prefix of all lists of a group is that of the smallest and the largest.
+    -- The common prefix of the smallest and the largest list is common to all lists of the group.
     SELECT *, common_prefix(lowest, highest) AS shared
     FROM (
         SELECT run, step, group_id, count(*) AS num_responses, count(DISTINCT response_ids) AS num_unique,

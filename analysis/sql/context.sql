@@ -1,7 +1,7 @@
--- Pairs of passes, joined with other data of the same tokens.
+-- Macros that join pairs of passes with other data on the same tokens.
 
--- pair_entropies(a, b): one row per response token, with the entropy and the gap between the two most probable tokens (nats).
--- They come from pass b, or else from pass a, or else from the `current` pass at the loss's first use of the sequence.
+-- pair_entropies(a, b): one row per response token, with the entropy and the gap between the two most probable tokens (nats),
+-- from the first pass that recorded them: b, a, or `current` (at the loss's first use of the sequence).
 CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, entropy, top2_gap,
            logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d

@@ -12,7 +12,7 @@ CREATE OR REPLACE MACRO treatment(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0 WHEN ratio <= high THEN 2 WHEN truncates THEN 1 ELSE 0 END;
 
 -- correction_zones(a, b): one row per (sequence, sign of the advantage, zone of the ratio); the zone is NULL for tokens whose
--- logprob is not finite. `ratio` is some ratio of the zone; max_k2 and min_ratio are over the whole sequence. c is clamped d.
+-- logprob is not finite. `ratio` is any ratio of the zone; max_k2 and min_ratio cover the whole sequence. c is the clamped d.
 CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
     SELECT run, step, sequence, zone.*
     FROM (
@@ -184,7 +184,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     LEFT JOIN of_sequences USING (run, step, quarter, place)
     ORDER BY run, step, quarter, place;
 
--- By run, by step, and by length quartile.
+-- Corrections by run, by step and by length quartile.
 CREATE OR REPLACE MACRO correction_runs(a, b) AS TABLE
     SELECT * EXCLUDE (step, quarter, shortest, longest) FROM correction_groups(a, b, false, false);
 

@@ -1,5 +1,5 @@
 -- pair_distributions(a, b): one row per response token whose distribution both passes captured; nats, see docs/reference/sql.md.
--- compare_distributions is a Python function; it gets at most 128 tokens of a sequence at a time.
+-- compare_distributions is a Python function that is called with at most 128 tokens of a sequence at a time.
 CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
     SELECT run, step, seq_id, group_id, iteration_a, iteration_b, position, token_id, mask,
            {measures}

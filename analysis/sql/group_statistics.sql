@@ -1,5 +1,5 @@
--- Statistics of groups of sequences. Input rows have the columns of sums and: grouped_step; peak and top_d, the largest sum_d
--- and peak_d of the group; off_a and off_b, the mean of a sequence's probabilities minus the group's median of these.
+-- Statistics of groups of sequences. Input rows have the columns of sums, grouped_step, the group's largest sum_d (peak) and
+-- peak_d (top_d), and the mean of the sequence's probabilities minus the group's median of such means (off_a, off_b).
 SELECT grouped.run, grouped.step, num_sequences, grouped.num_tokens, num_nan, num_inf,
        -total_d / grouped.num_tokens AS k1, total_d2 / 2 / grouped.num_tokens AS k2,
        total_k3 / grouped.num_tokens AS k3, total_abs_d / grouped.num_tokens AS mean_abs_d,

@@ -1,5 +1,5 @@
--- Scalar macros for the term that a ratio has in a loss. Options have the names and defaults of schemas.loss.Loss, and the rules
--- are those of analysis.statistics.loss. The frameworks' own files have the clip metrics that they log.
+-- Scalar macros for a ratio's term in a loss. Options have the names and defaults of schemas.loss.Loss, and the rules are those
+-- of analysis.statistics.loss. The clip metrics that frameworks log are defined in the frameworks' own files.
 
 -- clamped_exp(x): exp of a log-ratio clamped to +-20 nats.
 CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));

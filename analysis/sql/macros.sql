@@ -18,7 +18,7 @@ CREATE OR REPLACE MACRO expm1(x) AS
     END;
 
 -- Statistics as in torch: min and max return NaN if any value is NaN, std divides by n - 1, and comparisons with NaN are false.
--- In DuckDB, NaN is the largest number, and the deviation of non-finite values is an error.
+-- In DuckDB, NaN is the largest number, and the standard deviation of non-finite values is an error.
 CREATE OR REPLACE MACRO torch_min(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE min(x) END;
 CREATE OR REPLACE MACRO torch_max(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE max(x) END;
 CREATE OR REPLACE MACRO torch_std(x) AS
@@ -40,7 +40,7 @@ CREATE OR REPLACE MACRO common_prefix(x, y) AS
     coalesce(list_min(list_filter(range(1, least(len(x), len(y)) + 1), lambda place: x[place] <> y[place])) - 1,
              least(len(x), len(y)));
 
--- Variance, at least 0 in spite of rounding; NaN stays NaN.
+-- A variance in which rounding errors below 0 become 0; NaN stays NaN.
 CREATE OR REPLACE MACRO floored(x) AS CASE WHEN x < 0 THEN 0.0 ELSE x END;
 
 -- Sum and mean in a fixed order, so that threads do not change the last digits.

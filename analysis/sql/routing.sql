@@ -51,8 +51,8 @@ CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
 CREATE OR REPLACE MACRO pair_routing_layers(a, b) AS TABLE
     SELECT * EXCLUDE (step) FROM routing_groups(a, b, false);
 
--- pair_routing_tokens(a, b): one row per response token. Its logprob is computed at the previous token, so that token's
--- routing is compared.
+-- pair_routing_tokens(a, b): one row per response token. Its logprob is computed at the previous token, so the routing
+-- of the previous token is compared.
 CREATE OR REPLACE MACRO pair_routing_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position,
            found.num_layers AS num_layers, found.num_layers_differing AS num_layers_differing

@@ -9,7 +9,7 @@
 --   chi2_token = mean(exp(2 d)) - 1; chi2_sequence = mean(exp(2 sum d)) - 1, neither clamped
 -- Sequence means are over the sequences with a comparable token.
 
--- Correlation from sums of x, y, x^2, y^2 and x y centred near the means, so that differences do not cancel.
+-- Correlation from sums of x, y, x^2, y^2 and x y centred near the means, to avoid cancellation.
 CREATE OR REPLACE MACRO correlation(n, x, y, xx, yy, xy) AS
     CASE WHEN n * xx - x * x > 0 AND n * yy - y * y > 0
          THEN torch_clamp((n * xy - x * y) / (sqrt(n * xx - x * x) * sqrt(n * yy - y * y)), -1.0, 1.0)

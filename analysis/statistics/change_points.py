@@ -34,7 +34,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return how much a cut must reduce the sum of squares to be significant, in units of the long-run variance."""
+    """Return the smallest significant reduction of the sum of squares by a cut, in units of the long-run variance."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -71,7 +71,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # The differences between neighbouring values give a lower bound on the noise, whatever the number of cuts.
+    # The differences between neighbouring values give a lower bound on the noise, regardless of the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole

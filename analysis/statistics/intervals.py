@@ -80,8 +80,8 @@ def bootstrap(
     bound of a Student's t interval with G - 1 degrees of freedom. scipy.stats.bootstrap supports neither groups nor
     bootstrap-t intervals.
 
-    `constants` are passed to the statistics together with the totals, and are not resampled. If a bound is infinite,
-    the result is CARRIED, unless `open_ended` is set.
+    `constants` are passed to the statistics together with the totals, and are not resampled. A statistic with an
+    infinite bound has no interval (CARRIED), unless `open_ended` is set.
     """
     groups_N, num_groups = numbered(unit_N)
     if num_groups < MIN_GROUPS:

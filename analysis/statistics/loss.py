@@ -96,7 +96,7 @@ def clamped_exp(log_ratio: Array) -> Array:
 
 
 def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
-    """Return f_A(ratio), what a term adds to the objective.
+    """Return f_A(ratio), the contribution of a term to the objective.
 
         ppo_clip   min(min(ratio, clip_hard) A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
         reinforce  ratio A

@@ -47,7 +47,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 
 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
-    """Return each sequence's mean minus the median of the sequence means in its group in `place_N`, [N]. Sequences
+    """Return each sequence's mean minus its group's median, [N]. `place_N` gives each sequence's group. Sequences
     without counted tokens get 0. These differences can be summed over sequences without losing precision."""
     off_N = np.zeros(len(mean_N))
     there_N = np.flatnonzero(num_N > 0)

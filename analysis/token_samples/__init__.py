@@ -1,1 +1,1 @@
-"""Sequences chosen from a trace, token by token, with their text."""
+"""Read chosen sequences of a trace token by token, with their text."""

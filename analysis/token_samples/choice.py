@@ -151,7 +151,7 @@ class Wanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     why: dict[int, tuple[str, ...]]
-    """Why each sequence was chosen, by its index in SequenceMismatch."""
+    """Reasons for choosing each sequence, by its index in SequenceMismatch."""
     num_left_out: Counter[str]
 
 

@@ -202,16 +202,16 @@ class TokenSample:
     ids: np.ndarray
     texts: list[str]
     logprobs: Mapping[str, np.ndarray]
-    """[T] float32 by pass (nats), as recorded. NaN if missing."""
+    """Logprobs [T] by pass, float32 (nats), as recorded. NaN if missing."""
     state: Mapping[str, np.ndarray]
-    """[T] int8 by pass: FINITE, NOT_RECORDED, NAN or INFINITE."""
+    """State of each logprob [T] by pass, int8: FINITE, NOT_RECORDED, NAN or INFINITE."""
     mask: np.ndarray
     """[T] bool: True if the loss counts the token, False for tool output and masked parts."""
     advantages: np.ndarray | None
-    """[T] float32 if recorded per token, otherwise None; see `advantage`."""
+    """Advantages [T], float32, if recorded per token, otherwise None; see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32 (nats), from pass b, or from pass a if b has none. NaN if missing, None if neither pass recorded
-    any."""
+    """Entropies [T], float32 (nats), from pass b, or from pass a if b has none. NaN if missing, None if neither
+    pass has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class TokenSamples:
     sequences: tuple[TokenSample, ...]
     """The worst, typical and random sequences, then each step's worst."""
     choice: str
-    """Sentences that say what was searched and what the reasons in `why` mean."""
+    """Sentences about the searched steps and the meaning of the reasons in `why`."""
     text_from: str
     """A sentence that names the tokenizer, or says why only ids are shown."""
     passes: tuple[str, ...]

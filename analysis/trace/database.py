@@ -140,7 +140,7 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # otherwise, reuse the Database of these steps and its cached results
+        if key not in self.memory:
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress
@@ -201,7 +201,7 @@ class Database:
         if _is_of_function(error):
             return DamagedTrace(str(error).strip().splitlines()[-1])
         runs = ", ".join(source.store.url for source in self.sources)
-        return QueryFailed(f"{runs}: the query could not be answered ({first_line(error)})")
+        return QueryFailed(f"{runs}: the query failed ({first_line(error)})")
 
 
 def cached(read: Callable[Concatenate[Database, Asked], Found]) -> Callable[Concatenate[Database, Asked], Found]:

@@ -150,7 +150,9 @@ class _Scan:
 
     @property
     def steps(self) -> Steps:
-        if any(condition.count("'") % 2 for condition in self.conditions):  # a string literal was split at a line break
+        if any(
+            condition.count("'") % 2 for condition in self.conditions
+        ):  # a line break in a string literal split the condition
             return _ALL
         first, last = _ALL
         for condition in self.conditions:

@@ -86,7 +86,7 @@ def _process_limit(num_bytes: int | None) -> Iterator[None]:
 
 
 def _data_bytes() -> int | None:
-    """Return how many bytes of memory currently count toward RLIMIT_DATA, or None if the system does not report it."""
+    """Return the number of bytes that count toward RLIMIT_DATA, or None if the system does not report it."""
     try:
         with open("/proc/self/status", encoding="ascii") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))

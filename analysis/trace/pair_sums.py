@@ -2,7 +2,7 @@
 
 To avoid cancellation, ratios exp(d) are divided by the sequence's largest ratio before they are summed, and
 probabilities are centred before they are squared. Such sums can be merged over sequences (Chan, Golub and LeVeque 1983,
-Algorithms for computing the sample variance). A sequence's sums are bitwise identical, whichever batch it is in.
+Algorithms for computing the sample variance). A sequence's sums are bitwise identical for any batching.
 
 Shapes: T tokens from several sequences, concatenated, N sequences, B sequences in a block.
 """
@@ -130,7 +130,7 @@ def difference_sums(
     a_T: Array, b_T: Array, starts_B: np.ndarray, names: Iterable[str] = OF_DIFFERENCES
 ) -> dict[str, Array]:
     """Return the sums that `names` lists, [B]. `starts_B` contains the index of each sequence's first token."""
-    # Compute these values here: as cached properties, they would make threads wait for a lock.
+    # Local variables instead of cached properties, which would make threads wait for a lock.
     d_T, asked = a_T - b_T, frozenset(names)
     size_T, peak_B = np.abs(d_T), np.maximum.reduceat(d_T, starts_B)
     growth_T = weight_T = prob_diff_T = d_T

@@ -1,4 +1,4 @@
-"""Quantiles for |d|: exact for values in memory, otherwise from mergeable histograms.
+"""Quantiles of |d|: exact for values in memory, otherwise from mergeable histograms.
 
 A bin counts doubles with the same sign, exponent and first BITS mantissa bits (as in DDSketch: Masson, Rim and Lee
 2019, VLDB 12). For 0 and normal doubles, a bin's middle is within relative error ERROR of |d|. Zero has its own bin.
@@ -124,7 +124,7 @@ class Gathered:
 def quantiles(
     abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
 ) -> Cuts:
-    """Return exact quantiles for values in memory, given their histogram.
+    """Return exact quantiles of values in memory, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
     >>> quantiles(values, Histogram.of(values))
@@ -140,8 +140,7 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate like DuckDB's quantile_cont, which rounds `above * share` but not the other product before adding
-    them."""
+    """Interpolate like DuckDB's quantile_cont: fma(below, 1 - share, above * share)."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 

@@ -38,7 +38,7 @@ class Source(Snapshot):
     covered: set[Pair] = field(default_factory=set)
     """Pairs with stored sums for every readable row."""
     run_covered: set[Pair] = field(default_factory=set)
-    """`covered` pairs that also have sums over the whole run."""
+    """Pairs in `covered` that also have stored sums over the whole run."""
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         return DamagedTrace(
@@ -117,7 +117,7 @@ def find_sums(source: Source) -> None:
         if found is None:
             continue
         kind, pair, covers, read = found
-        # If steps were trained again, use only sums over all segments, because segments share sequence names.
+        # If steps were trained again, several segments contain the same sequences, so use only sums over all segments.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):

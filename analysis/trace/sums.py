@@ -50,7 +50,7 @@ CHUNK_SEQUENCES = 1 << 18
 """Maximum number of sequences to process at once. Each takes 0.2 KB of memory."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of tokens in a run whose quantiles are exact by default. Their |d| fits in memory."""
+"""Runs with up to this many tokens get exact quantiles by default, because their |d| fits in memory."""
 
 
 Quantiles = tuple[Any, ...]

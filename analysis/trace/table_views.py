@@ -179,7 +179,7 @@ def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) 
     >>> step_condition([3, 6])
     'step BETWEEN 3 AND 6 AND step IN (3, 6)'
     """
-    if isinstance(steps, range):  # a range of timestamps may have too many steps to list
+    if isinstance(steps, range):  # a range can be too long to list, e.g. if steps are timestamps
         return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
     if not len(steps):
         return "false"

@@ -55,7 +55,7 @@ def watched_text(seen: Watched) -> str:
 
 
 def drawn_text(drawn: RenderableType, width: int | None = None) -> str:
-    """Return what rich would print, as plain text without colours."""
+    """Render with rich as plain text without colours."""
     console = Console(file=io.StringIO(), highlight=False, width=width or _PIPE_WIDTH)
     with console.capture() as captured:
         console.print(drawn, crop=False)

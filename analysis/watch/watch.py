@@ -157,7 +157,7 @@ class Watcher:
         notes: list[str] = []
         info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
-            notes.append("the trace exists, but no process is recording to it yet. Waiting")
+            notes.append("the trace exists, but no process is recording to it yet; waiting")
         elif not extents.steps and not (ended and self._memory.series(())):
             notes.append(f"no sequences were recorded; see {info}" if ended else "no sequence recorded yet")
         elif extents.steps and (lacking := [name for name in self.pair if name not in extents.passes]):

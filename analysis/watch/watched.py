@@ -65,7 +65,7 @@ class Watched(Result):
     steps: str = "-10:"
     """Steps to show (`parse_steps` syntax)."""
     series: Mapping[str, Series]
-    """All series from `read_series`, over the same steps."""
+    """All series from `read_series`."""
     alarms: AlarmReadings = field(default_factory=AlarmReadings)
     """Every alert rule at every step (see `diagnose`)."""
     changes: tuple[Moved, ...] = ()

@@ -514,7 +514,7 @@ def test_the_macros_give_the_same(steps):
         ("verl", {"typo": 1}, "typo: verl has no such option; no framework has it"),
         (None, {"tis_clip": 3.0}, "tis_clip: needs a framework; it belongs to slime"),
         (None, {"typo": 1}, "typo: no such option"),
-        ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it must be between 0 and tis_clip, 2"),
+        ("slime", {"tis_clip_low": 3.0}, "tis_clip_low: got 3; it must be between 0 and tis_clip (2)"),
         ("nemo-rl", {"reference_policy_kl_type": "k4"}, "got 'k4'; nemo-rl has k1, k2, k3"),
         ("nemo-rl", {"train_micro_batch_size": -1}, "train_micro_batch_size: got -1; pass 1 or more"),
         ("nemo-rl", {"ratio_clip_min": -0.1}, "ratio_clip_min: got -0.1; pass 0 or more"),

@@ -318,7 +318,7 @@ def test_what_lies_on_a_token_that_does_not_count_is_left_out(trl, loss, tmp_pat
     (told,) = likeness(tmp_path / "run", like="trl", importance_sampling_level="sequence")[1:]
     assert told == (
         "1 logprobs at 1 steps are NaN or infinite on masked tokens: TRL multiplies by a mask of 0, which gives "
-        "NaN, so the ratio of such a sequence is treated as not clipped; tim-trace leaves such tokens out"
+        "NaN, so TRL counts the ratio of a sequence with such a token as not clipped; tim-trace leaves such tokens out"
     )
 
 
@@ -393,7 +393,9 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
     make_trace(tmp_path / "run")
     with pytest.raises(InvalidOption, match="got 'token'; trl has token_truncate, token_mask"):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_mode="token")
-    with pytest.raises(InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it must be below clip_max, 3"):
+    with pytest.raises(
+        InvalidOption, match=r"vllm_importance_sampling_clip_min: got 4; it must be below clip_max \(3\)"
+    ):
         stats(tmp_path / "run", like="trl", vllm_importance_sampling_clip_min=4.0)
     with pytest.raises(InvalidOption, match="loss_type: got 'ppo'; trl has grpo, dr_grpo"):
         stats(tmp_path / "run", like="trl", loss_type="ppo")

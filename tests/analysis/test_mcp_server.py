@@ -168,7 +168,7 @@ def test_an_answer_that_is_too_long_says_what_was_cut(traces):
     assert rows["warnings"] == ["only the first 7 rows are returned; aggregate, add LIMIT, or allow max_rows=14"]
     assert 5000 < len(json.dumps(bytes_, separators=(",", ":"))) <= 8000
     assert bytes_["cut"] == {
-        "rows": f"{len(bytes_['rows'])} of 1000; raise max_bytes, or ask for less (steps, n, limit, columns)"
+        "rows": f"the first {len(bytes_['rows'])} of 1000; raise max_bytes, or ask for less (steps, n, limit, columns)"
     }
 
 
@@ -192,7 +192,7 @@ def test_a_list_inside_a_row_is_cut_too():
     value = json.loads(fitted({"rows": [{"id": 1, "values": list(range(5000))}]}, 1000))
     assert 100 < len(value["rows"][0]["values"]) < 300
     assert value["cut"] == {
-        "rows[0].values": f"{len(value['rows'][0]['values'])} of 5000; raise max_bytes, or ask for less (steps, n, limit, columns)"
+        "rows[0].values": f"the first {len(value['rows'][0]['values'])} of 5000; raise max_bytes, or ask for less (steps, n, limit, columns)"
     }
 
 

@@ -164,8 +164,8 @@ def test_an_import_claims_no_libraries_of_the_machine_that_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("format", "write", "lacks"),
     [
-        ("verl", dumps.write_verl_text, "token ids, so the trace"),
-        ("vllm", dumps.write_vllm, "prompt token ids, so the trace"),
+        ("verl", dumps.write_verl_text, "no token ids, so the trace"),
+        ("vllm", dumps.write_vllm, "no prompt token ids, so the trace"),
     ],
 )
 def test_weights_are_not_advised_where_they_would_not_help(tmp_path, format, write, lacks):
