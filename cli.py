@@ -1447,7 +1447,7 @@ def _brought_in(output: str, imported: Any) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept: another pass also gives these tokens probability 1"
+            f"{holes.certain:,} logprobs of 0 were kept, because another pass also gives these tokens probability 1"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")

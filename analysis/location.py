@@ -66,8 +66,8 @@ class Location(Findings, Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a) (nats)."""
     explained: float | None
-    """Share of mean d^2 that the own errors of all operators explain to first order. It is 1 if the errors do not
-    interact, and None if there is no mismatch."""
+    """Share of mean d^2 that the errors of all operators together explain to first order. 1 if the errors do not
+    interact, None if there is no mismatch."""
     kinds: tuple[OperatorShare, ...]
     layers: tuple[OperatorShare, ...]
     patches: tuple[PatchShare, ...]

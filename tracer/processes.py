@@ -20,7 +20,7 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Environment variables in which launchers number nodes and processes from 0. The prefix PET_ is torchrun's."""
+"""Environment variables with a 0-based node or process rank, as set by launchers. torchrun uses the prefix PET_."""
 SIGN_S = 5.0
 """Seconds between two heartbeats of `tim-trace record`."""
 SIGNED_S = 2 * SIGN_S

@@ -205,10 +205,10 @@ def along_movement(data: PairData) -> float:
 class RepeatedTokens(NamedTuple):
     num: int
     a: float
-    """Rms difference between pass a's values for the same repeated token, as a logit error (nats)."""
+    """Rms difference between pass a's logprobs of the same repeated token, converted to a logit error (nats)."""
     b: float
     d: float
-    """Rms d at the repeated tokens, as a logit error (nats)."""
+    """Rms d at the repeated tokens, converted to a logit error (nats)."""
 
     @property
     def is_known(self) -> bool:

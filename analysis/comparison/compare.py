@@ -55,8 +55,8 @@ def compare(
     - rewards for identical responses (tolerance 1e-6 times the largest reward)
     - advantages for identical responses in groups with the same rewards in both runs
     - policy-version lags
-    - every series that `dynamics` reports. A difference begins with the first segment between its change points whose
-      mean exceeds 4.5 standard errors
+    - every series that `dynamics` reports: the difference between the runs is split at its change points, and begins
+      with the first segment whose mean is more than 4.5 standard errors from 0
 
     Sequences are paired within a step in recording order: identical ones first, then by prompt. `pair` names the two
     passes whose mismatch is compared. `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.

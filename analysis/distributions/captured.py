@@ -1,6 +1,6 @@
 """Compare two passes' captured distributions token by token, for the macro `pair_distributions`.
 
-Hidden states are multiplied by the head weights from the policy version that scored them.
+Logits are computed from captured hidden states and the head weights of the same policy version.
 
 Shapes: C tokens in a chunk, H hidden width, V vocabulary.
 """

@@ -101,8 +101,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "term, negated. For cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
-    "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
-    "relative_negative": FigureFormula(_over(itemgetter("w_applied_negative"), itemgetter("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
+    "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0; if positive, these tokens are reinforced too strongly"),
+    "relative_negative": FigureFormula(_over(itemgetter("w_applied_negative"), itemgetter("w_size_negative")), "sum b / sum |f(rho*)| over A < 0; if negative, these tokens are penalised too strongly"),
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
     "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; "
     "below relative_bias if only f(rho*) is clipped", _CLIPPED),

@@ -1,7 +1,7 @@
 -- Mismatch by response length, one row per power of two.
--- Unit: nats; sequence figures use the sum of d over a response.
+-- Unit: nats; rms_sum_d uses the sum of d over each response.
 -- Source: arXiv 2510.26788 (the sum of d decreases with length in bfloat16).
--- Meaning: mean_abs_d shows whether long responses are worse per token; rms_sum_d is the error of ln(sequence ratio).
+-- Meaning: mean_abs_d shows whether tokens of long responses differ more; rms_sum_d is the rms of ln(sequence ratio).
 SELECT run, (2 ** floor(log2(num_tokens)))::BIGINT AS shortest, count(*) AS num_sequences,
        sum(sum_abs_d) / sum(num_tokens) AS mean_abs_d, avg(sum_d) AS mean_sum_d,
        sqrt(avg(sum_d * sum_d)) AS rms_sum_d, max(abs(sum_d)) AS max_abs_sum_d

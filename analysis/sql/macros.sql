@@ -40,7 +40,7 @@ CREATE OR REPLACE MACRO common_prefix(x, y) AS
     coalesce(list_min(list_filter(range(1, least(len(x), len(y)) + 1), lambda place: x[place] <> y[place])) - 1,
              least(len(x), len(y)));
 
--- A variance in which rounding errors below 0 become 0; NaN stays NaN.
+-- Variance, or 0 if rounding made it negative. NaN stays NaN.
 CREATE OR REPLACE MACRO floored(x) AS CASE WHEN x < 0 THEN 0.0 ELSE x END;
 
 -- Sum and mean in a fixed order, so that threads do not change the last digits.

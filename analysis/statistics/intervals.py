@@ -23,8 +23,8 @@ Statistic = Callable[[Totals], Array]
 SEED = 20_260_000
 
 MIN_GROUPS = 8
-"""Minimum number of groups for an interval. With fewer, a 95% Student's t interval would contain the true value in only
-80% to 90% of runs if prompts differ, and a valid studentized bootstrap would be 5 to 8 times wider, or infinite."""
+"""Minimum number of groups for an interval. With fewer, a nominal 95% Student's t interval covers the true value in
+only 80% to 90% of runs, and a studentized bootstrap interval is 5 to 8 times as wide as that, or infinite."""
 
 MOST_UNITS = 256
 """Maximum number of units to resample. If there are more groups, they are merged into this many units, which leaves

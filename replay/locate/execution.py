@@ -1,4 +1,4 @@
-"""An execution to compare, with operators that can be observed and replaced while it scores."""
+"""An execution to compare. While it scores rows, operator outputs can be observed and replaced."""
 
 from __future__ import annotations
 

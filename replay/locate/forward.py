@@ -1,5 +1,5 @@
-"""Run one row through the recorded model in float64, and judge each operator on the values observed in an execution.
-Computations between modules are judged at the input of the next operator."""
+"""Recompute each operator in float64 from the inputs that an execution gave it, and compare the outputs. Computations
+between modules are compared at the input of the next operator."""
 
 from __future__ import annotations
 

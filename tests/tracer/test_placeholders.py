@@ -182,4 +182,4 @@ def test_counts_are_printed(tmp_path):
     imported(tmp_path, rows)
     done = tim_trace("import", "parquet", tmp_path / "run.parquet", "-o", tmp_path / "shell")
     assert "3 placeholders became NULL (0 values of -9999, 0 zeros outside the mask, 3 in all-zero" in done.stderr
-    assert "6 zeros in all-zero lists were kept: another pass also gives these tokens probability 1" in done.stderr
+    assert "6 logprobs of 0 were kept, because another pass also gives these tokens probability 1" in done.stderr

@@ -716,7 +716,7 @@ UNEXPLAINED = Fault(
     code="unexplained", title="some tokens differ by more than rounding, and no known cause explains them", broken="computation",
     evidence={
         "off": "{num_tokens:,} of {of_tokens:,} tokens differ by {size:.3g} nats on average and at most "
-        "{largest:.3g}, more than rounding in {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
+        "{largest:.3g}. Rounding in {dtypes} cannot cause this, and no known cause explains it: {where}{sign_text}"
     },
     words={"off": _off},
 )  # fmt: skip

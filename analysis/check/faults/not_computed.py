@@ -36,8 +36,8 @@ _EVIDENCE = {
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
     "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
     "{mean_entropy:.3g}, so these tokens come from a prompt or a tool, not from sampling, but are included in the loss",
-    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} has "
-    "{other_mean:.3g} nats on average and at least {other_min:.3g}{reason_text}",
+    "constant": "{side} is {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences, where {other} "
+    "averages {other_mean:.3g} nats (minimum {other_min:.3g}){reason_text}",
     "merged": "{side} is 0 for {num_tokens:,} tokens, and their logprobs are added to that of the token {where} them "
     "({other}'s sums agree to {residual:.2g} nats), as if several tokens had arrived as one, in {num_sequences:,} sequences",
     "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens in {num_sequences:,} sequences and "

@@ -237,7 +237,7 @@ def _scale(data: PairData) -> ScaleFit | None:
     own = centred[1][keep]
     slopes = [float(each[keep] @ centred[0][keep] / max(each[keep] @ each[keep], 1e-30)) for each in centred[1:]]
     error = float(np.sqrt(np.mean((centred[0][keep] - slopes[0] * own) ** 2) / max(own @ own, 1e-30)))
-    # Noise in the reference flattens the slope, so the true scale is between the fits with either side as reference.
+    # Noise in the reference flattens the slope, so the true scale lies between the slopes with each side as reference.
     ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
     low, high = ends[0], ends[-1]
     scale = low if low > 1 else min(high, 1.0)
@@ -477,7 +477,8 @@ def _repeated(data: PairData) -> list[Hypothesis]:
     """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
     first occurrence.
 
-    The fit compares tokens with the same id and includes log-odds as a second regressor, to exclude biases and factors.
+    The fit compares tokens with the same id and includes log-odds as a second regressor, which rules out biases per
+    token id and scale factors.
     """
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
