@@ -198,6 +198,14 @@ class DataRows:
         return names, np.where(is_given[:, None], np.stack(values, axis=1), np.nan), is_given
 
     @cached_property
+    def end_ids(self) -> list[int]:
+        """End token ids of the recorded tokenizer and model config. Empty if unknown."""
+        states = [state for source in self.database.sources for state in source.store.writers()[0]]
+        known = [each.get("eos_token_id") for one in states for each in (one.tokenizer, one.model.get("config") or {})]
+        ids = {id for each in known for id in (each if isinstance(each, list) else [each])}
+        return sorted(id for id in ids if isinstance(id, int))
+
+    @cached_property
     def group_setting(self) -> str:
         """First recorded setting that implies a group-mean baseline, or an empty string."""
         return self.setting(ALGORITHM, "grpo|rloo|group")

@@ -11,12 +11,13 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
-from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
+from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -33,7 +34,7 @@ from .faults import kinds, misplaced, not_computed, sampling, values
 from .features import FEW, not_repeatable
 from .finding import Broken, DataFinding, Finding, Hypothesis, Number, nobodys
 from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, logit_error
-from .sample import NEEDED_SUMS, Sample, read_pair_sums, read_sample
+from .sample import NEEDED_SUMS, Sample, logprobs_of, read_pair_sums, read_sample
 from .where import MAX_COVERED, Where, places
 
 MIN_GAIN_NATS = 12.0
@@ -161,11 +162,15 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
     if not sample.mask.any():
         raise NothingToCompare(columns.why_nothing(database, pair))
     execute, source = database.connection.execute, database.sources[0]
-    contracts = execute("SELECT contract, contract_json FROM passes").fetchall()
+    contracts, passes = (
+        execute("SELECT contract, contract_json FROM passes").fetchall(),
+        columns.scored_passes(database),
+    )
+    worst = _sums(database, pair, sums).worst_steps
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
         sums=_sums(database, pair, sums), contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=columns.scored_passes(database),
+        passes=passes, reference=partial(logprobs_of, database, REFERENCE, sample, worst) if REFERENCE in passes else None,
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
         attempts=columns.attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,
@@ -250,7 +255,7 @@ _FIXED = (
 """Detectors whose explanations make one side a fixed function of the other side's distribution."""
 _VALUES = (
     not_computed.find_constants, not_computed.find_merged, values.find_clamped, values.find_unit, *_FIXED[:1],
-    not_computed.find_constant_rows, misplaced.find_placement, *_FIXED[1:], values.find_low_precision, values.find_unrelated,
+    not_computed.find_constant_rows, misplaced.find_placement, *_FIXED[1:], values.find_low_precision, kinds.find_reference, values.find_unrelated,
 )  # fmt: skip
 """Detectors whose explanations predict each token's d or its sign."""
 

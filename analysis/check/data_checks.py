@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.loss import read_loss
-from ..trace.columns import scored_passes
+from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
 from .advantages import (
     CLOSE,
@@ -67,11 +67,12 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _metrics, _ratios, _reference, _reward_parts,
+            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _restarts, _metrics, _ratios, _reference,
+            _reward_parts, _penalties,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            of_tokens = _tokens(sample, partial(run.find, sample=sample))
+            of_tokens = _tokens(sample, partial(run.find, sample=sample), run.end_ids)
             found |= {finding.code: finding for finding in of_tokens}
     kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
@@ -79,8 +80,10 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
-    for column in ("reward", "advantage"):
-        yield from run.find("not_finite", rows[f"lost_{column}"], column=column)
+    lost, given = rows["lost_reward"], np.nan_to_num(rows["advantage"], nan=1.0)
+    # Rows that could not be scored may be excluded from training with a NaN reward and an advantage of 0.
+    yield from run.find("not_finite", lost, column="reward", explanation="", notice=not given[lost].any())
+    yield from run.find("not_finite", rows["lost_advantage"], column="advantage", explanation=_nan_source(run))
     for end in ("first", "last"):
         zeros = rows[f"zeros_{end}"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
@@ -105,7 +108,28 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
             bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
-    yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
+    if np.isnan(run.left_out[extreme]).all():
+        numbers["explanation"] = (
+            "; the other rewards in the group are equal, so their standard deviation, by which these advantages were probably divided, is only a rounding error"
+        )
+    yield from run.find("advantages_extreme", extreme, bound=bound, **{"explanation": ""} | numbers)
+
+
+def _nan_source(run: DataRows) -> str:
+    """Describe the NaN rewards in the groups or steps of NaN advantages. Empty if some have none."""
+    names, parts, is_given = run.parts
+    sources = {"reward": run.rows["lost_reward"]} | {
+        name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)
+    }
+    lost = run.rows["lost_advantage"]
+    for (name, is_nan), (scope, cell) in itertools.product(
+        sources.items(), (("group", numbered(run.labels, run.at)), ("step", run.at))
+    ):
+        reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
+        if lost.any() and reached[lost].all():
+            which = "all rows" if (lost == reached).all() else "rows"
+            return f": {which} of each {scope} in which a row's {name} is NaN or infinite"
+    return ""
 
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
@@ -213,15 +237,55 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
             return
 
 
+def _restarts(run: DataRows) -> Iterator[DataFinding]:
+    """Find a resumed attempt that repeats the run's first prompts, step by step."""
+    prompt = run.rows["prompt"]
+    first, *later = attempts(run.database) or (None,)
+    if first is None or not prompt.all():
+        return
+    drawn = {step: {*each} for step, each in zip(run.steps.tolist(), split_steps(run.at, prompt), strict=True)}
+    for attempt in filter(None, later):
+        by = attempt.first_step - first.first_step
+        there = [step for step in drawn if step >= attempt.first_step and step - by in drawn]
+        again = np.array([drawn[step] == drawn[step - by] for step in there], bool)
+        num = int(np.argmin(np.r_[again, False]))
+        # Up to the steps that the earlier attempt reached, all prompts must repeat.
+        if by > 0 and num >= 2 and num >= min(len(again), by):
+            numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
+            affected = np.arange(len(again)) < num
+            yield from run.find("prompts_restart", affected, np.array(there), first=first.first_step, **numbers)
+
+
+def _penalties(run: DataRows) -> Iterator[DataFinding]:
+    """Find rewards without the length penalty that the settings of verl's DAPO reward manager declare."""
+    name = r"overlong_buffer(_cfg)?[./]"
+    if not (setting := run.setting(name + "enable$", r"^(true|1(\.0)?)$")):
+        return
+    pairs = [
+        run.setting(end + "$", r"^[\d.]+$").partition(" = ")[2] for end in (name + "len", "max_resp(onse)?_len(gth)?")
+    ]
+    if not all(pairs):
+        return
+    buffer, longest = map(float, pairs)
+    reward, excess = run.rows["reward"], run.rows["length"] - (longest - buffer)
+    known = np.isfinite(reward)
+    usual = np.unique(reward[known & (excess <= 0)])
+    # Rewards with many values could equal others by chance.
+    over = known & (excess > 0.05 * buffer) & (len(usual) <= 20)
+    if np.isin(reward[over], usual).sum() > 0.95 * over.sum():
+        yield from run.find("penalty_missing", over, least=8, setting=setting, limit=longest - buffer)
+
+
 _RANDOM = "no shift of the rewards explains this, so the reward is random or belongs to other rows"
 _ERROR = "4 * stddev_pop(value) / sqrt(count(*))"
 _LOGGED = (
     ("sequences", "reward", _ERROR, ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
-    ("sequences", "num_response_tokens", _ERROR, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
+    ("sequences", "num_response_tokens", _ERROR, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths", "val/sequence_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
+    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0)", "-list_sum(logprobs)", _ERROR, ("objective/entropy",)),
 )  # fmt: skip
 """Table, column, tolerance (SQL), and the names under which frameworks log the column's mean."""
-_LOSS_TOKENS = "the tokens in the loss"
+_LOSS_TOKENS = "the number of tokens in the loss"
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
@@ -258,10 +322,11 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
             differs = np.abs(value - mean) > 0 if is_sample else off
             of = _average_of(run, column, value[differs], mean[differs], steps[differs])
             is_explained = any(is_sample or not found[key][2] for key in fitting)
-            if of == _LOSS_TOKENS:
-                continue
+            is_of_loss = of == _LOSS_TOKENS
+            if is_of_loss and (run.rows["loss_length"] > 0).all():
+                continue  # tokens outside the loss, such as tool output, need not count
             if of or (not is_explained and off.sum() > 2 and 2 * off.sum() > np.isfinite(value).sum() * is_sample):
-                wrong.append((not of, is_sample and not of, name, value, differs if of else off, of))
+                wrong.append((not of, is_of_loss or (is_sample and not of), name, value, differs if of else off, of))
         for is_other, is_notice, name, value, off, of in sorted(wrong, key=lambda each: (*each[:2], each[4].sum()))[:1]:
             known, worst = np.isfinite(value), int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
             numbers = {"logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst])}
@@ -598,12 +663,13 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def _tokens(sample: Sample, find: Find) -> Iterator[DataFinding]:
+def _tokens(sample: Sample, find: Find, end_ids: list[int]) -> Iterator[DataFinding]:
     for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
         if engine.name == "rollout":
             for check in (_unsampled, _repeated, _masked):
                 yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
+    yield from _stripped(sample, find, end_ids)
     yield from _entropies(sample, find)
 
 
@@ -773,9 +839,12 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
         yield from find("finish_contradicts", wrong, least=least, **numbers)
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
+    text = np.array([len(list(itertools.dropwhile(prompt[:1].__contains__, prompt))) for prompt in known])
     num_known = sum(len(prompt) > 3 for prompt in known)
     ids, counts = np.unique([known[row][0] for row in np.flatnonzero(again)], return_counts=True)
-    if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum():
+    # Padding makes prompts equally long. Placeholders, such as those of an image, do not.
+    is_even = len(np.unique(sample.prompt_lengths[again])) < len(np.unique(text[again]))
+    if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and is_even:
         least = int(max(4, np.ceil(0.3 * num_known)))
         yield from find("prompt_padding", again, least=least, of=num_known, token=int(ids[counts.argmax()]))
     from_end = lengths[sample.seq] - 1 - sample.position
@@ -793,6 +862,16 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
             numbers = {"of": int((lengths > 0).sum()), "token": int(ids[counts.argmax()]), "distance": distance}
             yield from find("tokens_after_end", affected, **numbers)
             return
+
+
+def _stripped(sample: Sample, find: Find, end_ids: list[int]) -> Iterator[DataFinding]:
+    """Find finished responses from which the end token was removed."""
+    stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons]) & (sample.lengths > 0)
+    last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][stopped]
+    # Stop strings end responses with a few other ids.
+    usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
+    if end_ids and not np.isin(sample.tokens, end_ids).any() and 2 * usual < len(last):
+        yield from find("end_missing", stopped, least=20, token=", ".join(map(str, end_ids)))
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:

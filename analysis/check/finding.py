@@ -284,7 +284,7 @@ _NOT_FINITE = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({col
 # Code -> title, sentence, and a query that shows the evidence (default: BY_ROW). The finding's numbers are inserted
 # into all three.
 KINDS = {
-    "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite", _NOT_FINITE),
+    "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite{explanation}", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),
     "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts, so there is nothing to learn within a group; rewards may be cached by prompt", _BY_GROUP),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group", _BY_GROUP),
@@ -314,7 +314,7 @@ KINDS = {
     "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows, {explanation}"),
     "advantages_vary": ("advantages vary within responses", "in {num:,} rows, advantages vary within the response{explanation}"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are the rewards minus the baseline, {explanation}", _BY_GROUP),
-    "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}", _BY_STEP),
+    "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g} ({usual:.3g} is usual), and no baseline or normalisation gives more than {bound:.3g}{explanation}", _BY_STEP),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; {explanation}"),
     "batch_repeats": ("batches repeat", "at {num_steps:,} steps, at least 90% of the prompts and responses are the same as at the previous step"),
     "advantages_unlike_settings": ("advantages contradict the recorded settings", "{setting} is recorded, but advantages are rewards minus the group's mean, {rule} by the group's standard deviation", _BY_GROUP),
@@ -326,6 +326,9 @@ KINDS = {
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {num_stop:,} have 'stop' although they have the full length {length} and no end token, and {num_length:,} have 'length' although they are shorter and end with an end token"),
     "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}, so the engine runs with a different limit"),
     "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss"),
+    "end_missing": ("responses have lost their end token", "{num:,} rows finished (finish reason stop), but no response contains the recorded end token (id {token}), so it was removed, and ending a response is never trained"),
+    "prompts_restart": ("the resumed run starts with the first prompts again", "attempt {attempt} starts at step {start} with the prompts of step {first}, and repeats the prompts of {num_steps} steps in the same order, so the state of the data loader was not restored", _BY_GROUP),
+    "penalty_missing": ("the length penalty is not applied", "{setting} is recorded, but {num:,} responses with more than {limit:,.0f} tokens have the same rewards as shorter ones"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token, so padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is {explanation}"),
     "rewards_count_masked": ("a length penalty counts masked tokens", "{name} depends only on the number of response tokens, including tokens outside the loss, such as tool output, which {num:,} rows contain"),

@@ -48,6 +48,8 @@ class PairData:
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     first: tuple[int, float] | None = None
     """The run's first step and its rms d (nats). None if `steps` includes that step."""
+    reference: Callable[[], np.ndarray] | None = None
+    """Reads the reference's logprobs, [N] nats, NaN where missing. None if there is no reference pass."""
     keep: np.ndarray
     """[N] bool: compared tokens that no earlier finding explains."""
     memo: dict[Any, Any] = field(default_factory=dict, init=False)

@@ -264,6 +264,19 @@ def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> S
     return _of_table(_within(table), pair)
 
 
+def logprobs_of(database: Database, name: str, sample: Sample, worst_steps: Sequence[int]) -> np.ndarray:
+    """Return another pass's logprobs of the sample's tokens, [N] nats, NaN where missing."""
+    other = read_sample(database, (sample.a.name, name), worst_steps)
+    place = {key: row for row, key in enumerate(zip(other.steps.tolist(), other.seq_ids, strict=True))}
+    values = np.full(len(sample.tokens), np.nan)
+    for row, key in enumerate(zip(sample.steps.tolist(), sample.seq_ids, strict=True)):
+        if (own := place.get(key)) is not None:
+            values[sample.starts[row] : sample.starts[row + 1]] = other.b.logprobs[
+                other.starts[own] : other.starts[own + 1]
+            ]
+    return values
+
+
 _OF_SEQUENCE = (
     "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", "reward", "advantage",
     "finish_reason", *SAMPLING,

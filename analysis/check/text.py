@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..rows import Form, of_steps, shown, wrapped
+from ..rows import Form, counted, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
 from .faults import evidence_text
@@ -67,6 +67,8 @@ def _head(result: CheckResult) -> str:
     if result.num_sampled_tokens < result.num_tokens:
         inspected = f"statistics on all, {result.num_sampled_tokens:,} inspected individually"
     verdict = "VALID" if result.broken is None else f"NOT VALID, {BROKEN[result.broken]}"
+    if result.broken is None and (num := sum(not each.is_notice for each in result.data)):
+        verdict += f", but with {counted(num, 'data fault')}"
     if [finding.code for finding in result.findings] == ["too_few"]:
         verdict = "TOO FEW TOKENS"
     return f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
@@ -85,7 +87,7 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
 
 
 def _data_text(finding: DataFinding) -> str:
-    return f"{finding.title}: {data_text(finding)}; next: {finding.next}"
+    return f"{finding.title}{' (may be intended)' * finding.is_notice}: {data_text(finding)}; next: {finding.next}"
 
 
 def _note_codes(result: CheckResult) -> tuple[str, ...]:

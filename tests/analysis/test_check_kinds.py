@@ -210,3 +210,53 @@ def test_rounding_that_begins_to_grow_at_the_recorded_window_is_a_fault(tmp_path
     found = recorded(tmp_path / "trace", change, steps=6, contracts=BF16, described={"sliding_window": window})
     assert found.is_valid != is_fault
     assert ("the recorded sliding_window of 19" in evidence_text(found.findings[0])) == is_fault
+
+
+# --- The reference -----------------------------------------------------------------------------------------------------
+
+
+def with_reference(path, part):
+    """Record eight steps. The trainer moves away from the reference, and the engine stays `part(number)` of the way
+    behind."""
+    with Recorder(path) as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 9):
+            step, draw = sample(SOFT, number), np.random.default_rng(number)
+            apart = [draw.normal(0, 0.1 * (number - 1), len(row)) for row in step.responses]
+            train = [np.minimum(row, -0.01) for row in step.scored()]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+            )  # fmt: skip
+            values = {
+                "train": train,
+                "reference": [np.minimum(row - each, -1e-3) for row, each in zip(train, apart, strict=True)],
+            }
+            values["rollout"] = [
+                row + part(number) * (other - row) + draw.normal(0, 1e-5, len(row))
+                for row, other in zip(train, values["reference"], strict=True)
+            ]
+            for name, rows in values.items():
+                recorder.add_scores(name, batch, logprobs=[row.astype(np.float32) for row in rows])
+    return check(path).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("part", "cause", "steps"),
+    [
+        (lambda number: 0.5, "part_of_updates", (2, 8)),
+        (lambda number: 1.0, "reference", (2, 8)),
+        (lambda number: 1.0 * (number == 6), "reference", (6, 6)),
+    ],
+)
+def test_an_engine_with_the_references_weights_or_part_of_the_updates_is_named(tmp_path, part, cause, steps):
+    found = with_reference(tmp_path / "run", part)
+    assert (found.code, found.signal, found.numbers["cause"]) == ("weights_differ", "reference", cause)
+    assert (found.numbers["first_step"], found.numbers["last_step"]) == steps
+    assert found.broken == "engine"
+    assert f"{part(6):.0%} of the way from train's to the reference's" in evidence_text(found)
+
+
+def test_an_engine_one_update_behind_is_not_compared_with_the_reference(tmp_path):
+    found = with_reference(tmp_path / "run", lambda number: 1 / max(number - 1, 1))
+    assert found.signal != "reference"

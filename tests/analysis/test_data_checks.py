@@ -12,6 +12,7 @@ from tim_trace.analysis.check import advantages
 from tim_trace.analysis.check.data_checks import data_findings
 from tim_trace.analysis.check.finding import KINDS, data_text
 from tim_trace.analysis.check.sample import read_sample
+from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
@@ -1134,3 +1135,138 @@ def test_logprobs_that_a_sampled_token_lacks_are_lost(tmp_path):
     result = check(write(tmp_path / "run", **template(lambda ids, place: np.isin(place, range(12, 16)) | (ids == 58))))
     assert not result.is_valid
     assert result.findings[0].title == "missing values instead of logprobs"
+
+
+OVERLONG = {
+    "reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 8, "data.max_response_length": 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(0.0, [("penalty_missing", False)]), (1.0, [])])
+def test_a_declared_length_penalty_must_be_in_the_rewards(tmp_path, factor, expected):
+    def reward(step, number, draw):
+        excess = np.array(list(map(len, step.responses))) - 4
+        return binary(step, number, draw) - factor * np.maximum(excess, 0) / 8
+
+    found = findings(write(tmp_path / "run", reward=reward, hyperparameters=OVERLONG))
+    assert [(one.code, one.is_notice) for one in found] == expected
+
+
+@pytest.mark.parametrize(("last", "expected"), [((), ["end_missing"]), ((END,), []), ((57,), [])])
+def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_string_ends_them(
+    tmp_path, last, expected
+):
+    def columns(step, number):
+        ids = [[2 if token == END else int(token) for token in row] for row in step.responses]
+        step.responses = [np.array([*row[: len(row) - len(last)], *last]) for row in ids]
+        return {"response_ids": step.responses, "finish_reason": ["stop"] * len(ids)}
+
+    def passes(recorder, batch, step, number):
+        recorder.describe(tokenizer={"eos_token_id": END})
+        for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=values)
+
+    found = findings(write(tmp_path / "run", columns=columns, passes=passes))
+    assert [one.code for one in found] == expected
+
+
+def resumed(path, shift):
+    """Record six steps and resume after three. From there on, the prompts are those of `shift` steps earlier."""
+    for numbers in ((1, 2, 3), (4, 5, 6)):
+        with Recorder(path, resume=numbers[0] > 1) as recorder:
+            for number in numbers:
+                step = sample(table(), number, groups=GROUPS, in_group=IN_GROUP, longest=12)
+                prompts = sample(table(), number - shift * (number > 3), groups=GROUPS, in_group=IN_GROUP, longest=12)
+                batch = recorder.add_sequences(
+                    step=number, prompt_ids=prompts.prompts, response_ids=step.responses, group_ids=step.groups,
+                    reward=binary(step, number, np.random.default_rng(number)),
+                )  # fmt: skip
+                recorder.add_scores("train", batch, logprobs=step.scored())
+                recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+    return path
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(3, [("prompts_restart", 4)]), (0, []), (1, [])])
+def test_a_resumed_run_must_not_start_with_the_first_prompts_again(tmp_path, shift, expected):
+    found = findings(resumed(tmp_path / "run", shift))
+    assert [(one.code, one.numbers.get("start")) for one in found] == expected
+
+
+@pytest.mark.parametrize(("is_padding", "expected"), [(True, ["prompt_padding"]), (False, [])])
+def test_padding_makes_prompts_equally_long_unlike_an_images_placeholders(tmp_path, is_padding, expected):
+    def columns(step, number):
+        own = [[9, *range(20 + group, 24 + group + group % 5)] for group in GROUP]
+        return {"prompt_ids": [[5] * (12 - len(row) if is_padding else 6) + row for row in own]}
+
+    found = findings(write(tmp_path / "run", columns=columns))
+    assert [one.code for one in found] == expected
+
+
+def test_the_source_of_nan_advantages_is_named(tmp_path):
+    def parts(step, number):
+        given = parts_of(step)["accuracy"]
+        return {"accuracy": np.where((number % 3 == 0) & (np.arange(len(given)) == 5), np.nan, given)}
+
+    path = write(
+        tmp_path / "run", reward=lambda step, n, draw: parts_of(step)["accuracy"],
+        advantage=lambda r, n: grpo(r) + (np.nan if n % 3 == 0 else 0.0), columns=lambda step, n: {"rewards": parts(step, n)},
+    )  # fmt: skip
+    (found,) = [one for one in findings(path) if one.code == "not_finite"]
+    assert "all rows of each step in which a row's accuracy is NaN" in data_text(found)
+
+
+def test_rows_excluded_with_a_nan_reward_are_only_noted(tmp_path):
+    excluded = np.arange(len(GROUP)) % 9 == 4
+    path = write(
+        tmp_path / "run", recorded=lambda r, n: np.where(excluded, np.nan, r),
+        advantage=lambda r, n: np.where(excluded, 0.0, grpo(r)),
+    )  # fmt: skip
+    assert [one.is_notice for one in findings(path) if one.code == "not_finite"] == [True]
+
+
+def test_extreme_advantages_of_nearly_equal_groups_are_explained(tmp_path):
+    def reward(step, number, draw):
+        return np.where(GROUP == 2, 1.0 * (np.arange(len(GROUP)) % IN_GROUP == 0), graded(step, number, draw))
+
+    (found,) = findings(
+        write(
+            tmp_path / "run",
+            advantage=lambda r, n: left_out(r) * np.where((GROUP == 2) & (r == 1), 4000.0, 1.0),
+            reward=reward,
+        )
+    )
+    assert found.code == "advantages_extreme"
+    assert "the other rewards in the group are equal" in data_text(found)
+
+
+def test_logged_lengths_that_count_masked_responses_as_empty_are_noted(tmp_path):
+    def columns(step, number):
+        return {
+            "response_mask": [np.full(len(row), rank % IN_GROUP > 1) for rank, row in enumerate(step.responses)],
+        }
+
+    def metrics(step, reward, number):
+        counted = [len(row) * (rank % IN_GROUP > 1) for rank, row in enumerate(step.responses)]
+        return {"completions/mean_length": np.mean(counted)}
+
+    found = findings(write(tmp_path / "run", columns=columns, metrics=metrics))
+    (one,) = [one for one in found if one.code == "metric_of_others"]
+    assert one.is_notice
+    assert "the mean of the number of tokens in the loss" in data_text(one)
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(0, []), (9, ["metric_contradicts"])])
+def test_a_logged_entropy_of_whole_responses_is_recomputed(tmp_path, padding, expected):
+    def metrics(step, reward, number):
+        return {"objective/entropy": np.mean([-row.sum() - padding for row in step.scored()])}
+
+    assert [one.code for one in findings(write(tmp_path / "run", metrics=metrics))] == expected
+
+
+@pytest.mark.parametrize(("factor", "text"), [(0.0, "with 1 data fault:"), (1.0, "VALID: ")])
+def test_the_verdict_counts_data_faults(tmp_path, factor, text):
+    path = write(
+        tmp_path / "run", hyperparameters=OVERLONG,
+        reward=lambda step, n, draw: binary(step, n, draw) - factor * np.maximum(lengths_of(n) - 4, 0) / 8,
+    )  # fmt: skip
+    assert text in checked_text(check(path)).splitlines()[0]

@@ -27,7 +27,7 @@ from ..features import (
     pearson,
     token_effect,
 )
-from ..finding import BY_VERSION, SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip
+from ..finding import BY_VERSION, SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip, predicting
 from ..pair_data import (
     FEW_TOKENS,
     HALF_ULP,
@@ -97,12 +97,17 @@ WEIGHTS = Fault(
         "follows_advantages": "each sequence's mismatch correlates with its own advantage ("
         "{correlation:.2f} over {num_sequences:,} sequences): {side} was scored with weights already updated on this "
         "batch",
+        "reference": "{side}'s logprobs are {part:.0%} of the way from {other}'s to the reference's at {num_steps:,} of "
+        "{of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
         "judged": judged(
             "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
             "version; or trainer logprobs from the reference model or from after the update"
         ),
     },
-    words={"engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words},
+    words={
+        "engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words,
+        "reference": lambda n: {"span_text": f"{n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
+    },
     causes={
         "stale_weights": "one side's weights are a step or more behind",
         "partial_sync": "some weights were not synchronised",
@@ -112,6 +117,8 @@ WEIGHTS = Fault(
         "never_synchronised": "the trainer's weights were never sent to the engine",
         "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
         "other_weights": "the engine's weights match no recorded version of the trainer",
+        "reference": "the engine has the reference's weights: without the adapter, never updated, or restored wrongly",
+        "part_of_updates": "the engine applies only part of the trainer's updates, such as an adapter at the wrong scale",
     },
 )  # fmt: skip
 
@@ -176,6 +183,44 @@ def find_after_update(data: PairData) -> list[Finding]:
     numbers: dict[str, Number] = {"cause": "after_update", "side": side, "correlation": abs(correlation)}
     numbers["num_sequences"] = int(there.sum())
     return [WEIGHTS.finding(data, "follows_advantages", weight=0.9, next=next, broken=broken, numbers=numbers)]
+
+
+def find_reference(data: PairData) -> list[Hypothesis]:
+    """Explain d as a constant part of the trainer's distance from the reference: all of it at some steps, or the same
+    part of it at every step. Under a lag of a few updates, this part shrinks from step to step."""
+    if data.reference is None or data.names != {"a": TRAIN, "b": ROLLOUT} or level(data) < allowed_noise(data) / 4:
+        return []
+    apart = data.a - data.reference()[data.keep]
+    known, steps = np.isfinite(apart), data.sample.steps[data.seq]
+    found = []
+    for step in np.unique(steps[known]):
+        at = known & (steps == step)
+        square = float(apart[at] @ apart[at])
+        part = float(data.d[at] @ apart[at]) / max(square, 1e-30)
+        if square > (20 * data.rms(at)) ** 2 and at.sum() >= FEW:  # the standard error is then at most 0.05
+            found.append((step, part))
+    if not found:
+        return []
+    step, part = np.array(found).T
+    inside = part > 0.25
+    usual = float(np.median(part[inside])) if inside.any() else 0.0
+    is_all = abs(usual - 1) < 0.1
+    if np.abs(part - np.where(inside, usual, 0.0)).max() > 0.1 or not (
+        is_all or (inside.all() and len(part) >= MIN_COURSE)
+    ):
+        return []
+    at, usual = known & np.isin(steps, step[inside]), 1.0 if is_all else usual
+    residual = np.where(at, data.d - usual * apart, data.d)
+    numbers: dict[str, Number] = {
+        "cause": "reference" if is_all else "part_of_updates",
+        "side": ROLLOUT,
+        "other": TRAIN,
+    }
+    numbers |= {"part": usual, "num_steps": int(inside.sum()), "of_steps": len(np.unique(steps))}
+    numbers |= {"first_step": int(step[inside].min()), "last_step": int(step[inside].max())}
+    numbers["weight"] = weight = 1 - float(np.sum(residual[at] ** 2) / max(np.sum(data.d[at] ** 2), 1e-30))
+    finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=commands.weights_replay(data), numbers=numbers)
+    return [predicting(data, finding, residual, 8.0, at)]
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
@@ -302,6 +347,8 @@ _CONTEXTS = {
     "prompt": ("the two sides read different prompts", "a different BOS token, chat template, truncation, cached prefix or prompt mask"),
     "prefill": ("one side processes prompts incorrectly", "chunked prefill that loses earlier chunks, or a stale prefix cache: "
                 "the first response token, which the prompt's forward pass predicts, differs most"),
+    "cached": ("the engine reads prompts with older weights: a prefix cache kept across weight updates", "a prefix cache that is not "
+               "reset when the weights change: the mismatch begins at rounding level, grows with the updates, and fades along responses"),
     "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
                "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
     "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
@@ -479,7 +526,7 @@ def _finding(
     elif kind == "prompt" and cause == "prompt":
         # Prefill computes the first response token's logprob, so only a prefill fault makes its error large.
         ratio = _first_token_ratio(data)
-        numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
+        numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else "cached" if _grew(data) else cause
     elif kind == "onset" and (begins := features.onset(data)) is not None:
         numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(
