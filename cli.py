@@ -859,7 +859,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 @_ray
 @_prints(json="Print JSON at full precision (with --by step, for every step).")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Measure in which direction, by how much and where the mismatch biases the objective that a run trained on.
+    """Measure how the mismatch biases a run's training objective: the direction, size and location of the bias.
 
     Compares each token's contribution under the loss's ratio with its contribution under the correct ratio, current /
     rollout. Splits the result by the advantage's sign, and into clip decisions, corrections and policy drift. --loss

@@ -203,6 +203,7 @@ def test_layouts_that_an_arm_leaves_open_are_searched(model, tmp_path):
     assert found.counterexample is None
 
 
+@pytest.mark.slow
 def test_plain_matrix_products_are_not_the_same_in_every_batch(model, tmp_path):
     done = tim_trace("certify", model, "--arm", "dtype=bf16", "--minutes", "1", "-o", tmp_path / "out", "--json")
     assert done.code == 1

@@ -40,7 +40,7 @@ def test_rounding_is_no_divergence(traces, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["fp32", "bf16"]))
-@pytest.mark.parametrize("name", OF_OTHER_CODE)
+@pytest.mark.parametrize("name", rest_slow(OF_OTHER_CODE, 3))
 def test_rounding_of_models_of_other_code_is_no_divergence(traces, name, dtype):
     found = locate(traces(name), arm=f"dtype={dtype}", patch="none")
     assert found.first is None
@@ -114,7 +114,7 @@ def other_experts(model):
     model.model.layers[1].mlp.gate.register_forward_hook(choose)
 
 
-@pytest.mark.parametrize("taker", ["a", "b"])
+@pytest.mark.parametrize("taker", rest_slow(["a", "b"]))
 def test_the_others_choices_of_experts_remove_what_choices_alone_make(traces, taker):
     found = locate_operators(traces("qwen3_moe"), arm="dtype=fp32", against="dtype=fp32", prepare_against=other_experts)
     assert found.first.operator == "model.layers.1.mlp.gate"
@@ -391,7 +391,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["fp32", "bf16"]))
-@pytest.mark.parametrize(("name", "plant"), rest_slow(HARMLESS, 4))
+@pytest.mark.parametrize(("name", "plant"), rest_slow(HARMLESS, 2))
 def test_code_that_computes_the_same_is_no_fault(traces, name, plant, dtype):
     found = locate_operators(
         traces(name), arm=f"dtype={dtype}", against=f"dtype={dtype}", patch="none", prepare_against=plant

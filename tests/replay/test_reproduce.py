@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import tim_trace
 from located_runs import recorded_once
+from shared import rest_slow
 from tim_trace.replay.locate.engine import locate
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.replay.reproduce import engine
@@ -75,7 +76,7 @@ def scaled_logits(model):
 @pytest.mark.parametrize(
     ("plant", "operator", "needs_file"),
     [
-        (other_epsilon, "post_attention_layernorm", False),
+        pytest.param(other_epsilon, "post_attention_layernorm", False, marks=pytest.mark.slow),
         pytest.param(own_activation, "activation", False, marks=pytest.mark.slow),
         (other_weight, "o_proj", True),
     ],
@@ -90,7 +91,7 @@ def test_a_fault_in_a_module_becomes_a_script_of_that_module(traces, tmp_path, p
     assert printed(tmp_path / "bug.py") == (1, result.output)
 
 
-@pytest.mark.parametrize("plant", [shifted_positions, scaled_logits])
+@pytest.mark.parametrize("plant", rest_slow([scaled_logits, shifted_positions]))
 def test_a_fault_between_modules_becomes_a_script_of_the_whole_model_with_few_layers(traces, tmp_path, plant):
     result = made(traces("llama"), plant, tmp_path / "bug.py")
     text = (tmp_path / "bug.py").read_text()

@@ -64,6 +64,7 @@ def test_rewards_without_weights_are_lost_alone_and_a_note_says_so():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_logprobs_that_the_trainer_s_output_does_not_have_are_those_that_generate_returned():
     """As in TRL before 0.28."""
