@@ -58,7 +58,7 @@ def _covered(one: Coverage, seconds: float) -> list[str]:
         f"  rows: {ranges(one.row_counts)}",
         f"  prompt lengths: {ranges(one.prompt_lengths)}",
         f"  response lengths: {ranges(one.response_lengths)}",
-        f"  layouts: {'; '.join(text or 'arm unchanged' for text in one.layouts)}",
+        f"  layouts: {'; '.join(text or 'as set by the arm' for text in one.layouts)}",
     ]
 
 

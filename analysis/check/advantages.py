@@ -201,9 +201,11 @@ class DataRows:
     def end_ids(self) -> list[int]:
         """End token ids of the recorded tokenizer and model config. Empty if unknown."""
         states = [state for source in self.database.sources for state in source.store.writers()[0]]
-        known = [each.get("eos_token_id") for one in states for each in (one.tokenizer, one.model.get("config") or {})]
-        ids = {id for each in known for id in (each if isinstance(each, list) else [each])}
-        return sorted(id for id in ids if isinstance(id, int))
+        given = [each for one in states for each in (one.tokenizer, one.model.get("config")) if isinstance(each, dict)]
+        ids = [each.get("eos_token_id") for each in given]
+        return sorted(
+            {id for each in ids for id in (each if isinstance(each, list) else [each]) if isinstance(id, int)}
+        )
 
     @cached_property
     def group_setting(self) -> str:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -170,7 +170,7 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
         sums=_sums(database, pair, sums), contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=passes, reference=partial(logprobs_of, database, REFERENCE, sample, worst) if REFERENCE in passes else None,
+        passes=passes, reference=cache(partial(logprobs_of, database, REFERENCE, sample, worst)) if REFERENCE in passes else None,
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
         attempts=columns.attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,

@@ -74,15 +74,15 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         if sample is not None and len(sample.tokens):
             of_tokens = _tokens(sample, partial(run.find, sample=sample), run.end_ids)
             found |= {finding.code: finding for finding in of_tokens}
-    kept = [finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set())]
+    explaining = {code for code, finding in found.items() if code != "not_finite" or not finding.is_notice}
+    kept = [finding for code, finding in found.items() if not explaining & _EXPLAINED_BY.get(code, set())]
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
 
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
-    lost, given = rows["lost_reward"], np.nan_to_num(rows["advantage"], nan=1.0)
-    # Rows that could not be scored may be excluded from training with a NaN reward and an advantage of 0.
-    yield from run.find("not_finite", lost, column="reward", explanation="", notice=not given[lost].any())
+    lost = rows["lost_reward"].astype(bool)
+    yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
     yield from run.find("not_finite", rows["lost_advantage"], column="advantage", explanation=_nan_source(run))
     for end in ("first", "last"):
         zeros = rows[f"zeros_{end}"]
@@ -108,11 +108,24 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
             bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
-    if np.isnan(run.left_out[extreme]).all():
+    cell = numbered(run.labels, run.at)
+    is_known = (count_of(cell) > 2) & (mean_of(cell, 1.0 * np.isfinite(rows["reward"])) == 1)
+    if (is_known & np.isnan(run.left_out))[extreme].all():
         numbers["explanation"] = (
             "; the other rewards in the group are equal, so their standard deviation, by which these advantages were probably divided, is only a rounding error"
         )
     yield from run.find("advantages_extreme", extreme, bound=bound, **{"explanation": ""} | numbers)
+
+
+def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
+    """Return True if rows with a `lost` reward ([N] bool) do not train, and the rest of their groups does."""
+    cell, advantage = numbered(run.labels, run.at), run.rows["advantage"]
+    trains = (run.rows["loss_length"] > 0) & (np.nan_to_num(advantage, nan=1.0) != 0)
+    reward = np.where(lost, 0.0, run.rows["reward"])
+    mean = mean_of(cell, reward) / np.maximum(mean_of(cell, 1.0 * ~lost), TINY)
+    varies = mean_of(cell, ~lost * np.abs(reward - mean)) > TINY
+    is_whole = mean_of(run.at, 1.0 * lost) == 1
+    return not (trains[lost].any() or is_whole.any() or (lost & varies & (mean_of(cell, 1.0 * trains) == 0)).any())
 
 
 def _nan_source(run: DataRows) -> str:
@@ -126,7 +139,7 @@ def _nan_source(run: DataRows) -> str:
         sources.items(), (("group", numbered(run.labels, run.at)), ("step", run.at))
     ):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
-        if lost.any() and reached[lost].all():
+        if lost.any() and reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
             which = "all rows" if (lost == reached).all() else "rows"
             return f": {which} of each {scope} in which a row's {name} is NaN or infinite"
     return ""
@@ -249,8 +262,9 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
         there = [step for step in drawn if step >= attempt.first_step and step - by in drawn]
         again = np.array([drawn[step] == drawn[step - by] for step in there], bool)
         num = int(np.argmin(np.r_[again, False]))
-        # Up to the steps that the earlier attempt reached, all prompts must repeat.
-        if by > 0 and num >= 2 and num >= min(len(again), by):
+        before = [frozenset(each) for step, each in drawn.items() if step < attempt.first_step]
+        # Up to the steps that the earlier attempt reached, all prompts must repeat, but not within this attempt.
+        if num >= 2 and num >= min(len(again), by) and len({*before}) == len(before):
             numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
             affected = np.arange(len(again)) < num
             yield from run.find("prompts_restart", affected, np.array(there), first=first.first_step, **numbers)
@@ -261,12 +275,14 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     name = r"overlong_buffer(_cfg)?[./]"
     if not (setting := run.setting(name + "enable$", r"^(true|1(\.0)?)$")):
         return
-    pairs = [
-        run.setting(end + "$", r"^[\d.]+$").partition(" = ")[2] for end in (name + "len", "max_resp(onse)?_len(gth)?")
-    ]
-    if not all(pairs):
+
+    def number(end: str) -> float | None:
+        text = run.setting(end + "$", r"^\d+(\.\d*)?$").partition(" = ")[2]
+        return float(text) if text else None
+
+    buffer, longest = number(name + "len"), number("max_resp_len") or number("max_response_length")
+    if not buffer or not longest or number(name + "penalty_factor") == 0:
         return
-    buffer, longest = map(float, pairs)
     reward, excess = run.rows["reward"], run.rows["length"] - (longest - buffer)
     known = np.isfinite(reward)
     usual = np.unique(reward[known & (excess <= 0)])
@@ -323,7 +339,8 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
             of = _average_of(run, column, value[differs], mean[differs], steps[differs])
             is_explained = any(is_sample or not found[key][2] for key in fitting)
             is_of_loss = of == _LOSS_TOKENS
-            if is_of_loss and (run.rows["loss_length"] > 0).all():
+            counted, length = run.rows["loss_length"], run.rows["length"]
+            if is_of_loss and ((counted == 0).sum() < 3 or (counted != length)[counted > 0].any()):
                 continue  # tokens outside the loss, such as tool output, need not count
             if of or (not is_explained and off.sum() > 2 and 2 * off.sum() > np.isfinite(value).sum() * is_sample):
                 wrong.append((not of, is_of_loss or (is_sample and not of), name, value, differs if of else off, of))
@@ -843,7 +860,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     num_known = sum(len(prompt) > 3 for prompt in known)
     ids, counts = np.unique([known[row][0] for row in np.flatnonzero(again)], return_counts=True)
     # Padding makes prompts equally long. Placeholders, such as those of an image, do not.
-    is_even = len(np.unique(sample.prompt_lengths[again])) < len(np.unique(text[again]))
+    is_even = 2 * len(np.unique(sample.prompt_lengths[again])) <= len(np.unique(text[again]))
     if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and is_even:
         least = int(max(4, np.ceil(0.3 * num_known)))
         yield from find("prompt_padding", again, least=least, of=num_known, token=int(ids[counts.argmax()]))
@@ -871,7 +888,8 @@ def _stripped(sample: Sample, find: Find, end_ids: list[int]) -> Iterator[DataFi
     # Stop strings end responses with a few other ids.
     usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
     if end_ids and not np.isin(sample.tokens, end_ids).any() and 2 * usual < len(last):
-        yield from find("end_missing", stopped, least=20, token=", ".join(map(str, end_ids)))
+        ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
+        yield from find("end_missing", stopped, least=20, ids=ids, notice=True)
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:

@@ -210,8 +210,8 @@ def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.n
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps, and for each step the share of responses that end early with an unusual last token.
 
-    Early means with fewer tokens than the longest response in `before`. A last token is unusual if it ends less than 1%
-    of the responses in `before`.
+    A response ends early if it has fewer tokens than the longest one in `before`. A last token is unusual if it ends
+    fewer than 1% of the responses in `before`.
     """
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= 0.01 * len(before.ending)]

@@ -1,4 +1,4 @@
-"""Choose sequences, judge their operators, and compute each error's contribution to the mismatch.
+"""Choose sequences, check every operator on them, and compute each error's contribution to the mismatch.
 
 Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """

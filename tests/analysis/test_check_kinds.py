@@ -215,15 +215,15 @@ def test_rounding_that_begins_to_grow_at_the_recorded_window_is_a_fault(tmp_path
 # --- The reference -----------------------------------------------------------------------------------------------------
 
 
-def with_reference(path, part):
-    """Record eight steps. The trainer moves away from the reference, and the engine stays `part(number)` of the way
-    behind."""
+def with_reference(path, part, steps=8, moved=lambda number: number - 1):
+    """Record steps. The trainer is `moved(number)` away from the reference, and the engine stays `part(number)` of the
+    way behind."""
     with Recorder(path) as recorder:
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
-        for number in range(1, 9):
+        for number in range(1, steps + 1):
             step, draw = sample(SOFT, number), np.random.default_rng(number)
-            apart = [draw.normal(0, 0.1 * (number - 1), len(row)) for row in step.responses]
+            apart = [draw.normal(0, 0.1 * moved(number), len(row)) for row in step.responses]
             train = [np.minimum(row, -0.01) for row in step.scored()]
             batch = recorder.add_sequences(
                 step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
@@ -257,6 +257,13 @@ def test_an_engine_with_the_references_weights_or_part_of_the_updates_is_named(t
     assert f"{part(6):.0%} of the way from train's to the reference's" in evidence_text(found)
 
 
-def test_an_engine_one_update_behind_is_not_compared_with_the_reference(tmp_path):
-    found = with_reference(tmp_path / "run", lambda number: 1 / max(number - 1, 1))
+@pytest.mark.parametrize("steps", [2, 8])
+def test_an_engine_one_update_behind_does_not_have_the_references_weights(tmp_path, steps):
+    found = with_reference(tmp_path / "run", lambda number: 1 / max(number - 1, 1), steps)
+    assert found.signal != "reference"
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_a_trainer_that_is_wrong_from_the_first_step_is_no_fault_of_the_engine(tmp_path, steps):
+    found = with_reference(tmp_path / "run", lambda number: 1.0, steps, moved=lambda number: 2.0)
     assert found.signal != "reference"

@@ -1162,7 +1162,7 @@ def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_
         return {"response_ids": step.responses, "finish_reason": ["stop"] * len(ids)}
 
     def passes(recorder, batch, step, number):
-        recorder.describe(tokenizer={"eos_token_id": END})
+        recorder.describe(model={"config": "a name"}, tokenizer={"eos_token_id": [END, {}]})
         for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
             recorder.add_scores(name, batch, logprobs=values)
 
@@ -1170,13 +1170,13 @@ def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_
     assert [one.code for one in found] == expected
 
 
-def resumed(path, shift):
-    """Record six steps and resume after three. From there on, the prompts are those of `shift` steps earlier."""
+def resumed(path, drawn):
+    """Record six steps and resume after three. The prompts of a step are those of draw `drawn(step)`."""
     for numbers in ((1, 2, 3), (4, 5, 6)):
         with Recorder(path, resume=numbers[0] > 1) as recorder:
             for number in numbers:
                 step = sample(table(), number, groups=GROUPS, in_group=IN_GROUP, longest=12)
-                prompts = sample(table(), number - shift * (number > 3), groups=GROUPS, in_group=IN_GROUP, longest=12)
+                prompts = sample(table(), drawn(number), groups=GROUPS, in_group=IN_GROUP, longest=12)
                 batch = recorder.add_sequences(
                     step=number, prompt_ids=prompts.prompts, response_ids=step.responses, group_ids=step.groups,
                     reward=binary(step, number, np.random.default_rng(number)),
@@ -1186,9 +1186,19 @@ def resumed(path, shift):
     return path
 
 
-@pytest.mark.parametrize(("shift", "expected"), [(3, [("prompts_restart", 4)]), (0, []), (1, [])])
-def test_a_resumed_run_must_not_start_with_the_first_prompts_again(tmp_path, shift, expected):
-    found = findings(resumed(tmp_path / "run", shift))
+@pytest.mark.parametrize(
+    ("drawn", "expected"),
+    [
+        (lambda step: step - 3 * (step > 3), [("prompts_restart", 4)]),
+        (lambda step: step, []),
+        (lambda step: step - (step > 3), []),
+        (lambda step: 1, []),
+        (lambda step: step % 2, []),
+    ],
+    ids=["restart", "next", "one step lost", "one batch", "epochs of two steps"],
+)
+def test_a_resumed_run_must_not_start_with_the_first_prompts_again(tmp_path, drawn, expected):
+    found = findings(resumed(tmp_path / "run", drawn))
     assert [(one.code, one.numbers.get("start")) for one in found] == expected
 
 
@@ -1215,13 +1225,24 @@ def test_the_source_of_nan_advantages_is_named(tmp_path):
     assert "all rows of each step in which a row's accuracy is NaN" in data_text(found)
 
 
-def test_rows_excluded_with_a_nan_reward_are_only_noted(tmp_path):
-    excluded = np.arange(len(GROUP)) % 9 == 4
-    path = write(
-        tmp_path / "run", recorded=lambda r, n: np.where(excluded, np.nan, r),
-        advantage=lambda r, n: np.where(excluded, 0.0, grpo(r)),
-    )  # fmt: skip
-    assert [one.is_notice for one in findings(path) if one.code == "not_finite"] == [True]
+@pytest.mark.parametrize(
+    ("excluded", "is_notice"),
+    [
+        (lambda number: np.arange(len(GROUP)) % 9 == 4, True),
+        (lambda number: np.full(len(GROUP), number > 4), False),
+        (lambda number: (np.arange(len(GROUP)) % 9 == 4) | (GROUP == 2), False),
+    ],
+    ids=["single rows", "whole steps", "a group without advantages"],
+)
+def test_rows_excluded_with_a_nan_reward_are_only_noted(tmp_path, excluded, is_notice):
+    def advantage(reward, number):
+        return np.where(excluded(number), 0.0, grpo(reward))
+
+    def recorded(reward, number):
+        return np.where(excluded(number) & ((GROUP != 2) | (np.arange(len(GROUP)) % IN_GROUP == 0)), np.nan, reward)
+
+    found = findings(write(tmp_path / "run", recorded=recorded, advantage=advantage, reward=graded))
+    assert [one.is_notice for one in found if one.code == "not_finite"] == [is_notice]
 
 
 def test_extreme_advantages_of_nearly_equal_groups_are_explained(tmp_path):

@@ -28,9 +28,9 @@ DATA_FAULTS = {
     "advantages": "advantages_unrelated advantages_inverted advantages_constant advantages_unequal advantages_mixed advantages_clipped advantages_unsigned "
     "advantages_scaled advantages_extreme advantages_unlike_settings advantages_misplaced advantages_of_equal baseline "
     "baseline_unknown groups_mix_prompts prompts_split one_row_groups rows_alone rows_lost",
-    "length": "advantages_by_length",
-    "truncation": "limit_exceeded limit_contradicts finish_contradicts tokens_after_end padding_counts mask_cuts finished_masked",
-    "data": "batch_repeats prompt_padding",
+    "length": "advantages_by_length penalty_missing",
+    "truncation": "limit_exceeded limit_contradicts finish_contradicts tokens_after_end padding_counts mask_cuts finished_masked end_missing",
+    "data": "batch_repeats prompts_restart prompt_padding",
     "reference": "reference_is_policy reference_apart",
 }
 """Suspect -> `check` codes of the data faults that point to the suspect."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -106,7 +107,7 @@ WEIGHTS = Fault(
     },
     words={
         "engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words,
-        "reference": lambda n: {"span_text": f"{n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
+        "reference": lambda n: {"span_text": f"from {n['first_step']} to {n['last_step']}" if n["num_steps"] > 1 else f"step {n['first_step']}"},
     },
     causes={
         "stale_weights": "one side's weights are a step or more behind",
@@ -117,7 +118,7 @@ WEIGHTS = Fault(
         "never_synchronised": "the trainer's weights were never sent to the engine",
         "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
         "other_weights": "the engine's weights match no recorded version of the trainer",
-        "reference": "the engine has the reference's weights: without the adapter, never updated, or restored wrongly",
+        "reference": "the engine has the reference's weights: without the adapter, not updated, or restored wrongly",
         "part_of_updates": "the engine applies only part of the trainer's updates, such as an adapter at the wrong scale",
     },
 )  # fmt: skip
@@ -187,7 +188,10 @@ def find_after_update(data: PairData) -> list[Finding]:
 
 def find_reference(data: PairData) -> list[Hypothesis]:
     """Explain d as a constant part of the trainer's distance from the reference: all of it at some steps, or the same
-    part of it at every step. Under a lag of a few updates, this part shrinks from step to step."""
+    part of it at every step. With an engine a few updates behind, this part shrinks from step to step.
+
+    Both sides must agree at the first step. Otherwise, the trainer may be wrong while its policy has hardly moved.
+    """
     if data.reference is None or data.names != {"a": TRAIN, "b": ROLLOUT} or level(data) < allowed_noise(data) / 4:
         return []
     apart = data.a - data.reference()[data.keep]
@@ -199,10 +203,13 @@ def find_reference(data: PairData) -> list[Hypothesis]:
         part = float(data.d[at] @ apart[at]) / max(square, 1e-30)
         if square > (20 * data.rms(at)) ** 2 and at.sum() >= FEW:  # the standard error is then at most 0.05
             found.append((step, part))
-    if not found:
+    first = steps == steps.min()
+    if not found or data.rms(first) > data.rms(~first) / 2:
         return []
     step, part = np.array(found).T
     inside = part > 0.25
+    if inside.sum() == 1 and step[inside] == np.unique(steps)[1]:
+        return []  # an engine one update behind also has the initial weights at the second step
     usual = float(np.median(part[inside])) if inside.any() else 0.0
     is_all = abs(usual - 1) < 0.1
     if np.abs(part - np.where(inside, usual, 0.0)).max() > 0.1 or not (
@@ -220,7 +227,7 @@ def find_reference(data: PairData) -> list[Hypothesis]:
     numbers |= {"first_step": int(step[inside].min()), "last_step": int(step[inside].max())}
     numbers["weight"] = weight = 1 - float(np.sum(residual[at] ** 2) / max(np.sum(data.d[at] ** 2), 1e-30))
     finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=commands.weights_replay(data), numbers=numbers)
-    return [predicting(data, finding, residual, 8.0, at)]
+    return [replace(predicting(data, finding, residual, 8.0, at), rank=3)]
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
@@ -526,7 +533,9 @@ def _finding(
     elif kind == "prompt" and cause == "prompt":
         # Prefill computes the first response token's logprob, so only a prefill fault makes its error large.
         ratio = _first_token_ratio(data)
-        numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else "cached" if _grew(data) else cause
+        numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
+        if numbers["cause"] == cause and _grew(data) and not grown.is_sudden:
+            numbers["cause"], broken = "cached", SIDES.get(data.names["b"], "computation")
     elif kind == "onset" and (begins := features.onset(data)) is not None:
         numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(
