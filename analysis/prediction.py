@@ -9,8 +9,9 @@ limited to the range from 0 (no relation) to 1 (a constant ratio). The interval 
 
 With fewer steps, the power is 0.5, and the interval comes from a bootstrap over groups, widened by the scatter between
 steps. The weights are rounded differently at every step, so the noise of the statistics with and without the remedy is
-assumed to be independent: their log ratio has twice the noise variance of the recorded statistic's logarithm, which is
-its mean squared change between neighbouring steps. The interval covers every power from 0 to 1.
+assumed to be independent: their log ratio has twice the noise variance of the recorded statistic's logarithm. This
+doubled variance is estimated by the mean squared change of that logarithm between neighbouring steps. The interval
+covers every power from 0 to 1.
 
 Shapes: N sequences, G groups, S steps.
 """

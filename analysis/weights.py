@@ -41,8 +41,8 @@ def weights(
 
     `engine` compares the engine's tensors (or modules) with the trainer's instead. `trainer_version` is the trainer's
     version when the engine last started sampling, `given_version` the last version that the engine received, and
-    `holds_version` the latest version whose bits the engine has. `num_differ` counts the versions at which the two
-    differed, and `cause` is a code in WEIGHT_CAUSES.
+    `holds_version` the latest version whose bits the engine has. `agrees` tells whether the two agree (None if
+    unknown), `num_differ` counts the versions at which they differed, and `cause` is a code in WEIGHT_CAUSES.
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 

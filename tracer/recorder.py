@@ -735,5 +735,7 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
             raise TraceExists(f"{who}. Give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who} (last heartbeat {found.silent_s or 0.0:.0f} s ago). This process records a new attempt"
+        sentence = (
+            f"{who}, or was {found.silent_s or 0.0:.0f} s ago (last heartbeat). This process records a new attempt"
+        )
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

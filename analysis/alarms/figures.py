@@ -34,7 +34,8 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
     """Read three metrics per step from tokens: num_not_finite, prob_diff_mean and mean_exp_abs_d.
 
     With logprobs a and b of a token in the two passes, prob_diff_mean is the mean of |exp(a) - exp(b)|, and
-    mean_exp_abs_d the mean of exp(|d|). These means cover the same tokens as `read_series`.
+    mean_exp_abs_d the mean of exp(|d|). These means cover the same tokens as `read_series`. For a run without tokens,
+    return the logged averages instead (see `read_averages`).
     """
     if not tokens_by_step(database, run):
         return read_averages(database, run)

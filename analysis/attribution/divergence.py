@@ -65,7 +65,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
         # Different prompts can explain a difference in sampling, tools or advantages. If the runs share few prompts,
-        # they can explain any difference except one in the weights.
+        # different prompts can explain any difference except one in the weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, "tool_parts", "advantages_part") or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):

@@ -187,10 +187,8 @@ class Facts:
     def changed_reference(self) -> relations.ChangedResponses | None:
         if self.fall is None or not np.isfinite(self.rollouts.reference).any():
             return None
-        for column in (
-            "opening_reference",
-            "reference",
-        ):  # openings repeat more often, but whole responses are more sensitive
+        # Openings repeat more often, but whole responses are more sensitive.
+        for column in ("opening_reference", "reference"):
             found = self._given_otherwise(column, ft.REFERENCE_MOVES)
             if found is None or found.share <= ft.MOST or found.share_before > t.WAS_THERE * found.share:
                 found = self._given_otherwise_for_good(column, ft.REFERENCE_MOVES)

@@ -29,8 +29,8 @@ MISMATCH_DIFFERS = 3.0
 MATERIAL_MISMATCH = 0.01
 """Below this mean |d| (nats), a mismatch is harmless. Healthy bf16 engines show 0.002 to 0.01."""
 MIXED = 0.5
-"""Rewards are reported as shuffled if they change in at least this fraction of the rows that a shuffle within groups
-would change."""
+"""Rewards are reported as shuffled if the share of changed rewards is at least this fraction of the share that a
+shuffle within groups is expected to change."""
 MANY_SHARED = 0.3
 """If the runs share less than this fraction of prompts in a step, only their weights are compared."""
 FEWEST_SHARED = 4

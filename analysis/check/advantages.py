@@ -436,8 +436,8 @@ def _rules_of(rows: _Rows, *, explain: bool) -> _Rules:
 
 
 def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yield rules other than the group-mean rule with a different baseline or scale: each rule's name, and the
-    advantages that its variants imply, [N], up to a factor and a constant."""
+    """Yield rules that differ from the group-mean rule by more than a group's baseline and scale: each rule's name, and
+    the advantages that its variants imply, [N], up to a factor and a constant."""
     r, a, g, n, rank = rows.r, rows.a, rows.g, rows.n, rank_of(rows.g)
     first = rows.of_step(np.minimum, g)
     groups = 1 + rows.of_step(np.maximum, g) - first
@@ -743,7 +743,17 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     scale, asked = rms_of(g, a - mean_of(g, a)), count_of(cell) > 1
     off, exact = (asked & (np.abs(a - usual) > by * np.maximum(scale, 1e-9)) for by in (0.05, _ROUNDED_16_BIT))
     if 3 <= off.sum() <= exact.sum() < 0.34 * asked.sum():
-        return "advantages_unequal", off, {}
+        order = np.lexsort((rows.length, cell))
+        joined = np.diff(cell[order]) == 0
+        rise, longer = np.diff(a[order])[joined], np.diff(rows.length[order])[joined] > 0
+        differs = np.abs(rise) > _ROUNDED_16_BIT * np.maximum(scale[order][1:][joined], 1e-9)
+        if longer[differs].all() and (np.ptp(np.sign(rise[differs])) == 0):
+            text = f"and longer responses get {'more' if rise[differs].max() > 0 else 'less'}, as if the length changed the rewards"
+            return "advantages_unequal", off, {"explanation": text, "notice": True}
+        text = (
+            "so either rewards were changed after advantages were computed, or part of each group has its own baseline"
+        )
+        return "advantages_unequal", off, {"explanation": text}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
@@ -793,6 +803,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         values = a[constant[at]]
         is_same = np.ptp(values) == 0 and values[0] != 0  # such as rows chosen for supervised training
         numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
+        are_single = (labels > 0).all() and count_of(group).max() == 1
+        single = "in all groups, each of which contains a single row, so a group's mean is the row's own reward"
+        numbers["explanation"] = "within each group" if is_grouped else single if are_single else "within each step"
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)
     is_last = scaled[(rules.scale != None) & (np.cumsum(scaled) > 0)]  # noqa: E711

@@ -56,7 +56,7 @@ _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
     "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
-    "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"},
+    "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant."""
 
@@ -251,14 +251,17 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
 
 
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
-    """Find a resumed attempt that repeats the run's first prompts, step by step."""
+    """Find steps that all have the same prompts, and a resumed attempt that repeats the run's first prompts."""
     prompt = run.rows["prompt"]
-    first, *later = attempts(run.database) or (None,)
-    if first is None or not prompt.all():
+    if not prompt.all():
         return
     drawn = {step: {*each} for step, each in zip(run.steps.tolist(), split_steps(run.at, prompt), strict=True)}
-    for attempt in filter(None, later):
-        by = attempt.first_step - first.first_step
+    if len(drawn) > 2 and len({frozenset(each) for each in drawn.values()}) == 1:
+        number = len(drawn[int(run.steps[0])])
+        yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=number, notice=True)
+    known = attempts(run.database)
+    for attempt in known[1:]:
+        by = attempt.first_step - known[0].first_step
         there = [step for step in drawn if step >= attempt.first_step and step - by in drawn]
         again = np.array([drawn[step] == drawn[step - by] for step in there], bool)
         num = int(np.argmin(np.r_[again, False]))
@@ -267,7 +270,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
         if num >= 2 and num >= min(len(again), by) and len({*before}) == len(before):
             numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
             affected = np.arange(len(again)) < num
-            yield from run.find("prompts_restart", affected, np.array(there), first=first.first_step, **numbers)
+            yield from run.find("prompts_restart", affected, np.array(there), first=known[0].first_step, **numbers)
 
 
 def _penalties(run: DataRows) -> Iterator[DataFinding]:
@@ -882,14 +885,20 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
 
 
 def _stripped(sample: Sample, find: Find, end_ids: list[int]) -> Iterator[DataFinding]:
-    """Find finished responses from which the end token was removed."""
+    """Find finished responses from which the end token was removed, and runs in which it is never sampled."""
     stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons]) & (sample.lengths > 0)
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][stopped]
     # Stop strings end responses with a few other ids.
     usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
-    if end_ids and not np.isin(sample.tokens, end_ids).any() and 2 * usual < len(last):
-        ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
-        yield from find("end_missing", stopped, least=20, ids=ids, notice=True)
+    if not end_ids or np.isin(sample.tokens, end_ids).any():
+        return
+    ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
+    if 2 * usual < len(last):
+        text = "although these rows finished (finish reason stop): it was removed, or stop strings end the responses"
+        yield from find("end_missing", stopped, least=20, ids=ids, explanation=text, notice=True)
+    elif not stopped.any() and np.ptp(sample.lengths) == 0:
+        text = f"and every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
+        yield from find("end_missing", ~stopped, least=20, ids=ids, explanation=text, notice=True)
 
 
 def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:

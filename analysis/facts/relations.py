@@ -169,8 +169,8 @@ def explained_by_length_since(rollouts: Rollouts, last: int) -> tuple[int, float
 def new_reward_values(rollouts: Rollouts, last: int) -> tuple[int, float, float]:
     """Find the step (at most `last`) where rewards begin to take values that never occurred before.
 
-    Return the step, and the shares of rewards with new values before and after it. Each share covers a few steps, and a
-    value is new if it first occurs in them. For continuous rewards, both shares are near 1.
+    Return the step, and the shares of rewards with new values before it and from it on. Each share covers a few steps,
+    and a value is new if it first occurs in them. For continuous rewards, both shares are near 1.
     """
     rows = rollouts.ordered(np.isfinite(rollouts.reward))
     steps, at = np.unique(rows.step, return_inverse=True)

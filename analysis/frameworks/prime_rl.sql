@@ -42,7 +42,7 @@ CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo
 CREATE OR REPLACE MACRO prime_rl_stats(x) AS
     {'mean': avg(x), 'median': torch_median(x), 'std': torch_std(x), 'min': torch_min(x), 'max': torch_max(x)};
 
--- prime_rl_stats over all tokens, without the median, from the count, mean, squares, minimum and maximum of each sequence.
+-- prime_rl_stats over all tokens, without the median, from each sequence's count, mean, centred squares, minimum and maximum.
 CREATE OR REPLACE MACRO prime_rl_merged(num, mean, off, spread, smallest, largest) AS
     {'mean': sum(num * mean) / sum(num),
      'std': CASE WHEN bool_and(isfinite(mean)) AND sum(num) > 1

@@ -47,9 +47,9 @@ _WAYS = {
 CANNOT: Mapping[str, str] = {
     "no_trainer_logprobs": "all questions, because the loss's ratio needs logprobs of 'train' or 'current' and the trace "
     "has neither; record them with Recorder.add_scores",
-    "no_rollout": "the mismatch's effect on the objective, because the trace has no 'rollout' logprobs",
-    "no_train": "the shares of mismatch and policy drift in the ratio; record the 'train' pass",
-    "no_current": "the policy drift, and all later updates on a batch; record the 'current' pass",
+    "no_rollout": "how the mismatch affects the objective, because the trace has no 'rollout' logprobs",
+    "no_train": "how the ratio splits into mismatch and policy drift; record the 'train' pass",
+    "no_current": "how far the policy drifts, and how later updates on a batch behave; record the 'current' pass",
     "no_advantages": "all questions about advantages; record advantages with Recorder.add_sequences(advantage=...)",
 }
 

@@ -1,5 +1,5 @@
 -- Mismatch by response length, one row per power of two.
--- Unit: nats; rms_sum_d uses the sum of d over each response.
+-- Unit: nats; mean_sum_d, rms_sum_d and max_abs_sum_d use the sum of d over each response.
 -- Source: arXiv 2510.26788 (the sum of d decreases with length in bfloat16).
 -- Meaning: mean_abs_d shows whether tokens of long responses differ more; rms_sum_d is the rms of ln(sequence ratio).
 SELECT run, (2 ** floor(log2(num_tokens)))::BIGINT AS shortest, count(*) AS num_sequences,

@@ -24,7 +24,8 @@ SEED = 20_260_000
 
 MIN_GROUPS = 8
 """Minimum number of groups for an interval. With fewer, a nominal 95% Student's t interval covers the true value in
-only 80% to 90% of runs, and a studentized bootstrap interval is 5 to 8 times as wide as that, or infinite."""
+only 80% to 90% of runs if prompts differ, and a valid studentized bootstrap interval is 5 to 8 times as wide, or
+infinite."""
 
 MOST_UNITS = 256
 """Maximum number of units to resample. If there are more groups, they are merged into this many units, which leaves

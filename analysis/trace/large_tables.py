@@ -150,9 +150,8 @@ class _Scan:
 
     @property
     def steps(self) -> Steps:
-        if any(
-            condition.count("'") % 2 for condition in self.conditions
-        ):  # a line break in a string literal split the condition
+        # With an odd number of quotes, a line break in a string literal split the condition.
+        if any(condition.count("'") % 2 for condition in self.conditions):
             return _ALL
         first, last = _ALL
         for condition in self.conditions:

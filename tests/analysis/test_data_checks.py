@@ -1192,7 +1192,7 @@ def resumed(path, drawn):
         (lambda step: step - 3 * (step > 3), [("prompts_restart", 4)]),
         (lambda step: step, []),
         (lambda step: step - (step > 3), []),
-        (lambda step: 1, []),
+        (lambda step: 1, [("prompts_repeat", None)]),
         (lambda step: step % 2, []),
     ],
     ids=["restart", "next", "one step lost", "one batch", "epochs of two steps"],
@@ -1291,3 +1291,40 @@ def test_the_verdict_counts_data_faults(tmp_path, factor, text):
         reward=lambda step, n, draw: binary(step, n, draw) - factor * np.maximum(lengths_of(n) - 4, 0) / 8,
     )  # fmt: skip
     assert text in checked_text(check(path)).splitlines()[0]
+
+
+def test_an_end_token_that_is_never_sampled_is_noted(tmp_path):
+    def columns(step, number):
+        step.responses = [np.resize(np.where(row == END, 2, row), 9) for row in step.responses]
+        return {"response_ids": step.responses, "finish_reason": ["length"] * len(step.responses)}
+
+    def passes(recorder, batch, step, number):
+        recorder.describe(tokenizer={"eos_token_id": END})
+        for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=values)
+
+    (found,) = findings(write(tmp_path / "run", columns=columns, passes=passes))
+    assert (found.code, found.is_notice) == ("end_missing", True)
+    assert "every response has 9 tokens, so the engine never samples it" in data_text(found)
+
+
+@pytest.mark.parametrize(("sign", "text"), [(-1, "longer responses get less"), (1, "longer responses get more")])
+def test_rewards_shaped_by_the_length_are_only_noted(tmp_path, sign, text):
+    def advantage(reward, number):
+        shaped = reward * (1 + sign * 0.02 * np.maximum(lengths_of(number) - 9, 0))
+        return centred(shaped)
+
+    found = findings(write(tmp_path / "run", advantage=advantage))
+    (one,) = [one for one in found if one.code == "advantages_unequal"]
+    assert one.is_notice
+    assert text in data_text(one)
+
+
+def test_groups_of_one_row_are_named_where_advantages_are_constant(tmp_path):
+    path = write(
+        tmp_path / "run", groups=lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))],
+        advantage=lambda r, n: 0 * r, columns=lambda step, n: {"prompt_ids": [[row, n] for row in range(len(GROUP))]},
+    )  # fmt: skip
+    (found,) = findings(path)
+    assert found.code == "advantages_constant"
+    assert "each of which contains a single row" in data_text(found)

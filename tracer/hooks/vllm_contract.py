@@ -39,7 +39,7 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Settings that may differ between requests, so they are not recorded for a serving engine."""
+"""Settings that may differ between requests, so a serving engine's contract omits them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,10 +57,10 @@ class NumpyArray:
 
     def give_state(self, state: Any) -> None:
         if not (isinstance(state, tuple) and len(state) in (4, 5)):
-            raise NotPlain("a NumPy array with unexpected pickled state")
+            raise NotPlain("a NumPy array has unexpected pickled state")
         shape, dtype, fortran, content = state[-4:]
         if not isinstance(dtype, NumpyDtype) or not isinstance(content, (*BYTES, str, list)):
-            raise NotPlain("a NumPy array with unexpected pickled state")
+            raise NotPlain("a NumPy array has unexpected pickled state")
         self._shape, self._dtype, self._fortran = checked_shape(shape), dtype, bool(fortran)
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 

@@ -270,5 +270,5 @@ def _short(value: Any) -> str:
         text = json.dumps(value if not isinstance(value, float) or math.isfinite(value) else str(value))
         return text if len(text) <= 60 else f"{text[:57]}..."
     if isinstance(value, Foreign):
-        return f"an object of class {value}, which cannot be read"
+        return f"an object of {value}, which cannot be read"
     return "NULL" if value is None else f"a {type(value).__name__}"

@@ -85,7 +85,7 @@ def _tensor(value: Mapping[str, Any], where: str, budget: Budget) -> Any:
     if value.get("format") == "torch":
         content = value.get("data")
         if not isinstance(content, BYTES):
-            raise NotPlain("a tensor without data")
+            raise NotPlain("a tensor has no data")
         return read_bytes(content, where, {}, budget)
     return raw_tensor(value.get("dtype"), value.get("shape"), value.get("data"))
 

@@ -355,7 +355,7 @@ class WeightReader:
     @property
     def told_checkpoints(self) -> str:
         return (
-            f"weights are in separate checkpoints, in {self.checkpoints!r} at the time of recording; to read them, "
+            f"they are in separate checkpoints, in {self.checkpoints!r} at the time of recording; to read them, "
             f"pass {option('weights_from', 'DIR')}, or set TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
         )
 

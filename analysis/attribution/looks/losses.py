@@ -147,9 +147,9 @@ def changed_term(
 def _changed(columns_SF: np.ndarray, loss: np.ndarray, places: np.ndarray) -> tuple[float, int, int, float, float]:
     """Fit `loss` [S] by a constant and the columns, letting one coefficient change at one of the rows `places`.
 
-    Return the residual of the best fit, the changing column and its index in `places`, the residual with constant
-    coefficients, and the smallest residual if only the constant changes. A residual is a sum of squares per degree of
-    freedom, times S.
+    Return the residual of the best fit, the column whose coefficient changes, the index in `places` of the change, the
+    residual with constant coefficients, and the smallest residual if only the constant changes. A residual is a sum of
+    squares per degree of freedom, times S.
     """
     columns_SF = np.column_stack([columns_SF / np.abs(columns_SF).max(0), np.ones(len(loss))])
     basis_SK, sizes_K, _ = np.linalg.svd(columns_SF, full_matrices=False)
