@@ -606,10 +606,10 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
     found = analysis.verify(trace, format=format, progress=_progress)
     form.result(found, rows=found.folders)
     if not found.is_whole:
-        _tell(f"{trace}: {len(found.damaged)} parts are damaged or missing (listed above)")
+        _tell(f"{trace}: damaged or missing parts: {len(found.damaged)} (listed above)")
         raise click.exceptions.Exit(2)
     if found.deviations:
-        _tell(f"{trace}: {len(found.deviations)} deviations from the format (listed above)")
+        _tell(f"{trace}: deviations from the format: {len(found.deviations)} (listed above)")
         raise click.exceptions.Exit(1)
 
 
@@ -775,8 +775,8 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     flips. Faults are listed by likelihood, each with its evidence, size, share of affected tokens and a command to
     confirm it.
 
-    Without the engine's logprobs, check only covers rewards, advantages, groups and the reference, and the exit code
-    is 1.
+    Without the engine's logprobs, check compares current:train if the policy versions of both were recorded.
+    Otherwise, it covers only rewards, advantages, groups and the reference, and the exit code is 1.
 
     If a trace has passes from several engines, but neither a train nor a rollout pass, check compares all passes with
     each other, as compare does.

@@ -39,7 +39,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def _gate(reading: AlarmReading) -> str | None:
-    """Return the `gate` condition that fails when the alert fires."""
+    """Condition for `gate` that fails when the alert fires."""
     return reading.alarm.gate
 
 
