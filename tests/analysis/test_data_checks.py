@@ -1205,7 +1205,7 @@ def test_a_resumed_run_must_not_start_with_the_first_prompts_again(tmp_path, dra
 @pytest.mark.parametrize(("is_padding", "expected"), [(True, ["prompt_padding"]), (False, [])])
 def test_padding_makes_prompts_equally_long_unlike_an_images_placeholders(tmp_path, is_padding, expected):
     def columns(step, number):
-        own = [[9, *range(20 + group, 24 + group + group % 5)] for group in GROUP]
+        own = [[9, number, *range(20 + group, 24 + group + group % 5)] for group in GROUP]
         return {"prompt_ids": [[5] * (12 - len(row) if is_padding else 6) + row for row in own]}
 
     found = findings(write(tmp_path / "run", columns=columns))
