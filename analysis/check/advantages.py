@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..trace.columns import read_hyperparameters, sequence_columns
+from ..trace.columns import read_hyperparameters, sequence_columns, writer_states
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from ..trace.tokens import tokens_by_step
@@ -147,7 +147,7 @@ class DataRows:
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        rank = np.where(self.labels > 0, rank_of(numbered(self.labels, self.at)), np.nan)
+        rank = np.where(self.labels > 0, rank_of(self.cell), np.nan)
         more = {"group_rank": rank, "response_length": self.rows["length"], "finish_reason": self.finish_reasons}
         return self.rows | more
 
@@ -166,15 +166,20 @@ class DataRows:
         return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
     @cached_property
+    def cell(self) -> np.ndarray:
+        """Number of each row's group within its step, [N]."""
+        return numbered(self.labels, self.at)
+
+    @cached_property
     def left_out(self) -> np.ndarray:
         rewards = np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
-        return _left_out(rewards, numbered(self.labels, self.at))
+        return _left_out(rewards, self.cell)
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of rows in the same group, as two arrays of row indices, [K]: the second row's prompt begins with the
         first row's prompt and response."""
-        rows, cell = self.rows, numbered(self.labels, self.at)
+        rows, cell = self.rows, self.cell
         is_possible = rows["group"].any() and (mean_of(cell, rows["prompt_length"]) != rows["prompt_length"]).any()
         query = _CONTINUED.format(steps=self.inspected if is_possible else "NULL")
         keys = np.array(self.database.connection.execute(query).fetchall(), np.uint64).reshape(-1, 2)
@@ -200,7 +205,7 @@ class DataRows:
     @cached_property
     def end_ids(self) -> list[int]:
         """End token ids of the recorded tokenizer and model config. Empty if unknown."""
-        states = [state for source in self.database.sources for state in source.store.writers()[0]]
+        states = writer_states(self.database)
         given = [each for one in states for each in (one.tokenizer, one.model.get("config")) if isinstance(each, dict)]
         ids = [each.get("eos_token_id") for each in given]
         return sorted(
@@ -803,9 +808,11 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         values = a[constant[at]]
         is_same = np.ptp(values) == 0 and values[0] != 0  # such as rows chosen for supervised training
         numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
-        are_single = (labels > 0).all() and count_of(group).max() == 1
-        single = "in all groups, each of which contains a single row, so a group's mean is the row's own reward"
-        numbers["explanation"] = "within each group" if is_grouped else single if are_single else "within each step"
+        are_single = bool((labels > 0).all() and count_of(group).max() == 1)
+        numbers["scope"] = "group" if is_grouped else "step"
+        numbers["explanation"] = (
+            "; the baseline is the mean of groups, each of which contains a single row" * are_single
+        )
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)
     is_last = scaled[(rules.scale != None) & (np.cumsum(scaled) > 0)]  # noqa: E711

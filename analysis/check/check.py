@@ -162,17 +162,15 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
     if not sample.mask.any():
         raise NothingToCompare(columns.why_nothing(database, pair))
     execute, source = database.connection.execute, database.sources[0]
-    contracts, passes = (
-        execute("SELECT contract, contract_json FROM passes").fetchall(),
-        columns.scored_passes(database),
-    )
-    worst = _sums(database, pair, sums).worst_steps
+    contracts = execute("SELECT contract, contract_json FROM passes").fetchall()
+    passes, known = columns.scored_passes(database), _sums(database, pair, sums)
+    reference = cache(partial(logprobs_of, database, REFERENCE, sample, known.worst_steps))
     return PairData(
         trace=trace, steps=database.steps, condition=database.step_condition(), sample=sample,
-        sums=_sums(database, pair, sums), contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=passes, reference=cache(partial(logprobs_of, database, REFERENCE, sample, worst)) if REFERENCE in passes else None,
+        sums=known, contracts={name: json.loads(text) for name, text in contracts if text},
+        passes=passes, reference=reference if REFERENCE in passes else None,
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
-        model=next((state.model for state in source.store.writers()[0] if state.model), {}),
+        model=next((state.model for state in columns.writer_states(database) if state.model), {}),
         attempts=columns.attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,
     )  # fmt: skip
 

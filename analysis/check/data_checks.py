@@ -58,7 +58,7 @@ _EXPLAINED_BY = {
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
 }  # fmt: skip
-"""Finding code -> codes of findings that make it redundant."""
+"""Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
 
 
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
@@ -72,18 +72,23 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
-            of_tokens = _tokens(sample, partial(run.find, sample=sample), run.end_ids)
+            find = partial(run.find, sample=sample)
+            of_tokens = itertools.chain(_tokens(sample, find), _stripped(run, sample, find))
             found |= {finding.code: finding for finding in of_tokens}
-    explaining = {code for code, finding in found.items() if code != "not_finite" or not finding.is_notice}
-    kept = [finding for code, finding in found.items() if not explaining & _EXPLAINED_BY.get(code, set())]
+    faults = {code for code, finding in found.items() if not finding.is_notice}
+    kept = [
+        finding for code, finding in found.items()
+        if not (found.keys() if finding.is_notice else faults) & _EXPLAINED_BY.get(code, set())
+    ]  # fmt: skip
     return tuple(sorted(kept, key=lambda finding: finding.is_notice))
 
 
 def _values(run: DataRows) -> Iterator[DataFinding]:
     rows, by_token = run.rows, run.rows["is_per_token"]
-    lost = rows["lost_reward"].astype(bool)
-    yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
-    yield from run.find("not_finite", rows["lost_advantage"], column="advantage", explanation=_nan_source(run))
+    if (lost := rows["lost_reward"]).any():
+        yield from run.find("not_finite", lost, column="reward", explanation="", notice=_are_excluded(run, lost))
+    if (lost := rows["lost_advantage"]).any():
+        yield from run.find("not_finite", lost, column="advantage", explanation=_nan_source(run, lost))
     for end in ("first", "last"):
         zeros = rows[f"zeros_{end}"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
@@ -102,25 +107,22 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
     usual = [np.median(part[part > 0]) for part in split_steps(run.at, size) if part.any()]
     bound = np.fmax(bound, 2 * np.abs(run.left_out))
     with np.errstate(all="ignore"):  # the group's mean may be near 0
-        by_mean = np.abs(rows["reward"] / mean_of(numbered(run.labels, run.at), rows["reward"]) - 1)
+        by_mean = np.abs(rows["reward"] / mean_of(run.cell, rows["reward"]) - 1)
         varied = (by_mean > TINY) & np.isfinite(by_mean)
         if np.isclose(size, by_mean, rtol=CLOSE)[varied].sum() > 0.9 * varied.sum():
             bound = np.fmax(bound, 2 * by_mean)
     extreme = (size > bound) & (size > 10 * np.quantile(usual or [0.0], 0.25))
     numbers: dict[str, Any] = {"largest": float(size.max()), "usual": float(np.quantile(usual or [0.0], 0.25))}
-    cell = numbered(run.labels, run.at)
-    is_known = (count_of(cell) > 2) & (mean_of(cell, 1.0 * np.isfinite(rows["reward"])) == 1)
-    if (is_known & np.isnan(run.left_out))[extreme].all():
-        numbers["explanation"] = (
-            "; the other rewards in the group are equal, so their standard deviation, by which these advantages were probably divided, is only a rounding error"
-        )
-    yield from run.find("advantages_extreme", extreme, bound=bound, **{"explanation": ""} | numbers)
+    is_known = (count_of(run.cell) > 2) & (mean_of(run.cell, 1.0 * np.isfinite(rows["reward"])) == 1)
+    text = "; the other rewards in the group are equal, so these advantages were probably divided by a standard deviation that is only a rounding error"
+    numbers["explanation"] = text if (is_known & np.isnan(run.left_out))[extreme].all() else ""
+    yield from run.find("advantages_extreme", extreme, bound=bound, **numbers)
 
 
 def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
     """Return True if rows with a `lost` reward ([N] bool) do not train, and the rest of their groups does."""
-    cell, advantage = numbered(run.labels, run.at), run.rows["advantage"]
-    trains = (run.rows["loss_length"] > 0) & (np.nan_to_num(advantage, nan=1.0) != 0)
+    cell = run.cell
+    trains = (run.rows["loss_length"] > 0) & (np.nan_to_num(run.rows["advantage"], nan=1.0) != 0)
     reward = np.where(lost, 0.0, run.rows["reward"])
     mean = mean_of(cell, reward) / np.maximum(mean_of(cell, 1.0 * ~lost), TINY)
     varies = mean_of(cell, ~lost * np.abs(reward - mean)) > TINY
@@ -128,18 +130,15 @@ def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
     return not (trains[lost].any() or is_whole.any() or (lost & varies & (mean_of(cell, 1.0 * trains) == 0)).any())
 
 
-def _nan_source(run: DataRows) -> str:
-    """Describe the NaN rewards in the groups or steps of NaN advantages. Empty if some have none."""
+def _nan_source(run: DataRows, lost: np.ndarray) -> str:
+    """Describe the NaN rewards in the groups or steps of `lost` advantages ([N] bool). Empty if some have none."""
     names, parts, is_given = run.parts
     sources = {"reward": run.rows["lost_reward"]} | {
         name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)
     }
-    lost = run.rows["lost_advantage"]
-    for (name, is_nan), (scope, cell) in itertools.product(
-        sources.items(), (("group", numbered(run.labels, run.at)), ("step", run.at))
-    ):
+    for (name, is_nan), (scope, cell) in itertools.product(sources.items(), (("group", run.cell), ("step", run.at))):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
-        if lost.any() and reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
+        if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
             which = "all rows" if (lost == reached).all() else "rows"
             return f": {which} of each {scope} in which a row's {name} is NaN or infinite"
     return ""
@@ -255,17 +254,17 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     prompt = run.rows["prompt"]
     if not prompt.all():
         return
-    drawn = {step: {*each} for step, each in zip(run.steps.tolist(), split_steps(run.at, prompt), strict=True)}
-    if len(drawn) > 2 and len({frozenset(each) for each in drawn.values()}) == 1:
-        number = len(drawn[int(run.steps[0])])
-        yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=number, notice=True)
+    drawn = dict(zip(run.steps.tolist(), map(frozenset, split_steps(run.at, prompt)), strict=True))
+    first, *others = {*drawn.values()}
+    if len(drawn) > 2 and len(first) > 1 and not others:
+        yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=len(first), notice=True)
     known = attempts(run.database)
     for attempt in known[1:]:
         by = attempt.first_step - known[0].first_step
         there = [step for step in drawn if step >= attempt.first_step and step - by in drawn]
         again = np.array([drawn[step] == drawn[step - by] for step in there], bool)
         num = int(np.argmin(np.r_[again, False]))
-        before = [frozenset(each) for step, each in drawn.items() if step < attempt.first_step]
+        before = [each for step, each in drawn.items() if step < attempt.first_step]
         # Up to the steps that the earlier attempt reached, all prompts must repeat, but not within this attempt.
         if num >= 2 and num >= min(len(again), by) and len({*before}) == len(before):
             numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
@@ -280,8 +279,8 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
         return
 
     def number(end: str) -> float | None:
-        text = run.setting(end + "$", r"^\d+(\.\d*)?$").partition(" = ")[2]
-        return float(text) if text else None
+        values = (str(value) for key, value in run.settings.items() if re.search(end + "$", key, re.IGNORECASE))
+        return next((float(value) for value in values if re.fullmatch(r"\d+(\.\d*)?", value)), None)
 
     buffer, longest = number(name + "len"), number("max_resp_len") or number("max_response_length")
     if not buffer or not longest or number(name + "penalty_factor") == 0:
@@ -683,13 +682,12 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def _tokens(sample: Sample, find: Find, end_ids: list[int]) -> Iterator[DataFinding]:
+def _tokens(sample: Sample, find: Find) -> Iterator[DataFinding]:
     for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
         if engine.name == "rollout":
             for check in (_unsampled, _repeated, _masked):
                 yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
-    yield from _stripped(sample, find, end_ids)
     yield from _entropies(sample, find)
 
 
@@ -796,8 +794,8 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
-    said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
-    masked, stopped, truncated = ~_rows(sample, sample.mask) & (sample.lengths > 0), said == "stop", said == "length"
+    stopped, truncated = sample.ended == "stop", sample.ended == "length"
+    masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
         # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
         # It is a fault if finished rows are excluded by their end token. Others may be excluded by choice.
@@ -831,8 +829,8 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
 
 def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find finish reasons and length limits that tokens contradict, padded prompts, and tokens after an end token."""
-    said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
-    lengths, limit, cut = sample.lengths, sample.settings["max_tokens"], said == "length"
+    said, lengths, limit = sample.ended, sample.lengths, sample.settings["max_tokens"]
+    cut = said == "length"
     total, longest = lengths + sample.prompt_lengths, int(lengths.max(initial=0))
     early = cut & np.isfinite(limit) & (lengths < limit)
     if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]):
@@ -859,12 +857,9 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
         yield from find("finish_contradicts", wrong, least=least, **numbers)
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
-    text = np.array([len(list(itertools.dropwhile(prompt[:1].__contains__, prompt))) for prompt in known])
     num_known = sum(len(prompt) > 3 for prompt in known)
     ids, counts = np.unique([known[row][0] for row in np.flatnonzero(again)], return_counts=True)
-    # Padding makes prompts equally long. Placeholders, such as those of an image, do not.
-    is_even = 2 * len(np.unique(sample.prompt_lengths[again])) <= len(np.unique(text[again]))
-    if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and is_even:
+    if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and _are_padded(sample, again):
         least = int(max(4, np.ceil(0.3 * num_known)))
         yield from find("prompt_padding", again, least=least, of=num_known, token=int(ids[counts.argmax()]))
     from_end = lengths[sample.seq] - 1 - sample.position
@@ -884,20 +879,31 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
             return
 
 
-def _stripped(sample: Sample, find: Find, end_ids: list[int]) -> Iterator[DataFinding]:
+def _are_padded(sample: Sample, rows: np.ndarray) -> bool:
+    """Return True if the repeated first token makes the prompts of `rows` ([S] bool) equally long, as padding does.
+
+    Placeholders, such as those of an image, do not.
+    """
+    prompts = [sample.prompts[row] or [] for row in np.flatnonzero(rows)]
+    without = {len([*itertools.dropwhile(prompt[0].__eq__, prompt)]) for prompt in prompts}
+    return 2 * len({*map(len, prompts)}) <= len(without)
+
+
+def _stripped(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find finished responses from which the end token was removed, and runs in which it is never sampled."""
-    stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons]) & (sample.lengths > 0)
+    end_ids = run.end_ids
+    if not end_ids or np.isin(sample.tokens, end_ids).any():
+        return
+    stopped = (sample.ended == "stop") & (sample.lengths > 0)
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][stopped]
     # Stop strings end responses with a few other ids.
     usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
-    if not end_ids or np.isin(sample.tokens, end_ids).any():
-        return
     ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
     if 2 * usual < len(last):
-        text = "although these rows finished (finish reason stop): it was removed, or stop strings end the responses"
+        text = "they finished (finish reason stop), so it was removed, or stop strings end the responses"
         yield from find("end_missing", stopped, least=20, ids=ids, explanation=text, notice=True)
     elif not stopped.any() and np.ptp(sample.lengths) == 0:
-        text = f"and every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
+        text = f"every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
         yield from find("end_missing", ~stopped, least=20, ids=ids, explanation=text, notice=True)
 
 

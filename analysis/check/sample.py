@@ -153,6 +153,11 @@ class Sample:
     finish_reasons: list[str | None]
     """[S] why sampling ended. None where unknown."""
 
+    @cached_property
+    def ended(self) -> np.ndarray:
+        """[S] finish reasons in lower case. Empty where unknown."""
+        return np.array([str(reason or "").lower() for reason in self.finish_reasons])
+
     @property
     def num_sequences(self) -> int:
         return len(self.seq_ids)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...schemas.documents import WriterState
 from ...schemas.errors import InvalidOption, option, tell_samples
 from ...schemas.layout import HYPERPARAMETER, WEIGHTS
 from ...schemas.passes import CURRENT, REPLAY_PREFIX, ROLLOUT, TRAIN, first_pair
@@ -29,6 +30,12 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
         advantage=_has(database, "sequences", "advantage", run),
         advantages=_has(database, "sequences", "advantages", run),
     )
+
+
+@cached
+def writer_states(database: Database) -> list[WriterState]:
+    """Return the readable states of every trace's writers."""
+    return [state for source in database.sources for state in source.store.writers()[0]]
 
 
 def passes_with(

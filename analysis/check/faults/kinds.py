@@ -194,39 +194,35 @@ def find_reference(data: PairData) -> list[Hypothesis]:
     """
     if data.reference is None or data.names != {"a": TRAIN, "b": ROLLOUT} or level(data) < allowed_noise(data) / 4:
         return []
+    steps = data.sample.steps[data.seq]
+    first = steps == steps.min()
+    if data.rms(first) > data.rms(~first) / 2:
+        return []
     apart = data.a - data.reference()[data.keep]
-    known, steps = np.isfinite(apart), data.sample.steps[data.seq]
-    found = []
+    known, found = np.isfinite(apart), []
     for step in np.unique(steps[known]):
         at = known & (steps == step)
         square = float(apart[at] @ apart[at])
-        part = float(data.d[at] @ apart[at]) / max(square, 1e-30)
-        if square > (20 * data.rms(at)) ** 2 and at.sum() >= FEW:  # the standard error is then at most 0.05
-            found.append((step, part))
-    first = steps == steps.min()
-    if not found or data.rms(first) > data.rms(~first) / 2:
+        if square > (20 * data.rms(at)) ** 2 and at.sum() >= FEW:  # the standard error of the part is then at most 0.05
+            found.append((step, float(data.d[at] @ apart[at]) / square))
+    if not found:
         return []
     step, part = np.array(found).T
     inside = part > 0.25
     if inside.sum() == 1 and step[inside] == np.unique(steps)[1]:
         return []  # an engine one update behind also has the initial weights at the second step
     usual = float(np.median(part[inside])) if inside.any() else 0.0
-    is_all = abs(usual - 1) < 0.1
-    if np.abs(part - np.where(inside, usual, 0.0)).max() > 0.1 or not (
-        is_all or (inside.all() and len(part) >= MIN_COURSE)
-    ):
+    is_all, is_constant = abs(usual - 1) < 0.1, inside.all() and len(part) >= MIN_COURSE
+    if np.abs(part - np.where(inside, usual, 0.0)).max() > 0.1 or not (is_all or is_constant):
         return []
     at, usual = known & np.isin(steps, step[inside]), 1.0 if is_all else usual
     residual = np.where(at, data.d - usual * apart, data.d)
-    numbers: dict[str, Number] = {
-        "cause": "reference" if is_all else "part_of_updates",
-        "side": ROLLOUT,
-        "other": TRAIN,
-    }
-    numbers |= {"part": usual, "num_steps": int(inside.sum()), "of_steps": len(np.unique(steps))}
+    numbers: dict[str, Number] = {"cause": "reference" if is_all else "part_of_updates", "part": usual}
+    numbers |= {"side": ROLLOUT, "other": TRAIN, "num_steps": int(inside.sum()), "of_steps": len(np.unique(steps))}
     numbers |= {"first_step": int(step[inside].min()), "last_step": int(step[inside].max())}
     numbers["weight"] = weight = 1 - float(np.sum(residual[at] ** 2) / max(np.sum(data.d[at] ** 2), 1e-30))
     finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=commands.weights_replay(data), numbers=numbers)
+    # A formula of the values themselves, such as a temperature, is simpler than other weights.
     return [replace(predicting(data, finding, residual, 8.0, at), rank=3)]
 
 
