@@ -165,6 +165,11 @@ class DataRows:
         pairs = ((key, given) for key, given in self.settings.items() if re.search(name, key, re.IGNORECASE))
         return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
+    def number(self, name: str) -> float | None:
+        """Return the value of the first setting whose name matches and whose value is a number of at least 0."""
+        values = (str(value) for key, value in self.settings.items() if re.search(name, key, re.IGNORECASE))
+        return next((float(value) for value in values if re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", value)), None)
+
     @cached_property
     def cell(self) -> np.ndarray:
         """Number of each row's group within its step, [N]."""
@@ -256,8 +261,13 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
-def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
-    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1."""
+def shifted(
+    at: np.ndarray, most: int = 8, in_group: int = 1, length: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1.
+
+    `length` is each row's response length, [N], by which frameworks sort a batch to balance it.
+    """
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size

@@ -554,7 +554,10 @@ def _left(data: PairData) -> list[Finding]:
 def _state(data: PairData) -> list[Finding]:
     if kinds.weights_agree(data):
         return [kinds.equal_weights(data)]
-    return kinds.find_after_update(data) or kinds.find_earlier_growth(data) or kinds.find_kinds(data)
+    for find in (kinds.find_after_update, kinds.find_frozen, kinds.find_earlier_growth):
+        if found := find(data):
+            return found
+    return kinds.find_kinds(data)
 
 
 def _expected(data: PairData, finding: Finding, *, is_quantised: bool) -> Finding:

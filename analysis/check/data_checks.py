@@ -18,6 +18,7 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
+from ..trace.ragged import array_of, flat
 from .advantages import (
     CLOSE,
     TINY,
@@ -27,6 +28,7 @@ from .advantages import (
     is_16_bit,
     mean_of,
     numbered,
+    rms_of,
     shifted,
     split_steps,
 )
@@ -57,6 +59,7 @@ _EXPLAINED_BY = {
     "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
+    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
 
@@ -67,8 +70,8 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _restarts, _metrics, _ratios, _reference,
-            _reward_parts, _penalties,
+            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, _metrics, _ratios,
+            _reference, _reward_parts, _penalties, _kl_penalty,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -249,6 +252,50 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
             return
 
 
+_IDS = "SELECT step, row_number() OVER () AS place, response_ids FROM sequences WHERE {asked} ORDER BY step, place"
+_TEXT_NATS = 30.0
+"""Minimum log likelihood ratio between two orders of the rewards. Of some 25 orders, chance reaches about 15."""
+
+
+def _texts(run: DataRows) -> Iterator[DataFinding]:
+    """Find rewards that depend on other rows' responses (number of tokens, frequent tokens, finish reason), and not on
+    those of their own rows, by linear regression within groups."""
+    reward, asked = run.rows["reward"], run.rows["response"] > 0
+    num = int(np.isfinite(reward[asked]).sum())
+    if num < 100 or not np.ptp(reward[asked & np.isfinite(reward)]):
+        return
+    ids = run.database.connection.sql(_IDS.format(asked=run.asked)).to_arrow_table()["response_ids"]
+    tokens, size = array_of(flat(ids)[0]), run.rows["length"][asked].astype(int)
+    row = np.repeat(np.arange(len(size)), size)
+    usual = np.argsort(-np.bincount(tokens), kind="stable")[: num // 20]
+    counts = [np.bincount(row[tokens == each], minlength=len(size)) for each in usual[:16]]
+    x = np.log1p(np.stack([size, *counts], axis=1))
+    x = np.c_[x, run.finish_reasons[asked] == "length"].astype(float)
+    of_row = np.cumsum(asked) - 1
+
+    def evidence(place: np.ndarray) -> tuple[float, float]:
+        """Return the share of the rewards' variance that responses explain, and the share that chance would explain."""
+        moved = np.append(reward, np.nan)[place]
+        rows = np.flatnonzero(asked & np.isfinite(moved))
+        cell = numbered(run.labels[rows], run.at[rows])
+        own, y = x[of_row[rows]], moved[rows] - mean_of(cell, moved[rows])
+        own = own - np.stack([mean_of(cell, column) for column in own.T], axis=1)
+        left = y - own @ np.linalg.lstsq(own, y, rcond=None)[0]
+        varies = y @ y > TINY * (moved[rows] @ moved[rows])
+        return 1 - float(left @ left / (y @ y)) if varies else 0.0, x.shape[1] / max(len(rows), 1)
+
+    recorded, chance = evidence(np.arange(len(reward)))
+    if recorded > 2 * chance + 0.02:
+        return
+    in_group = int(np.median(count_of(run.cell)))
+    moves = shifted(run.at, in_group=in_group)
+    shares = {name: evidence(place)[0] for name, place in moves.items() if (place >= 0).mean() > 0.5}
+    best = max(shares, key=shares.__getitem__)
+    if num / 2 * np.log((1 - recorded) / max(1 - shares[best], TINY)) > _TEXT_NATS:
+        numbers: dict[str, Any] = {"explanation": best, "best": shares[best], "own": recorded}
+        yield from run.find("rewards_unlike_responses", asked, **numbers)
+
+
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
     """Find steps that all have the same prompts, and a resumed attempt that repeats the run's first prompts."""
     prompt = run.rows["prompt"]
@@ -278,12 +325,8 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     if not (setting := run.setting(name + "enable$", r"^(true|1(\.0)?)$")):
         return
 
-    def number(end: str) -> float | None:
-        values = (str(value) for key, value in run.settings.items() if re.search(end + "$", key, re.IGNORECASE))
-        return next((float(value) for value in values if re.fullmatch(r"\d+(\.\d*)?", value)), None)
-
-    buffer, longest = number(name + "len"), number("max_resp_len") or number("max_response_length")
-    if not buffer or not longest or number(name + "penalty_factor") == 0:
+    buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
+    if not buffer or not longest or run.number(name + "penalty_factor$") == 0:
         return
     reward, excess = run.rows["reward"], run.rows["length"] - (longest - buffer)
     known = np.isfinite(reward)
@@ -292,6 +335,34 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
     over = known & (excess > 0.05 * buffer) & (len(usual) <= 20)
     if np.isin(reward[over], usual).sum() > 0.95 * over.sum():
         yield from run.find("penalty_missing", over, least=8, setting=setting, limit=longest - buffer)
+
+
+_KL = """
+SELECT step, seq_id, list_sum(list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2])) AS kl
+FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
+"""
+_ROW_KL = f"SELECT step, row_number() OVER () AS place, coalesce(kl, 'nan') AS kl FROM sequences LEFT JOIN ({_KL}) USING (step, seq_id) ORDER BY step, place"
+
+
+def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
+    """Find advantages of whole responses without the KL penalty that verl's settings declare for rewards."""
+    setting = run.setting(r"(^|[./])use_kl_in_reward$", r"^(true|1(\.0)?)$")
+    coefficient = run.number(r"kl_coef$") or 0.0
+    if not setting or not coefficient or run.is_per_token or "reference" not in scored_passes(run.database):
+        return
+    kl = coefficient * run.database.connection.sql(_ROW_KL).fetchnumpy()["kl"]
+    reward, advantage = run.rows["reward"], run.rows["advantage"]
+    known = np.isfinite(reward) & np.isfinite(advantage) & np.isfinite(kl) & (run.labels > 0)
+    cell = np.unique(np.stack([run.cell, reward]), axis=1, return_inverse=True)[1]
+    cell = np.where(known, cell + 1, 0)
+    # Relative to the rewards' standard deviation, rows with equal rewards differ by their penalties.
+    spread = rms_of(run.at, np.where(known, reward - mean_of(run.cell, np.nan_to_num(reward)), 0.0))
+    size = rms_of(run.at, np.where(known, advantage, 0.0))
+    asked = known & (np.abs(kl - mean_of(cell, np.where(known, kl, 0.0))) > 0.01 * spread)
+    equal = np.abs(advantage - mean_of(cell, np.where(known, advantage, 0.0))) < 1e-4 * size
+    if (asked & equal).sum() > 0.95 * asked.sum():
+        numbers: dict[str, Any] = {"setting": setting, "coefficient": coefficient, "kl": np.abs(kl) / coefficient}
+        yield from run.find("kl_penalty_missing", asked & equal, least=20, **numbers)
 
 
 _RANDOM = "no shift of the rewards explains this, so the reward is random or belongs to other rows"

@@ -236,6 +236,44 @@ def repeats(data: PairData) -> RepeatedTokens:
     return RepeatedTokens(len(one), *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
 
 
+class Frozen(NamedTuple):
+    side: str
+    """The side, `a` or `b`, whose logprobs of repeated tokens do not change."""
+    since: int
+    """First step from which they do not change."""
+    tokens: int
+    """Number of tokens that occurred with the same prefix at an earlier step, from `since` on."""
+    own: float
+    """Rms difference between the side's logprobs of the same token at two steps, converted to a logit error (nats)."""
+    other: float
+    """The same for the other side."""
+
+
+@once
+def frozen(data: PairData) -> Frozen | None:
+    """Return the side that gives the same tokens with the same prefix the same logprobs at different steps, while the
+    other side's logprobs change. None if there are fewer than MIN_REPEATS such tokens."""
+    keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
+    temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
+    order = np.lexsort((steps, keys))
+    one, two = order[:-1], order[1:]
+    again = (keys[one] == keys[two]) & (temperature[one] == temperature[two]) & (steps[one] < steps[two])
+    again &= data.rest[one] > 0.05
+    one, two = one[again], two[again]
+    apart = {
+        side: np.abs(values[one] - values[two]) / data.scale[one] for side, values in (("a", data.a), ("b", data.b))
+    }
+    for since in np.unique(steps[one]):
+        inside = steps[one] >= since
+        if inside.sum() < MIN_REPEATS:
+            break
+        size = {side: float(np.sqrt(np.mean(values[inside] ** 2) / 2)) for side, values in apart.items()}
+        for side, other in ("ba", "ab"):
+            if size[side] < min(size[other] / 10, allowed_noise(data)) and len(np.unique(steps[two][inside])) > 1:
+                return Frozen(side, int(since), int(inside.sum()), size[side], size[other])
+    return None
+
+
 def not_repeatable(data: PairData) -> str | None:
     """Return the side, `a` or `b`, whose non-determinism accounts for the mismatch, or None if neither does."""
     found = repeats(data)

@@ -330,6 +330,8 @@ KINDS = {
     "prompts_repeat": ("every step has the same prompts", "all {num:,} steps have the same {num_prompts:,} prompts, so the data loader may not advance", _BY_GROUP),
     "prompts_restart": ("the resumed run starts with the first prompts again", "attempt {attempt} starts at step {start} with the prompts of step {first}, and repeats the prompts of {num_steps} steps in the same order, so the state of the data loader was not restored, unless an epoch ended there", _BY_GROUP),
     "penalty_missing": ("the length penalty is not applied", "{setting} is recorded, but rewards of {num:,} responses with clearly more than {limit:,.0f} tokens equal those of shorter ones"),
+    "kl_penalty_missing": ("the KL penalty is not applied", "{setting} is recorded with a coefficient of {coefficient:g}, but in {num:,} rows, advantages equal those of rows with the same reward and a different KL to the reference (|KL| {kl:.3g} nats, median)", _BY_GROUP),
+    "rewards_unlike_responses": ("rewards belong to other rows", "rewards depend on the responses of other rows ({explanation}): lengths, finish reasons and frequent tokens explain {best:.0%} of their variance within groups, but {own:.0%} as recorded"),
     "prompt_padding": ("prompts are recorded with padding", "{num:,} of {of:,} prompts begin with token {token} repeated, and no other prompt begins with a repeated token, so padding is recorded as part of the prompt"),
     "rewards_differ": ("the reward is not the sum of its parts", "the reward is {explanation}"),
     "rewards_count_masked": ("a length penalty counts masked tokens", "{name} depends only on the number of response tokens, including tokens outside the loss, such as tool output, which {num:,} rows contain"),

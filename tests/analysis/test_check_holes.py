@@ -307,6 +307,30 @@ def stale_with_prompts_again(path, versions, fade=None):
     return path
 
 
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize("side", ["rollout", "train"])
+def test_a_side_that_gives_repeated_tokens_the_same_logprobs_at_all_steps_is_not_updated(tmp_path, side, since):
+    with Recorder(tmp_path / "trace") as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        new = old = table()
+        for number in range(1, 9):
+            old = new if number <= since else old
+            step = sample(old if side == "rollout" else new, 100 + number, in_group=8, longest=30)
+            step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[p.tolist() for p in step.prompts], group_ids=step.groups,
+                response_ids=[r.tolist() for r in step.responses],
+            )  # fmt: skip
+            for name in ("rollout", "train"):
+                recorder.add_scores(name, batch, logprobs=step.scored(old if name == side else new))
+            new = moved(new, number, 0.15)
+    first = check(tmp_path / "trace").findings[0]
+    assert (first.code, first.signal, first.numbers["cause"]) == ("weights_differ", "frozen", "frozen")
+    assert (first.numbers["side"], first.numbers["since"]) == (side, since)
+    assert first.broken == ("engine" if side == "rollout" else "trainer")
+
+
 def test_prompts_that_come_again_make_no_prefix_cache_of_other_weights(tmp_path):
     found = check(stale_with_prompts_again(tmp_path / "trace", 0.3)).findings
     assert found[0].code == "weights_differ"

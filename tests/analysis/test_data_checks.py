@@ -217,6 +217,13 @@ def of_returns(recorder, batch, step, number):
 RETURNS = {"columns": lambda step, n: {"response_mask": turns_of(n)}, "passes": of_returns, "reward": graded}
 
 
+def penalties_of(number, coefficient=0.1):
+    return coefficient * np.array([row.sum() for row in kl_of(number)])
+
+
+DECLARED_KL = {"passes": of_returns, "hyperparameters": {"algorithm.adv_estimator": "grpo", "algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1}}  # fmt: skip
+
+
 def means(r):
     return (np.bincount(GROUP, r) / IN_GROUP)[GROUP]
 
@@ -289,6 +296,8 @@ SOUND = {
     "returns": {"advantage": lambda r, n: returns(r, n, kl=0.0), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, **RETURNS},
     "grpo": {},
     "grpo of graded rewards": {"reward": graded},
+    "declared penalty of the reference": {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n))},
+    "declared penalty in the reward": {**DECLARED_KL, "reward": lambda step, n, draw: binary(step, n, draw) - penalties_of(n)},
     "grpo with the other standard deviation": {"advantage": lambda r, n: grpo(r, ddof=0, eps=1e-6)},
     "grpo with a large eps": {"advantage": lambda r, n: grpo(0.5 * r, eps=0.05), "recorded": lambda r, n: 0.5 * r},
     "dr. grpo": {"advantage": lambda r, n: centred(r)},
@@ -448,6 +457,8 @@ FAULTS = {
     "raw rewards except for the best": ("advantages_mixed", None, {"advantage": lambda r, n: best_only(r, r), "reward": scattered}),
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
+    "rewards and advantages of the next row": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: np.roll(graded(step, n, draw), 1)}),
+    "declared penalty of the reference": ("kl_penalty_missing", None, DECLARED_KL),
     "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
     "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
     "interleaved group ids": ("groups_mix_prompts", None, {"groups": lambda step, n: [str(row % GROUPS) for row in range(len(GROUP))], "advantage": lambda r, n: strided(r)}),

@@ -100,6 +100,8 @@ WEIGHTS = Fault(
         "batch",
         "reference": "{side}'s logprobs are {part:.0%} of the way from {other}'s to the reference's at {num_steps:,} of "
         "{of_steps:,} steps ({span_text}), which accounts for {weight:.0%} of the mismatch there",
+        "frozen": "from step {since} on, {side} gives the same tokens in the same context the same logprobs at every step "
+        "(they differ by {own:.2g} nats rms in the logit over {num_tokens:,} repeated tokens), while {other}'s change by {moved:.2g} nats",
         "judged": judged(
             "a weight sync that failed, was late or left tensors out; a missing adapter; a replica at a different "
             "version; or trainer logprobs from the reference model or from after the update"
@@ -117,6 +119,7 @@ WEIGHTS = Fault(
         "after_update": "one side was scored after the update on the same batch",
         "never_synchronised": "the trainer's weights were never sent to the engine",
         "early": "older weights or a different prompt at the beginning of responses: a prefix cache kept across updates, or weights swapped during sampling",
+        "frozen": "one side's weights are never updated",
         "other_weights": "the engine's weights match no recorded version of the trainer",
         "reference": "the engine has the reference's weights: without the adapter, not updated, or restored wrongly",
         "part_of_updates": "the engine applies only part of the trainer's updates, such as an adapter at the wrong scale",
@@ -224,6 +227,19 @@ def find_reference(data: PairData) -> list[Hypothesis]:
     finding = WEIGHTS.finding(data, "reference", at, weight=weight, next=commands.weights_replay(data), numbers=numbers)
     # A formula of the values themselves, such as a temperature, is simpler than other weights.
     return [replace(predicting(data, finding, residual, 8.0, at), rank=3)]
+
+
+def find_frozen(data: PairData) -> list[Finding]:
+    """Detect a side whose weights do not change from step to step, although the other side's do."""
+    found = features.frozen(data)
+    if found is None:
+        return []
+    other = "b" if found.side == "a" else "a"
+    numbers: dict[str, Number] = {"cause": "frozen", "side": data.names[found.side], "other": data.names[other]}
+    numbers |= {"since": found.since, "num_tokens": found.tokens, "own": found.own, "moved": found.other}
+    inside, broken = data.sample.steps[data.seq] >= found.since, SIDES.get(data.names[found.side], "computation")
+    next = commands.weights_replay(data)
+    return [WEIGHTS.finding(data, "frozen", inside, weight=0.9, next=next, broken=broken, numbers=numbers)]
 
 
 def find_earlier_growth(data: PairData) -> list[Finding]:
