@@ -182,6 +182,15 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     asked = np.flatnonzero(known & (response > 0) & (run.labels > 0))
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
     least = 1e-9 * np.abs(reward).max(initial=0.0)
+    varies = mean_of(cell, 1.0 * (np.abs(reward - mean_of(cell, reward)) > least)) > 0
+    values, counts = np.unique(reward[~varies & (count_of(cell) > 1)], return_counts=True)
+    if len(values):
+        value = float(values[counts.argmax()])
+        alike = ~varies & (reward == value)
+        num, elsewhere = len(np.unique(cell[alike])), (reward[~alike] == value).mean() if varies.any() else 1.0
+        if min(num, len(np.unique(cell[varies]))) >= 8 and elsewhere < 0.01:
+            affected = np.isin(np.arange(len(at)), asked[alike])
+            yield from run.find("rewards_of_groups", affected, num_groups=num, value=value, notice=True)
     within = _after_last(np.abs(reward - mean_of(cell, reward)) > least, at[asked])
     if not within.any():
         return
@@ -376,7 +385,7 @@ _LOGGED = (
 """Table, column, tolerance (SQL), and the names under which frameworks log the column's mean."""
 _LOSS_TOKENS = "the number of tokens in the loss"
 _MEANS = """
-SELECT step, avg(value) AS mean, {error} AS error
+SELECT step, avg(value) AS mean, {error} AS error, min(value) AS lowest, max(value) AS highest
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
 """
 
@@ -389,7 +398,7 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
         if {name for name, _ in logged}.isdisjoint(names):
             continue
         query = _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error)
-        steps, mean, errors = execute(query).fetchnumpy().values()
+        steps, mean, errors, *extremes = execute(query).fetchnumpy().values()
         found: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, bool]] = {}
         for name, by in itertools.product(names, (0, 1, -1)):
             value = np.array([logged.get((name, int(step) + by), np.nan) for step in steps])
@@ -422,6 +431,24 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
             numbers = {"logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst])}
             code, numbers = ("metric_contradicts", numbers) if is_other else ("metric_of_others", numbers | {"of": of})
             yield from run.find(code, off[known], steps[known], name=name, notice=is_notice, **numbers)
+        if not wrong:  # the mean covers all recorded rows, so the smallest and largest values do, too
+            whole = [name for name, by in fitting if not by and not found[name, by][2] and "mean" in name]
+            yield from _extremes(run, logged, whole, steps, dict(zip(("min", "max"), extremes, strict=True)))
+
+
+def _extremes(
+    run: DataRows, logged: dict[tuple[str, int], float], means: list[str], steps: np.ndarray, extremes: dict[str, np.ndarray],
+) -> Iterator[DataFinding]:  # fmt: skip
+    """Compare the logged minimum and maximum ([S] each) of quantities whose logged `means` are right."""
+    for name, (kind, own) in itertools.product(means, extremes.items()):
+        name = name.replace("mean", kind)
+        value = np.array([logged.get((name, int(step)), np.nan) for step in steps])
+        ends, distance = _distance(value, own)
+        off = distance > 1e-3 * np.abs(own).max()
+        if off.sum() > 2:
+            worst = ends[distance.argmax()]
+            numbers: dict[str, Any] = {"logged": value[worst], "recorded": own[worst], "step": int(steps[worst])}
+            yield from run.find("metric_contradicts", off, steps[ends], name=name, notice=True, **numbers)
 
 
 def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:

@@ -287,6 +287,7 @@ KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite{explanation}", _NOT_FINITE),
     "rewards_constant": ("constant rewards", "every reward{after} is {value:g}, so there is nothing to learn", _BY_STEP),
     "rewards_by_prompt": ("rewards do not depend on the response", "all {num:,} groups with different responses have equal rewards, although rewards differ between prompts, so there is nothing to learn within a group; rewards may be cached by prompt", _BY_GROUP),
+    "rewards_of_groups": ("some groups all get the same reward", "all rows in {num_groups:,} groups have the reward {value:g}, which hardly occurs in other groups, so the reward function may fail for these prompts", _BY_GROUP),
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group", _BY_GROUP),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups contain rows from several prompts, up to {most} prompts in one group", _BY_GROUP),
     "prompts_split": ("prompts are split over groups", "each prompt's rows are split over {num_groups} groups per step, each with its own baseline", _BY_GROUP),

@@ -217,6 +217,11 @@ def of_returns(recorder, batch, step, number):
 RETURNS = {"columns": lambda step, n: {"response_mask": turns_of(n)}, "passes": of_returns, "reward": graded}
 
 
+def lengths_logged(step, least):
+    lengths = [len(row) for row in step.responses]
+    return {"response_length/mean": np.mean(lengths), "response_length/max": max(lengths), "response_length/min": least}
+
+
 def penalties_of(number, coefficient=0.1):
     return coefficient * np.array([row.sum() for row in kl_of(number)])
 
@@ -323,6 +328,7 @@ SOUND = {
     "best row only": {"advantage": lambda r, n: best_only(r, 0.0), "reward": scattered},
     "float32": {"advantage": lambda r, n: grpo(r.astype(np.float32)).astype(np.float32), "reward": graded},
     "solved": {"reward": lambda step, n, draw: binary(step, n, draw) if n < 4 else np.ones(len(GROUP)), "metrics": lambda step, r, n: {"reward": r.mean()}},
+    "logged lengths": {"metrics": lambda step, r, n: lengths_logged(step, min(map(len, step.responses)))},
     "metrics": {"metrics": lambda step, r, n: {"reward": r.mean(), "completion_length": np.mean([len(x) for x in step.responses]), "entropy": np.concatenate(step.entropies()).mean()}},
 "rows without a reward": {"columns": some_rows},
     "groups of several sizes": {"groups": lambda step, n: [f"{g % 6}" for g in GROUP], "advantage": lambda r, n: grpo(r, GROUP % 6), "columns": lambda step, n: {"prompt_ids": None}},
@@ -488,6 +494,8 @@ FAULTS = {
     "first three rows": ("baseline", None, {"advantage": lambda r, n: r - r.reshape(-1, IN_GROUP)[:, :3].mean(1)[GROUP], "reward": graded}),
     "advantages of equal rewards": ("advantages_of_equal", None, {"advantage": lambda r, n: np.where(spread(r) > 0, grpo(r), 3.0), "reward": lambda step, n, draw: (draw.random(len(GROUP)) < np.array([0, 0, 1, 1, 0.3, 0.4, 0.5, 0.6])[GROUP]).astype(float)}),
     "reward changed later": ("advantages_unequal", None, {"recorded": lambda r, n: np.where(np.arange(len(r)) % IN_GROUP == 5, 1 - r, r)}),
+    "no reward for a source of prompts": ("rewards_of_groups", None, {"reward": lambda step, n, draw: np.where(GROUP % 3 > 0, graded(step, n, draw), 0.0)}),
+    "logged minimum over padding": ("metric_contradicts", None, {"metrics": lambda step, r, n: lengths_logged(step, 0)}),
     "logged half": ("metric_of_others", None, {"metrics": lambda step, r, n: {"reward": r[: len(r) // 2].mean()}, "reward": graded}),
     "logged twice": ("metric_of_others", None, {"metrics": lambda step, r, n: {"reward": 2 * r.mean()}, "reward": graded}),
     "logged length with prompt": ("metric_of_others", None, {"metrics": lambda step, r, n: {"completion_length": np.mean([len(row) + len(p) for row, p in zip(step.responses, step.prompts, strict=True)])}}),
@@ -537,6 +545,8 @@ FAULTS = {
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "no reward for a source of prompts",
+    "logged minimum over padding",
     "a clipped sum",
     "rewards of some rows lost",
     "nothing, divided",
