@@ -347,10 +347,11 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
 
 
 _KL = """
-SELECT step, seq_id, list_sum(list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2])) AS kl
-FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
+SELECT step, place, coalesce(kl, 'nan') AS kl FROM (SELECT run, step, seq_id, row_number() OVER () AS place FROM sequences) LEFT JOIN (
+    SELECT run, step, seq_id, list_sum(list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2])) AS kl
+    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
+) USING (run, step, seq_id) ORDER BY step, place
 """
-_ROW_KL = f"SELECT step, row_number() OVER () AS place, coalesce(kl, 'nan') AS kl FROM sequences LEFT JOIN ({_KL}) USING (step, seq_id) ORDER BY step, place"
 
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
@@ -359,7 +360,7 @@ def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     coefficient = run.number(r"kl_coef$") or 0.0
     if not setting or not coefficient or run.is_per_token or "reference" not in scored_passes(run.database):
         return
-    kl = coefficient * run.database.connection.sql(_ROW_KL).fetchnumpy()["kl"]
+    kl = coefficient * run.database.connection.sql(_KL).fetchnumpy()["kl"]
     reward, advantage = run.rows["reward"], run.rows["advantage"]
     known = np.isfinite(reward) & np.isfinite(advantage) & np.isfinite(kl) & (run.labels > 0)
     cell = np.unique(np.stack([run.cell, reward]), axis=1, return_inverse=True)[1]
