@@ -181,6 +181,21 @@ class DataRows:
         return _left_out(rewards, self.cell)
 
     @cached_property
+    def counts_masked(self) -> bool | None:
+        """Whether rewards of rows without tokens in the loss count in their group's mean. None if unclear."""
+        cell, reward, advantage = self.cell, self.rows["reward"], np.nan_to_num(self.rows["advantage"])
+        trains = 1.0 * (self.rows["loss_length"] > 0)
+        share = np.maximum(mean_of(cell, trains), TINY)
+        apart = np.abs(mean_of(cell, reward) - mean_of(cell, reward * trains) / share)
+        asked = (trains > 0) & (share < 1) & (self.labels > 0) & (apart > 0.01)
+        least = CLOSE * rms_of(self.at, advantage)
+        with_masked, without = (
+            (np.abs(mean) < least)[asked].mean() > 0.95 if asked.sum() >= 8 else False
+            for mean in (mean_of(cell, advantage), mean_of(cell, advantage * trains) / share)
+        )
+        return False if without else True if with_masked else None
+
+    @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of rows in the same group, as two arrays of row indices, [K]: the second row's prompt begins with the
         first row's prompt and response."""
@@ -793,6 +808,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if len(run.continued[0]):  # only a trajectory's last row has the outcome as its reward
         response = run.rows["response"]
         known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
+    if run.counts_masked is False:
+        known &= run.rows["loss_length"] > 0
     r, a, length, labels = (
         each[known] for each in (*map(run.rows.__getitem__, ("reward", "advantage", "loss_length")), run.labels)
     )
@@ -864,6 +881,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     freedom = float(rules.freedom[off].sum())
     if not freedom:
         return
+    # At steps with few groups whose rewards vary, no rule may fit by chance.
+    is_small = 3 * np.median(rules.freedom[off]) < np.median(rules.freedom[is_judged])
     correlation, error = float(rules.correlation[off] @ rules.freedom[off]) / freedom, _ERRORS / freedom**0.5
     values = a[off[at]]
     numbers = {key: float(np.median(getattr(rules, key)[off])) for key in ("fit", "own", "between")} | {
@@ -871,7 +890,10 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     }  # fmt: skip
     is_batch = name in (_BATCH, _NOTHING)
     # An unknown baseline, such as the reward of a greedy response, can be the same for all groups at some steps.
-    is_elsewhere_unknown = (rules.name == "").sum() > max(0.05 * num_judged, (rules.name == "own").sum())
+    unknown, own, every = (
+        float(rules.freedom[each].sum()) for each in (rules.name == "", rules.name == "own", is_judged)
+    )
+    is_elsewhere_unknown = unknown > max(0.05 * every, own)
     if correlation < -(0.95 if name else 0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield from found("advantages_inverted", off, **numbers)
     elif is_batch and is_elsewhere_unknown:
@@ -899,7 +921,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (
-        (3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all())  # a change during the run
+        (
+            3 <= off.sum() <= num_judged - 3 and off[is_judged][-off.sum() :].all() and not is_small
+        )  # a change during the run
         or (run.group_setting and 2 * off.sum() > num_judged)
     ):
         if rules.is_linear[off].any():

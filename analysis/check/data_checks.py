@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -71,12 +72,12 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     if len(run.at):
         checks = (
             _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, _metrics, _ratios,
-            _reference, _reward_parts, _penalties, _kl_penalty,
+            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
             find = partial(run.find, sample=sample)
-            of_tokens = itertools.chain(_tokens(sample, find), _stripped(run, sample, find))
+            of_tokens = itertools.chain(_tokens(run, sample, find), _stripped(run, sample, find))
             found |= {finding.code: finding for finding in of_tokens}
     faults = {code for code, finding in found.items() if not finding.is_notice}
     kept = [
@@ -155,7 +156,8 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
         return
     first, second = (run.rows["advantage"][rows] for rows in (row, later))
     differs = np.abs(first - second) > 1e-3 * np.abs(np.nan_to_num(second)).max(initial=0.0)
-    yield from run.find("turns_differ", differs, rows=row, notice=True)
+    text = ": those of earlier turns are 0" if differs.any() and not first[differs].any() else ""
+    yield from run.find("turns_differ", differs, rows=row, explanation=text, notice=True)
 
 
 def _after_last(differs: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -314,6 +316,14 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     first, *others = {*drawn.values()}
     if len(drawn) > 2 and len(first) > 1 and not others:
         yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=len(first), notice=True)
+    sets = [*drawn.values()]
+    shuffled = run.setting(r"shuffle", r"^(true|1(\.0)?)$")
+    for period in range(2, len(sets) // 2 + 1) if shuffled and len({*sets}) == len({*sets[: len(sets) // 2]}) else ():
+        if sets[period:] == sets[:-period]:
+            numbers: dict[str, Any] = {"setting": shuffled, "period": period, "start": int(run.steps[period])}
+            affected = np.arange(len(sets)) >= period
+            yield from run.find("prompts_unshuffled", affected, run.steps, **numbers)
+            break
     known = attempts(run.database)
     for attempt in known[1:]:
         by = attempt.first_step - known[0].first_step
@@ -323,7 +333,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
         before = [each for step, each in drawn.items() if step < attempt.first_step]
         # Up to the steps that the earlier attempt reached, all prompts must repeat, but not within this attempt.
         if num >= 2 and num >= min(len(again), by) and len({*before}) == len(before):
-            numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
+            numbers = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
             affected = np.arange(len(again)) < num
             yield from run.find("prompts_restart", affected, np.array(there), first=known[0].first_step, **numbers)
 
@@ -373,6 +383,19 @@ def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     if (asked & equal).sum() > 0.95 * asked.sum():
         numbers: dict[str, Any] = {"setting": setting, "coefficient": coefficient, "kl": np.abs(kl) / coefficient}
         yield from run.find("kl_penalty_missing", asked & equal, least=20, **numbers)
+
+
+_KL_COEFFICIENT = r"(^|[./_])(kl_(loss_|penalty_)?coef|kl_ctl|beta)$"
+_KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
+
+
+def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
+    """Find a logged KL to the reference that is always 0, although a setting gives it a weight."""
+    query = "SELECT name, count(*) FROM metrics GROUP BY name HAVING count(DISTINCT step) > 3 AND bool_and(value = 0)"
+    names = [name for name, _ in run.database.connection.execute(query).fetchall() if _KL_METRIC.search(name)]
+    if names and run.number(_KL_COEFFICIENT):
+        numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(_KL_COEFFICIENT, r"[1-9]")}
+        yield from run.find("kl_is_zero", run.steps > -1, run.steps, **numbers)
 
 
 _RANDOM = "no shift of the rewards explains this, so the reward is random or belongs to other rows"
@@ -747,6 +770,8 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
         known = np.isfinite(values)
         if not deviation:
+            if known.all() and not values.any() and max(varies):
+                yield from run.find("reward_function_constant", known, rows=rows, name=name, notice=True)
             continue
 
         def is_function_of(count: np.ndarray, values: np.ndarray = values, known: np.ndarray = known) -> bool:
@@ -781,10 +806,10 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
 Find = Callable[..., Iterator[DataFinding]]
 
 
-def _tokens(sample: Sample, find: Find) -> Iterator[DataFinding]:
+def _tokens(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
         if engine.name == "rollout":
-            for check in (_unsampled, _repeated, _masked):
+            for check in (_unsampled, _repeated, partial(_masked, run)):
                 yield from check(sample, engine, other, find)
     yield from _ends(sample, find)
     yield from _entropies(sample, find)
@@ -888,11 +913,38 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
     return ""
 
 
-def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
+_MAX_LAG = (
+    r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
+)
+
+
+def _beyond_lag(
+    run: DataRows, sample: Sample, lag: np.ndarray, versions: np.ma.MaskedArray, find: Find
+) -> Iterator[DataFinding]:
+    """Find rows whose engine is further behind the trainer (`lag`, [S] updates) than a setting allows (steps)."""
+    limit, known = run.number(_MAX_LAG), ~np.asarray(versions.mask) & np.ones(len(lag), bool)
+    if limit is None or len(np.unique(sample.steps[known])) < 2:
+        return
+    per_step = max(np.polyfit(sample.steps[known], versions[known], 1)[0], 1.0)  # updates per step
+    lag = np.floor(lag / per_step + 0.01)
+    # Frameworks count either the steps between two versions or the versions in flight.
+    is_notice = bool(lag.max() <= limit + 1)
+    yield from find(
+        "lag_exceeds_limit",
+        lag > limit,
+        least=3,
+        setting=run.setting(_MAX_LAG, ""),
+        largest=int(lag.max()),
+        notice=is_notice,
+    )
+
+
+def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens outside the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
         yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
+        yield from _beyond_lag(run, sample, -ahead, other.versions, find)
     stopped, truncated = sample.ended == "stop", sample.ended == "length"
     masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
     if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
@@ -903,7 +955,8 @@ def _masked(sample: Sample, engine: PassSample, other: PassSample, find: Find) -
         is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
         yield from find("finished_masked", masked & stopped, notice=not is_end)
     else:
-        yield from find("rows_masked", masked, least=3, notice=True)
+        text = ", and their rewards count in their groups' baselines" if run.counts_masked else ""
+        yield from find("rows_masked", masked, least=3, explanation=text, notice=True)
     place = np.arange(len(sample.tokens))
     last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -932,12 +985,12 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     cut = said == "length"
     total, longest = lengths + sample.prompt_lengths, int(lengths.max(initial=0))
     early = cut & np.isfinite(limit) & (lengths < limit)
-    if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]):
+    partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
+    if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]) and not len(partly):
         least = int(max(3, np.ceil(0.5 * cut.sum())))
         yield from find("limit_contradicts", early, least=least, length=lengths, limit=limit)
     # The limit applies to each stretch of sampled tokens between tool outputs.
     runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
-    partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
     sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
     beyond = np.isfinite(limit) & (limit > 0) & (sampled > limit)
     yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
@@ -950,10 +1003,16 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     has_end = np.isin(last, [end for end in usual if (sample.tokens[inside] == end).sum() <= (last == end).sum()])
     # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
-        wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
-        least = int(max(3, np.ceil(0.02 * np.isin(said, ("stop", "length")).sum())))
-        numbers = {"num_stop": int((wrong & ~cut).sum()), "num_length": int((wrong & cut).sum()), "length": longest}
-        yield from find("finish_contradicts", wrong, least=least, **numbers)
+        ended = ~np.isin(said, ("", "length", "abort", "cancelled", "error", "timeout"))
+        wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
+        least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
+        why = {"length": "they are shorter and end with an end token"}
+        full = f"they have the full length {longest} and no end token"
+        parts = [
+            f"{num:,} have {reason!r} although {why.get(reason, full)}"
+            for reason, num in Counter(said[wrong].tolist()).items()
+        ]
+        yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
     num_known = sum(len(prompt) > 3 for prompt in known)

@@ -255,6 +255,16 @@ def test_rows_that_are_exact_where_they_are_first_of_a_pack_are_no_copies(tmp_pa
     assert found.findings[0].code == "row_context"
 
 
+def test_rows_without_padding_have_the_longest_prompts(tmp_path):
+    found = recorded_forwards(
+        tmp_path / "trace",
+        off_where(lambda num, number: padding(num, number) == 0),
+        lambda num, number: forwards(num, number, padding(num, number)),
+    )
+    first = found.findings[0]
+    assert (first.code, first.numbers["cause"], first.numbers["kind"]) == ("row_context", "cut", "before")
+
+
 def test_padding_that_is_attended_to_is_found_by_its_record(tmp_path):
     found = recorded_forwards(
         tmp_path / "trace",

@@ -222,6 +222,40 @@ def lengths_logged(step, least):
     return {"response_length/mean": np.mean(lengths), "response_length/max": max(lengths), "response_length/min": least}
 
 
+def lagging(lag, per_step=1):
+    """Scores of an engine that is `lag(number)` steps behind, with `per_step` updates a step."""
+
+    def passes(recorder, batch, step, number):
+        version = per_step * number
+        behind = version - per_step * lag(number)
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), policy_version=behind)
+        recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=version)
+
+    return passes
+
+
+def epochs(order):
+    """Prompts of epochs of four steps, in the order `order(epoch)`."""
+
+    def columns(step, number):
+        place = order((number - 1) // 4)[(number - 1) % 4]
+        return {"prompt_ids": [[9, int(place), int(group)] for group in GROUP]}
+
+    return columns
+
+
+def without_masked(reward, number):
+    """Rewards minus the mean of the group's rows that train; 0 for the others."""
+    trains = np.random.default_rng(number).random(len(GROUP)) > 0.3
+    mean = np.bincount(GROUP, reward * trains) / np.maximum(np.bincount(GROUP, trains), 1)
+    return (reward - mean[GROUP]) * trains
+
+
+def third_masked(step, number):
+    trains = np.random.default_rng(number).random(len(GROUP)) > 0.3
+    return {"response_mask": [np.full(len(row), one) for row, one in zip(step.responses, trains, strict=True)]}
+
+
 def penalties_of(number, coefficient=0.1):
     return coefficient * np.array([row.sum() for row in kl_of(number)])
 
@@ -301,6 +335,9 @@ SOUND = {
     "returns": {"advantage": lambda r, n: returns(r, n, kl=0.0), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, **RETURNS},
     "grpo": {},
     "grpo of graded rewards": {"reward": graded},
+    "epochs in another order": {"columns": epochs(lambda epoch: np.random.default_rng(epoch).permutation(4)), "hyperparameters": {"data.shuffle": True}},
+    "an engine as far behind as allowed": {"passes": lagging(lambda n: min(n, 2), per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}},
+    "a logged KL": {"metrics": lambda step, r, n: {"actor/kl_loss": 0.01 * (n > 1)}, "hyperparameters": {"actor.kl_loss_coef": 0.01}},
     "declared penalty of the reference": {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n))},
     "declared penalty in the reward": {**DECLARED_KL, "reward": lambda step, n, draw: binary(step, n, draw) - penalties_of(n)},
     "grpo with the other standard deviation": {"advantage": lambda r, n: grpo(r, ddof=0, eps=1e-6)},
@@ -464,6 +501,10 @@ FAULTS = {
     "neighbours of other prompts": ("baseline", None, {"groups": lambda step, n: [str(GROUP[row]) for row in INTERLEAVED], "columns": lambda step, n: interleaved_columns(step), "passes": interleaved_scores}),
     "absolute values": ("advantages_unsigned", None, {"advantage": lambda r, n: np.abs(grpo(r)), "reward": graded}),
     "rewards and advantages of the next row": ("rewards_unlike_responses", None, {"reward": lambda step, n, draw: np.roll(graded(step, n, draw), 1)}),
+    "epochs in one order": ("prompts_unshuffled", 5, {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": True}}),
+    "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
+    "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
+    "a reward function that gives 0": ("reward_function_constant", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "format": 0 * GROUP}}}),
     "declared penalty of the reference": ("kl_penalty_missing", None, DECLARED_KL),
     "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
     "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
@@ -545,6 +586,7 @@ FAULTS = {
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "a reward function that gives 0",
     "no reward for a source of prompts",
     "logged minimum over padding",
     "a clipped sum",
@@ -783,6 +825,22 @@ def test_what_the_affected_rows_share_is_said(tmp_path, kind):
     found = findings(write(tmp_path / "run", columns=lambda step, n: masked_rows(chosen)(step, n)))
     (text,) = [data_text(one) for one in found if one.code == "rows_masked"]
     assert f"; the rows are {expected} (" in text if expected else "; the rows" not in text
+
+
+@pytest.mark.parametrize(("advantage", "counts"), [(lambda r, n: centred(r), True), (without_masked, False)])
+def test_whether_rows_without_loss_tokens_count_in_the_baseline_is_said(tmp_path, advantage, counts):
+    (found,) = findings(write(tmp_path / "run", advantage, columns=third_masked))
+    assert (found.code, found.is_notice) == ("rows_masked", True)
+    assert ("count in their groups' baselines" in data_text(found)) == counts
+
+
+def test_full_responses_without_an_end_token_are_not_tool_calls(tmp_path):
+    def columns(step, number):
+        given = stopped(step)
+        return given | {"finish_reason": ["stop" if ids[-1] == END else "tool_calls" for ids in given["response_ids"]]}
+
+    (found,) = [one for one in findings(write(tmp_path / "run", columns=columns)) if one.code == "finish_contradicts"]
+    assert "have 'tool_calls' although they have the full length 11" in data_text(found)
 
 
 @pytest.mark.parametrize(("elsewhere", "is_notice"), [(False, False), (True, True)])

@@ -513,7 +513,10 @@ def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
     steps = data.sample.steps[data.seq]
     if name == "group_id" and np.isin(np.unique(steps[place.inside]), steps[~place.inside]).mean() <= 0.5:
         return None  # whole steps are affected
-    return _IMPLIED["pad_left" if name == "prompt_length" and place.kind == "before" else name]
+    if place.kind == "before" and place.feature.startswith(("pad_left", "shorter_prompt", "prompt_length")):
+        # Rows without padding have the longest prompts. Rows with short prompts have the most padding.
+        name = "pad_left" if name == "prompt_length" else "prompt_length"
+    return _IMPLIED[name]
 
 
 def _finding(
