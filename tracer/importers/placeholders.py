@@ -76,18 +76,13 @@ class ZeroLists:
         """Return each pass's verdicts, one per row: KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
-            values, known = part.logprobs.values, part.logprobs.known
-            if known.any():
+            valid = part.logprobs.known
+            if valid.any():
                 self.seen.add(name)
-            if (known & (values != 0.0)).any():
+            if (valid & (part.logprobs.values != 0.0)).any():
                 self.filled.add(name)
         if not any(zeros.any() for zeros in zero_R.values()):
             return {name: np.full(len(part.rows), KEPT) for name, part in passes.items()}
-        return self._judged(passes, lengths, zero_R)
-
-    def _judged(
-        self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
         known, far = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for name, part in passes.items():
             cells, valid = cells_of(part.rows, lengths), part.logprobs.known
