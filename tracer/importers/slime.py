@@ -179,9 +179,8 @@ def add_trained(
 
 def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:
     shards = record.get("dp_shards")
-    listed = (
-        [shard.get("sample_indices") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
-    )
+    dicts = [shard for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
+    listed = [shard.get("sample_indices") for shard in dicts]
     total = sum(len(indices) for indices in listed if isinstance(indices, (list, tuple)))
     if all(isinstance(indices, (list, tuple)) for indices in listed) and listed and total != num_samples:
         raise ImportFailed(
