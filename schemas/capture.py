@@ -5,8 +5,7 @@ from hashlib import blake2b
 
 from .errors import InvalidOption
 
-LOGPROBS, TOPK, LOGITS = "logprobs", "topk", "logits"
-LEVELS = (LOGPROBS, TOPK, LOGITS)
+LOGITS = "logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +20,7 @@ class Capture:
     """Fraction of sequences (0 to 1) whose distributions are kept. Sampled tokens' logprobs are always kept."""
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
+        if self.level not in ("logprobs", "topk", LOGITS):
             raise InvalidOption(f"got {self.level!r}, expected logprobs, topk:K or logits", option="capture")
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
             raise InvalidOption(

@@ -51,21 +51,21 @@ def _check(document: Any, content: bytes) -> None:
         raise TypeError(f"its type is {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
         return  # too few brackets and no escapes, so the slow traversal would find nothing
-    waiting: list[tuple[int, Any]] = [(1, document)]
-    while waiting:
-        depth, value = waiting.pop()
-        if isinstance(value, str):
-            value.encode()  # raises UnicodeEncodeError for a lone surrogate
-        elif isinstance(value, (dict, list)):
-            if depth > MAX_DEPTH:
-                raise ValueError(f"nesting exceeds {MAX_DEPTH} levels")
-            inside = value if isinstance(value, list) else (*value, *value.values())
-            waiting += [(depth + 1, item) for item in inside]
+    _check_value(document, 1)
+
+
+def _check_value(value: Any, depth: int) -> None:
+    if isinstance(value, str):
+        value.encode()  # raises UnicodeEncodeError for a lone surrogate
+    elif isinstance(value, (dict, list)):
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nesting exceeds {MAX_DEPTH} levels")
+        for item in value if isinstance(value, list) else (*value, *value.values()):
+            _check_value(item, depth + 1)
 
 
 def _integer(text: str) -> int:
-    value = int(text)
-    if abs(value) > _MAX_INTEGER:
+    if abs(value := int(text)) > _MAX_INTEGER:
         raise ValueError("an integer does not fit in 64 bits")
     return value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -113,13 +113,12 @@ class Loss:
         Omits default `sapo_*` and `vespo_*` settings if the loss is of another kind.
         """
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
-        others = {
+        left_out = {
             field.name
             for field in fields(self)
-            for kind in (SAPO, VESPO)
-            if field.name.startswith(f"{kind}_") and kind != self.kind and known[field.name] == field.default
+            if field.name.partition("_")[0] in {SAPO, VESPO} - {self.kind} and known[field.name] == field.default
         }
-        return {PREFIX + name: value for name, value in known.items() if value is not None and name not in others}
+        return {PREFIX + name: value for name, value in known.items() if value is not None and name not in left_out}
 
 
 def read_loss(values: Mapping[str, Any]) -> Loss | None:
@@ -172,11 +171,8 @@ def _typed(name: str, value: str, kind: str) -> Any:
 
 def _own(values: Mapping[str, Any]) -> Loss:
     names = {field.name for field in fields(Loss)}
-    known = {name: value for name, value in values.items() if name in names}
-    if "max_tokens" in known:
-        known["max_tokens"] = int(known["max_tokens"])
-    if "kl_weighted" in known:
-        known["kl_weighted"] = bool(known["kl_weighted"])
+    types: dict[str, Callable[[Any], Any]] = {"max_tokens": int, "kl_weighted": bool}  # metrics are floats
+    known = {name: types[name](value) if name in types else value for name, value in values.items() if name in names}
     return Loss(**known, unknown=tuple(sorted(set(values) - names)))
 
 
@@ -204,13 +200,12 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
     if kind not in _GRPO_AGGREGATIONS:
         return None
     low = _number(values, "epsilon", 0.2)
-    high = _number(values, "epsilon_high", low)
     corrected = bool(values.get("use_vllm")) and bool(values.get("vllm_importance_sampling_correction"))
     level = SEQUENCE_MEAN if values["importance_sampling_level"] == "sequence" else TOKEN
     kl_weighted = bool(_number(values, "beta", 0.0) and _number(values, "use_bias_correction_kl", 0.0))
     return Loss(
         kind=kind if kind in (CISPO, SAPO, VESPO) else PPO, level=SEQUENCE_SUM if kind == VESPO else level,
-        clip_low=low, clip_high=high, clip_hard=_number(values, "delta", None),
+        clip_low=low, clip_high=_number(values, "epsilon_high", low), clip_hard=_number(values, "delta", None),
         aggregation=_grpo_aggregation(kind, values),
         max_tokens=int(_number(values, "max_completion_length", 0)) or None,
         kl_coefficient=_number(values, "beta", 0.0), kl_weighted=kl_weighted,

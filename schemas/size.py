@@ -14,7 +14,6 @@ def parse_size(text: str, *, option: str = "size") -> int:
     >>> parse_size("1.5GB")
     1500000000
     """
-    match = _SIZE.fullmatch(text)
-    if match is None:
+    if (match := _SIZE.fullmatch(text)) is None:
         raise InvalidOption(f"got {text!r}, expected a number with B, kB, MB, GB or TB, e.g. 500MB", option=option)
     return int(float(match[1]) * _UNITS[match[2].upper().removesuffix("B")])

@@ -21,8 +21,7 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
     >>> parse_steps("-2:", [1, 2, 3, 10, 20])
     [10, 20]
     """
-    chosen = select_steps(text, recorded)
-    if not chosen:
+    if not (chosen := select_steps(text, recorded)):
         span = f"{recorded[0]} to {recorded[-1]}" if recorded else "none"
         raise InvalidOption(
             f"{text!r} matches no recorded step{f' of {of}' if of else ''} (recorded: {span})", option="steps"
@@ -47,10 +46,8 @@ def _part(part: str, text: str, recorded: Sequence[int]) -> set[int]:
     if not recorded:
         return set()
     ends = [bound if bound is None or bound >= 0 else recorded[max(bound, -len(recorded))] for bound in bounds[:2]]
-    if len(ends) == 1:
-        return {step for step in recorded if step == ends[0]}
     first = recorded[0] if ends[0] is None else ends[0]
-    last = recorded[-1] if ends[1] is None else ends[1]
+    last = recorded[-1] if ends[-1] is None else ends[-1]
     stride = bounds[2] if len(bounds) == 3 and bounds[2] else 1
     return {step for step in recorded if first <= step <= last and (step - first) % stride == 0}
 

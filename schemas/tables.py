@@ -95,8 +95,8 @@ _WRITER = Column(
 )  # fmt: skip
 
 
-def _setting(name: str, type: pa.DataType, doc: str, unit: str = "") -> Column:
-    return Column(name, type, doc, unit=unit, is_sampling=True)
+_setting = partial(Column, is_sampling=True)
+_policy_version = partial(Column, "policy_version", pa.int64(), unit="updates")
 
 
 def _score(name: str, doc: str) -> Column:
@@ -105,10 +105,6 @@ def _score(name: str, doc: str) -> Column:
 
 def _digest(name: str, doc: str, null: str) -> Column:
     return Column(name, pa.uint64(), doc, null=null)
-
-
-def _policy_version(doc: str, null: str = "not recorded") -> Column:
-    return Column("policy_version", pa.int64(), doc, unit="updates", null=null)
 
 
 def _places(name: str, of: str, rows: str, null: str, *, repeats: bool) -> tuple[Column, Column]:
@@ -171,7 +167,7 @@ SEQUENCES_TABLE = Table(
         _setting("top_k", pa.int32(), "number of most probable tokens to sample from (neutral: 0, meaning all)"),
         _setting("min_p", pa.float64(), "minimum probability relative to the most probable token (neutral: 0.0)"),
         _setting("repetition_penalty", pa.float64(), "divisor for repeated tokens' logits (neutral: 1.0)"),
-        _setting("max_tokens", pa.int32(), "maximum response length", "tokens"),
+        _setting("max_tokens", pa.int32(), "maximum response length", unit="tokens"),
         Column(
             "finish_reason",
             pa.string(),

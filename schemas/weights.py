@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
-from typing import Any
-
-import msgspec
 
 from .documents import as_record, read_document, to_document
 
@@ -57,13 +54,6 @@ class WeightLayout:
     @property
     def num_bytes(self) -> int:
         return sum(ITEM_BYTES[dtype] * count for dtype, count in self.num_elements.items())
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> WeightLayout:
-        return msgspec.convert(values, cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from tim_trace.tracer.importers.dump_rows import routed
 from tim_trace.tracer.importers.format import Part
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.import_dump import _are_ordered
-from tim_trace.tracer.importers.rank_files import zig_zag
+from tim_trace.tracer.importers.slime_dumps import zig_zag
 from tim_trace.tracer.routing import NOT_ROUTED, read_routing
 from tim_trace.tracer.store import Store
 

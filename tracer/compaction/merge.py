@@ -60,7 +60,7 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     with alone(folder):
         finish(folder)
     snapshot = whole_snapshot(store)
-    chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
+    chosen = chosen_files(snapshot, file_bytes)
     if not any(chosen.values()):
         return merged_tables(snapshot, chosen, {})
     with grown_trace(trace) as building:
@@ -87,9 +87,8 @@ def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
-    total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
-    with progress("merging", total) as advance:
+    with progress("merging", sum(entry.rows for entries in chosen.values() for entry in entries)) as advance:
         parts = {table: list(read_parts(snapshot.store, entries)) for table, entries in chosen.items() if entries}
         for table, of_table in parts.items():
             room = building / f"{table}-buckets"
@@ -115,22 +114,21 @@ def _until_full(group: pa.Table | None, others: Iterator[pa.Table], path: Path, 
         group = next(others, None) if path.stat().st_size < file_bytes else None
 
 
-def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """Return the files to merge, or an empty list if merging would only rewrite one file."""
+def chosen_files(snapshot: Snapshot, file_bytes: int) -> dict[str, list[TableFile]]:
+    """Return each table's files to merge, or an empty list if merging would only rewrite one file."""
     # Replays are not merged, so that a replay can still be removed by deleting its files.
     replays = {
         state.writer
         for state in snapshot.writers
         if any(name.startswith(f"{PASSES}/{REPLAY_PREFIX}") for name in state.files)
     }
-    found = []
-    for entry in snapshot.files[table]:
-        is_large = (
-            entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _MIN_SHARE_OF_TARGET * file_bytes
-        )
-        if not is_large and entry.writer not in replays:
-            found.append(entry)
-    return found if len(found) > 1 else []
+    large = _MIN_SHARE_OF_TARGET * file_bytes
+    chosen = {}
+    for table in TABLES:
+        entries = [entry for entry in snapshot.files[table] if entry.writer not in replays]
+        found = [e for e in entries if not e.writer.startswith(f"{COMPACTION}-") or e.file.num_bytes < large]
+        chosen[table] = found if len(found) > 1 else []
+    return chosen
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> WriterState:
@@ -141,9 +139,10 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
     )  # fmt: skip
 
 
-def _without(state: WriterState, left_out: set[str]) -> None:
+def _write_without(folder: Path, state: WriterState, left_out: set[str]) -> None:
     state.files = {name: record for name, record in state.files.items() if name not in left_out}
     state.replaced = ()
+    _write_state(folder, state)
 
 
 def _write_state(folder: Path, state: WriterState) -> None:
@@ -152,17 +151,14 @@ def _write_state(folder: Path, state: WriterState) -> None:
 
 def finish(folder: Path) -> None:
     """Delete the source files of a merge, and remove them from their writers' states."""
-    store = Store(folder)
-    states = store.writers()[0]
-    replaced = {name for state in states for name in state.replaced}
-    if not replaced:
+    states = Store(folder).writers()[0]
+    if not (replaced := {name for state in states for name in state.replaced}):
         return
     for name in replaced:
         (folder / name).unlink(missing_ok=True)
     for state in sorted(states, key=lambda state: bool(state.replaced)):  # the list of replaced files goes last
         if state.replaced or not replaced.isdisjoint(state.files):
-            _without(state, replaced)
-            _write_state(folder, state)
+            _write_without(folder, state, replaced)
 
 
 def merged_tables(
@@ -219,7 +215,7 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
 
 def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress) -> list[MergedTable]:
     store = snapshot.store
-    chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
+    chosen = chosen_files(snapshot, file_bytes)
     replaced = {entry.relative for entries in chosen.values() for entry in entries}
     left = [entry.relative for table in TABLES for entry in snapshot.files[table] if entry.relative not in replaced]
     with whole_trace(output, snapshot.manifest, force=force) as building:
@@ -230,10 +226,8 @@ def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progr
             for name in store.walk(folder):
                 _copy(store, f"{folder}/{name}", building)
         for state in snapshot.writers:
-            if state.is_removed:
-                continue
-            _without(state, replaced | snapshot.replaced)
-            _write_state(building, state)
+            if not state.is_removed:
+                _write_without(building, state, replaced | snapshot.replaced)
         if files:
             _write_state(building, state_of(snapshot, files, ()))
         write_index(building)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,7 @@ class NumpyArray:
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
                 raise NotPlain("a NumPy array has too many or too few objects for its shape")
-            found = np.empty(len(self._bytes), object)
-            for place, item in enumerate(self._bytes):
-                found[place] = item
+            found = np.fromiter(self._bytes, object, len(self._bytes))
             return found.reshape(self._shape, order="F" if self._fortran else "C")
         return shaped(self._bytes, self._dtype.dtype, self._shape, fortran=self._fortran)
 
@@ -211,33 +209,25 @@ def _text(*parts: Any) -> str:
     return ":".join(str(part) for part in parts if isinstance(part, (str, int)))
 
 
-def not_called(*_: Any) -> Any:
-    raise NotPlain("the pickle calls a torch dtype")
-
-
-_BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {
-    _sequence: ("list", "tuple", "set", "frozenset"),
-    _dictionary: ("dict",),
-    _bytes: ("bytes", "bytearray"),
-}
-PLAIN = {
-    ("collections", "OrderedDict"): Known(_dictionary),
-    ("collections", "defaultdict"): Known(lambda *_: {}),
-    ("_codecs", "encode"): Known(_latin1),
-    **{
+def known(calls: Mapping[str, Mapping[str, Callable[..., Any]]]) -> dict[tuple[str, str], Known]:
+    """Return the allowlist for a table of modules, names and functions. Several of them are separated by spaces."""
+    return {
         (module, name): Known(make)
-        for module in ("builtins", "__builtin__")
-        for make, names in _BUILTINS.items()
-        for name in names
-    },
-    ("numpy", "dtype"): Known(NumpyDtype),
-    ("numpy", "ndarray"): Known(NumpyArray),
-    **{
-        (f"numpy.{core}.multiarray", name): Known(make)
-        for core in ("core", "_core")
-        for name, make in (("_reconstruct", NumpyArray), ("scalar", _scalar))
-    },
-    **{(f"numpy.{core}.numeric", "_frombuffer"): Known(_from_buffer) for core in ("core", "_core")},
-    ("torch", "Size"): Known(checked_shape),
-    ("torch", "device"): Known(_text),
-}
+        for modules, made in calls.items()
+        for module in modules.split()
+        for names, make in made.items()
+        for name in names.split()
+    }
+
+
+PLAIN = known(
+    {
+        "builtins __builtin__": {"list tuple set frozenset": _sequence, "dict": _dictionary, "bytes bytearray": _bytes},
+        "collections": {"OrderedDict": _dictionary, "defaultdict": lambda *_: {}},
+        "_codecs": {"encode": _latin1},
+        "numpy": {"dtype": NumpyDtype, "ndarray": NumpyArray},
+        "numpy.core.multiarray numpy._core.multiarray": {"_reconstruct": NumpyArray, "scalar": _scalar},
+        "numpy.core.numeric numpy._core.numeric": {"_frombuffer": _from_buffer},
+        "torch": {"Size": checked_shape, "device": _text},
+    }
+)

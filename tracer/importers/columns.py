@@ -86,8 +86,7 @@ def _rectangular(rows: RowBatch, array: pa.Array, name: str) -> pa.Array:
     while pa.types.is_list(values.type):
         lengths = values.value_lengths().to_numpy(zero_copy_only=False)
         first = int(lengths[0]) if len(lengths) else 0
-        odd = np.flatnonzero((lengths != first) | (lengths == 0))
-        if len(odd):
+        if len(odd := np.flatnonzero((lengths != first) | (lengths == 0))):
             token = int(odd[0]) // math.prod(sizes)
             row = int(np.searchsorted(ends, token, side="right"))
             raise ImportFailed(
@@ -108,7 +107,7 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
     type = "mixed values"
     try:
         array = given if isinstance(given, pa.Array) else _array(given, kind)
-        type = _type_name(array.type)
+        type = re.sub(r"<(element|item): ", "<", str(array.type)).replace(" not null", "")
         return kind.column(array)
     except WRONG as error:
         raise wrong(rows, given, type, theirs, ours, kind) from error
@@ -161,17 +160,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _type_name(type: pa.DataType) -> str:
-    return re.sub(r"<(element|item): ", "<", str(type)).replace(" not null", "")
-
-
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": LOGGED}
-"""Columns in a metrics file."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    lacking = [name for name in METRIC_KINDS if name not in rows.columns]
-    if lacking:
+    if lacking := [name for name in METRIC_KINDS if name not in rows.columns]:
         raise ImportFailed(
             f"{rows.file}: missing columns: {', '.join(lacking)}. A metrics file needs the columns step, name and value"
         )

@@ -34,7 +34,6 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row. A cell is None if its value was not recorded."""
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
@@ -42,9 +41,8 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        names = dict.fromkeys(name for row in self._rows for name in row)
         columns: dict[str, Any] = {}
-        for name in names:
+        for name in dict.fromkeys(name for row in self._rows for name in row):
             cells = [row.get(name) for row in self._rows]
             if name == "advantage":
                 cells = _advantages(cells, [row.get("response_mask") for row in self._rows])
@@ -62,10 +60,11 @@ def _column(cells: list[Any], where: str) -> Any:
     filled = [part for part in parts if part is not None and len(part)]
     if any(part.values.shape[1:] != filled[0].values.shape[1:] for part in filled):
         raise ImportFailed(f"{where}: the number of router layers or slots differs between rows")
-    values = np.concatenate([part.values for part in filled]) if filled else np.empty(0, np.int32)
-    known = np.concatenate([part.known for part in filled]) if filled else np.empty(0, bool)
-    missing = np.array([cell is None for cell in cells]) if any(cell is None for cell in cells) else None
-    return list_column(values, lengths, known, missing)
+    values, known = (
+        map(np.concatenate, zip(*filled, strict=True)) if filled else (np.empty(0, np.int32), np.empty(0, bool))
+    )
+    missing = np.array([cell is None for cell in cells])
+    return list_column(values, lengths, known, missing if missing.any() else None)
 
 
 def list_column(
@@ -78,6 +77,26 @@ def list_column(
     for size in reversed(values_N.shape[1:]):
         flat = pa.FixedSizeListArray.from_arrays(flat, size)
     return pa.ListArray.from_arrays(offsets, flat, mask=None if missing_B is None else pa.array(missing_B))
+
+
+def masked_row(tokens: np.ndarray, mask: np.ndarray, values: Mapping[str, Values | None]) -> dict[str, Any]:
+    """Return a sequence's cells. The response begins at the first token in the mask."""
+    first = int(mask.argmax())
+    return {
+        "prompt_ids": tokens[:first],
+        "response_ids": tokens[first:],
+        "response_mask": mask[first:],
+        **{name: _of_response(each, first) for name, each in values.items()},
+    }
+
+
+def _of_response(values: Values | None, first: int) -> Values | None:
+    """Return the values of the response. A sequence's first token has no context and therefore no value."""
+    if values is None or not values.known[first:].any():
+        return None
+    known = values.known[first:].copy()
+    known[0] &= first > 0
+    return Values(values.values[first:], known)
 
 
 def padded_columns(

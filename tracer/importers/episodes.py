@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
+from .dump_rows import masked_row
 from .fields import PER_TOKEN, Fields, Values, shown
 
 _BYTES_PER_TOKEN = 5 + 9 * len(PER_TOKEN)
@@ -29,11 +30,7 @@ class _Node:
     """Per-token values by column, known only for sampled tokens."""
 
 
-Branch = tuple[dict[str, Any], np.ndarray, np.ndarray, dict[str, Values | None]]
-"""The cells, token ids [T], mask [T] and per-token values of a training sample."""
-
-
-def branches_of(fields: Fields) -> Iterator[Branch]:
+def episode_rows(fields: Fields, *_: Any) -> Iterator[dict[str, Any]]:
     """Yield an episode's trainable branches. A sampled node counts for training only in its first branch."""
     work = _record(_record(_record(fields.record, "run", fields), "work", fields), "policy", fields)
     common = {
@@ -46,7 +43,7 @@ def branches_of(fields: Fields) -> Iterator[Branch]:
             yield from _branches(own, common)
 
 
-def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
+def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[dict[str, Any]]:
     records = _records(trace.record, "nodes", trace)
     nodes = [_node(trace.of(record, f"{trace.where}, node {n}"), n) for n, record in enumerate(records)]
     calls = {call.get("node"): call for call in _records(trace.record, "calls", trace) if type(call.get("node")) is int}
@@ -74,7 +71,7 @@ def _branches(trace: Fields, common: dict[str, Any]) -> Iterator[Branch]:
         cells = common | sampling.cells("temperature", "top_p", "max_tokens")
         cells["finish_reason"] = trace.of(call, trace.where).text("finish_reason")
         tokens = np.concatenate([nodes[n].tokens for n in path])
-        yield cells, tokens, mask, {name: _spread(name, [nodes[n] for n in path]) for name in PER_TOKEN}
+        yield cells | masked_row(tokens, mask, {name: _spread(name, [nodes[n] for n in path]) for name in PER_TOKEN})
 
 
 def _node(fields: Fields, number: int) -> _Node:

@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ import pyarrow as pa
 
 from ...schemas import tables
 from ...schemas.errors import ImportFailed
-from .arrays import HELD
+from ..scalars import as_float
+from .arrays import settled
 from .pickles import Budget, Foreign
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
@@ -93,7 +95,7 @@ class Fields:
 
     def _array(self, name: str, value: Any, dimensions: int) -> np.ndarray:
         try:
-            found = value.array() if isinstance(value, HELD) else value
+            found = settled(value)
         except ValueError as error:
             raise ImportFailed(f"{self.where}: field {name!r} cannot be read ({error})") from error
         if isinstance(found, (list, tuple)) and dimensions == 1:
@@ -115,20 +117,16 @@ class Fields:
         return Values(found, np.ones(len(found), bool))
 
     def ids(self, column: str) -> np.ndarray | None:
-        found = self.values(column)
-        if found is None:
+        if (found := self.values(column)) is None:
             return None
-        whole = found.values.dtype.kind in "iu" or (
-            found.values.dtype.kind == "f" and bool((np.floor(found.values) == found.values).all())
-        )
-        fits = not len(found) or 0 <= found.values.min() <= found.values.max() < 2**31
-        if not whole or not found.known.all() or not fits:
+        with np.errstate(invalid="ignore"):
+            ids = found.values.astype(np.int32)
+        if found.values.dtype == bool or not found.known.all() or not ((ids == found.values) & (ids >= 0)).all():
             raise self._refuse(self._found(column)[0], self.get(column), "a list of token ids")
-        return found.values.astype(np.int32)
+        return ids
 
     def flags(self, column: str) -> np.ndarray | None:
-        found = self.values(column)
-        if found is None:
+        if (found := self.values(column)) is None:
             return None
         values = found.values
         if not found.known.all() or (values.dtype != bool and not ((values == 0) | (values == 1)).all()):
@@ -141,12 +139,10 @@ class Fields:
         if value is None:
             return None
         value = _one(value)
-        if not isinstance(value, (int, float)):
+        number = as_float(value) if isinstance(value, (int, float)) else None
+        if number is None:
             raise self._refuse(name, value, "a number")
-        try:
-            return float(value)
-        except OverflowError as error:
-            raise self._refuse(name, value, "a number") from error
+        return number
 
     def integer(self, column: str) -> int | None:
         """Return an integer. Floats without a fraction and strings of digits are accepted too."""
@@ -242,11 +238,8 @@ def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
 
 
 def _one(value: Any) -> Any:
-    if isinstance(value, HELD):
-        try:
-            value = value.array()
-        except ValueError:
-            return value
+    with suppress(ValueError):
+        value = settled(value)
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(-1)[0]
     return value.item() if isinstance(value, np.generic) else value

@@ -17,7 +17,7 @@ from .columns import ROWS_AT_ONCE, RowBatch
 from .dump_rows import DumpRows
 from .fields import Fields
 from .pickles import Budget
-from .textfiles import opened, read_lines, whole_content
+from .textfiles import opened, read_lines, readable, whole_content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +63,19 @@ class DumpFolder:
             found += [os.path.relpath(os.path.join(base, name), root) for name in names if not name.startswith(".")]
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
-    def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
+    def matching(self, pattern: str) -> dict[str, re.Match[str]]:
         wanted = re.compile(rf"(?:.*/)?(?:{pattern})")
-        for name in self.files:
-            if found := wanted.fullmatch(name):
-                yield name, found
+        return {name: found for name in self.files if (found := wanted.fullmatch(name))}
 
     def path(self, name: str) -> Path:
         path = self.root / name
-        real = os.path.realpath(path)
-        if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
+        if not self.is_file and not os.path.realpath(path).startswith(f"{self.root}{os.sep}"):
             raise ImportFailed(
                 f"{path} is a link that points outside the folder, so it was not followed. Import the link's target"
             )
-        try:
+        with readable(path):
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ImportFailed(f"{path} is not a regular file. Remove it")
-        except OSError as error:
-            raise ImportFailed(f"{path} cannot be read ({error.strerror or error}). Check its permissions") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
@@ -136,21 +131,22 @@ class Reading:
     """Files that were skipped because no request in them has logprobs. Set by the reader."""
     num_text: int = 0
     """Rollouts that were skipped because they are text without token ids. Set by the reader."""
+    budget: Budget = field(init=False)
 
-    def paths(self) -> list[Path]:
-        return [self.folder.path(name) for name in self.part.files]
+    def __post_init__(self) -> None:
+        self.budget = self.new_budget()
+
+    def new_budget(self) -> Budget:
+        return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))
 
     def contents(self) -> Iterator[tuple[Path, bytes]]:
-        for name, path in zip(self.part.files, self.paths(), strict=True):
-            content = whole_content(path)
+        for name in self.part.files:
+            content = whole_content(path := self.folder.path(name))
             self.sources[name] = sealed(content)
             yield path, content
 
-    def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
-        return Fields(record, self.columns, where, self.seen, budget, self.added)
-
-    def budget(self) -> Budget:
-        return Budget(", ".join(self.part.files[:2]), self.folder.num_bytes(self.part.files))
+    def fields(self, record: Mapping[Any, Any], where: str) -> Fields:
+        return Fields(record, self.columns, where, self.seen, self.budget, self.added)
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
@@ -160,7 +156,7 @@ column to cell."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A framework's dump format. By default, each line in a JSON Lines file is one row."""
+    """A framework's dump format."""
 
     name: str
     writes: str
@@ -184,29 +180,28 @@ class Format:
     """Function that groups a folder's files by step. None if each file is read on its own."""
     passes: Callable[[DumpFolder], Mapping[str, tuple[str, Mapping[str, Any]]]] | None = None
     """Function that returns each file's pass name and settings. None if all files belong to the same passes."""
-    rows: RowsOf | None = None
-    """Function that converts a line to rows. None if each line is one row with plain fields."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Function that yields a part's rows. None for JSON Lines files."""
+    """Function that yields a part's rows. None if each line of a JSON Lines file is one row with plain fields."""
 
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:
             return self.recognises(folder)
-        return next(folder.matching(self.pattern), None) is not None
+        return bool(folder.matching(self.pattern))
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
         if self.parts is not None:
             return self.parts(folder)
-        files = folder.matching(self.pattern)
+        files = folder.matching(self.pattern).items()
         return [Part(files=(name,), step=int(found[1]) if found.re.groups else None) for name, found in files]
 
     def batches(self, reading: Reading) -> Iterator[RowBatch]:
-        return self.read(reading) if self.read else read_rows(reading, self.rows or self._one_row)
+        return self.read(reading) if self.read else read_rows(reading, _one_row)
 
-    def _one_row(self, fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-        for column in ("step", "response_ids"):
-            fields.required(column)
-        return [fields.cells()]
+
+def _one_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    for column in ("step", "response_ids"):
+        fields.required(column)
+    return [fields.cells()]
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
@@ -222,14 +217,13 @@ def read_rows(
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:  # fmt: skip
     """Yield rows from a part's files. Rows without seq_id are named after their file and record number."""
-    budget = reading.budget()
     for name in reading.part.files:
         path = reading.folder.path(name)
         rows = DumpRows(str(path), unit)
         for number, record in records(path, reading.first_line.get(name, 1)):
             if path.suffix != ".json":
                 reading.last_line[name] = number
-            fields = reading.fields(record, f"{path}, {unit} {number}", budget)
+            fields = reading.fields(record, f"{path}, {unit} {number}")
             for place, cells in enumerate(rows_of(fields, f"{name}:{number}", number)):
                 step = reading.part.step if cells.get("step") is None else cells["step"]
                 own = {"seq_id": f"{name}:{number}" + (f".{place}" if place else "")}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from .fields import Fields, Values
-from .format import DumpFolder, Format
+from .format import DumpFolder, Format, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
 from .megatron import MEGATRON
 from .metrics import SCALARS
@@ -109,7 +110,7 @@ TORCHTITAN = Format(
     alignment="logprobs are aligned with each turn's completion_token_ids. Tokens between turns are masked "
     "and have no logprobs. The newest policy version is used as the step. Validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
-    rows=_torchtitan_rows,
+    read=lambda reading: read_rows(reading, _torchtitan_rows),
     lacks={
         "rollout": "the turns lack token ids or completion_logprobs. Enable them in RolloutSampleRecorder",
         "train": "RolloutSampleRecorder writes only engine logprobs. Record the trainer's with tim_trace.Recorder",
@@ -135,3 +136,42 @@ def recognised(folder: DumpFolder) -> str | None:
         commands = " or ".join(f"tim-trace import {name} {shlex.quote(folder.url)} -o RUN" for name in found)
         raise ImportFailed(f"{folder.url} contains files from {' and '.join(found)}. Choose one: {commands}")
     return found[0] if found else None
+
+
+_LEFT = {
+    "skyrl": r"global_step_\d+/(?:policy/.+|trainer_state\.pt)|latest_ckpt_global_step\.txt|dumped_evals/.+",
+    "verl": r"global_step_\d+/(?:(?:actor|critic)/.+|data\.pt)|main_ppo\.log",
+    "slime": r"rollout/global_dataset_state_dict_\d+\.pt",
+    "prime-rl": r"configs/(?:rl|trainer|orchestrator)\.toml|broadcasts/step_\d+/.+",
+    "nemo-rl": r"step_\d+/training_info\.json|val_data_step\d+\.jsonl",
+    "OpenRLHF": r"_(?:actor|critic)/(?:latest|global_step\d+/.+)",
+    "trl": r"training_args\.bin|trainer_state\.json",
+}
+"""Patterns for paths that each framework writes, whether or not it writes a dump. SkyRL comes before verl, because both
+write data.pt.
+
+They are from verl 1dda039 (trainer/ppo/ray_trainer.py), slime 624b824 (rollout/data_source.py), SkyRL a956457
+(train/trainer.py), prime-rl 559b447 (utils/pathing.py), NeMo-RL 7ea279a (utils/checkpoint.py, algorithms/grpo.py),
+OpenRLHF 3c3be62 (trainer/ray/ppo_actor.py), TRL (transformers' Trainer).
+"""
+_CURVES = r"[^/]*\.(?:log|out)|[^/]*(?:metrics|history)[^/]*\.(?:jsonl|csv)"
+_CAN_RECORD = ("verl", "trl")
+
+
+def how_to_dump(folder: DumpFolder) -> str | None:
+    """Return instructions for making the folder's framework write a dump, or None if the framework is unknown."""
+    name = next((name for name, pattern in _LEFT.items() if folder.matching(pattern)), None)
+    if name is None:
+        return None
+    record = ", or record the run: tim-trace record -o RUN -- python train.py" if name in _CAN_RECORD else ""
+    if name not in FORMATS:
+        return f"{name} writes no tokens. Record its batches with tim_trace.Recorder{record}"
+    return f"{name} writes {FORMATS[name].files} with {FORMATS[name].writes.replace('`', '')}{record}"
+
+
+def curves_in(folder: DumpFolder) -> str:
+    """Return a sentence with the command that imports the folder's logged scalars, or "" if it has none."""
+    for name in folder.matching(_CURVES):
+        path = shlex.quote(os.path.join(folder.url, name))
+        return f". To import its curves (no tokens): tim-trace import metrics {path} -o RUN"
+    return ""

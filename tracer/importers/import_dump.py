@@ -15,11 +15,10 @@ from ..progress import Progress, no_progress
 from ..store import Store, too_large
 from .columns import RowBatch, Selection, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
-from .formats import FORMATS, recognised
+from .formats import FORMATS, curves_in, how_to_dump, recognised
 from .kinds import VALUES, Kind
 from .metrics import SCALARS, import_metrics
 from .neutral import holds_rows, import_parquet
-from .outputs import curves_in, how_to_dump
 from .row_import import KINDS, KNOWN, OF_PASSES, Imported, RowImport, cannot_map, open_import
 from .shared_rows import MAPPED, MATCHED, PROMPT_LOGPROBS, TOKENS, SharedRows, named_settings, pass_names
 from .textfiles import TIMES_AS_JSON
@@ -68,7 +67,7 @@ def import_dump(
     if format == AUTO:
         format = (folder and recognised(folder)) or PARQUET
         if folder is not None and not folder.is_file and format in (PARQUET, SCALARS.name):
-            hint = how_to_dump(folder, FORMATS)
+            hint = how_to_dump(folder)
             if hint and format == PARQUET and not holds_rows(folder.url, map or {}):
                 raise ImportFailed(f"{folder.url} contains no dump. {hint}{curves_in(folder)}")
     reads_one = folder is None or format in (PARQUET, SCALARS.name) or FORMATS[format].parts is not None
@@ -131,16 +130,15 @@ def import_dump(
             seen = _add_parts(chosen, folder, parts, columns, rows, before, named, partial=partial, progress=progress)
             if before is None:
                 rows.check_any()
-            unread = [name for name, ours in given.items() if ours and name not in seen]
-            if unread:
+            if unread := [name for name, ours in given.items() if ours and name not in seen]:
                 raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
             lacks = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **chosen.lacks}
             if named and rows.scored:
                 del lacks[ROLLOUT]
             rows.lacks = {name: note for name, note in lacks.items() if before is None or name not in before.passes}
-            rows.state.import_options = options
+            rows.writer.state.import_options = options
         result = rows.result
-        result.num_files = len(rows.state.sources)
+        result.num_files = len(rows.writer.state.sources)
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
     return result
@@ -199,7 +197,9 @@ def _add_parts(
             num_text += reading.num_text
             for name in part.files:
                 lines = reading.last_line.get(name) if format.lines else None
-                rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
+                rows.writer.state.sources[name] = reading.sources.get(name) or content_of(
+                    folder.path(name), lines=lines
+                )
             advance(folder.num_bytes(part.files))
     if without:
         rows.result.notes += (f"skipped {len(without):,} files without logprobs, such as {without[0]}",)
@@ -246,10 +246,9 @@ class _Before:
                 f"{output} was imported with {_shown_options(found)}, but this import has "
                 f"{_shown_options(options)}. Pass the same options, or choose another folder"
             )
-        passes = set(store.folders("passes"))
         # A file that grew between imports has one entry per import. Sort by size, so that `dict` keeps the longest.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
-        return cls(os.fspath(output), dict(known), passes)
+        return cls(os.fspath(output), dict(known), set(store.folders("passes")))
 
     def new(self, folder: DumpFolder, parts: list[Part]) -> list[Part]:
         found = []
@@ -288,8 +287,7 @@ class _Before:
 
 def _dump_folder(format: str, path: _Paths) -> DumpFolder | None:
     if not isinstance(path, (str, os.PathLike)):
-        names = pass_names([os.fspath(each) for each in path])
-        return None if format == PARQUET else DumpFolder.of_paths(path, names)
+        return None if format == PARQUET else DumpFolder.of_paths(path, pass_names([os.fspath(each) for each in path]))
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)

@@ -60,18 +60,18 @@ def list_of(kind: Kind, wants: str) -> Kind:
         values = kind.column(array.flatten())
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
         offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        missing = array.is_null() if array.null_count else None
-        return pa.ListArray.from_arrays(offsets, values, mask=missing)
+        return pa.ListArray.from_arrays(offsets, values, mask=array.is_null() if array.null_count else None)
 
     return Kind(wants=wants, type=pa.list_(kind.type), convert=convert, element=kind)
 
 
-def either(kind: Kind, other: Kind) -> Kind:
-    def convert(array: pa.Array) -> pa.Array:
-        return (other if pa.types.is_list(array.type) else kind).convert(array)
+def either(kind: Kind, other: Kind, test: Callable[[pa.DataType], bool], wants: str) -> Kind:
+    """Return a kind that converts like `other` if an array's type passes `test`, else like `kind`."""
 
-    wants = f"{kind.wants}, or each {other.wants}"
-    return Kind(wants=wants, type=kind.type, convert=convert, element=other.element)
+    def convert(array: pa.Array) -> pa.Array:
+        return (other if test(array.type) else kind).convert(array)
+
+    return replace(kind, wants=wants, convert=convert, element=other.element)
 
 
 def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
@@ -112,18 +112,13 @@ def _is_numeric(type: pa.DataType) -> bool:
     return any(test(type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal))
 
 
-def _convert_scores(array: pa.Array) -> pa.Array:
-    return array.cast(pa.float64()) if pa.types.is_boolean(array.type) else _convert_numbers(array)
-
-
 def _convert_values(array: pa.Array) -> pa.Array:
     """Convert to float32, which frameworks use for these values. Values may be rounded but must not overflow."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
     narrow = wide.cast(pa.float32(), safe=False)
-    changed = pc.and_(pc.is_finite(wide), pc.invert(pc.is_finite(narrow)))
-    if pc.any(changed).as_py():
+    if pc.any(pc.and_(pc.is_finite(wide), pc.invert(pc.is_finite(narrow)))).as_py():
         raise WrongValues
     return narrow
 
@@ -159,20 +154,14 @@ def _convert_text(array: pa.Array) -> pa.Array:
     return array
 
 
-def _convert_logged(array: pa.Array) -> pa.Array:
-    return _convert_text(array) if pa.types.is_string(array.type) else _convert_scores(array)
-
-
-def _convert_names(array: pa.Array) -> pa.Array:
-    return array.cast(pa.string()) if pa.types.is_integer(array.type) else _convert_text(array)
-
-
 NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
-SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
+_FLAG = Kind(wants="True or False", type=pa.float64(), convert=lambda array: array.cast(pa.float64()))
+SCORE = either(NUMBER, _FLAG, pa.types.is_boolean, "a number")
 """Accepts True and False as 1 and 0, because a reward is often a pass/fail check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
-LOGGED = Kind(wants="a number or text", type=pa.float64(), convert=_convert_logged)
-NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
+LOGGED = either(SCORE, TEXT, pa.types.is_string, "a number or text")
+_INTEGER = Kind(wants="an integer", type=pa.string(), convert=lambda array: array.cast(pa.string()))
+NAME = either(TEXT, _INTEGER, pa.types.is_integer, "a string or an integer")
 VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values)
 VALUES = list_of(VALUE, "a list of numbers")
 FLAGS = list_of(

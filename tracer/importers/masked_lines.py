@@ -4,15 +4,15 @@ one-element lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
-from .dump_rows import routed
-from .episodes import branches_of
+from .dump_rows import masked_row, routed
+from .episodes import episode_rows
 from .fields import PER_TOKEN, Fields, Values
 from .format import DumpFolder, Format, Part, Reading, read_rows
 from .micro_batches import read_micro_batches
@@ -44,15 +44,14 @@ COLUMNS = {
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
-    kind = next((kind for kind in _KINDS if next(folder.matching(kind), None)), _EXPORTS)
+    kind = next(filter(folder.matching, _KINDS), _EXPORTS)
     steps: dict[int, list[str]] = {}
-    for name, found in folder.matching(kind):
+    for name, found in folder.matching(kind).items():
         steps.setdefault(int(found[1]), []).append(name)
     parts = []
     for step, names in sorted(steps.items()):
         is_stable = kind != _EXPORTS or all(folder.beside(name, _MARKER) for name in names)
-        waits_for = None if is_stable else _WAITS.format(step)
-        parts.append(Part(files=tuple(names), step=step, waits_for=waits_for))
+        parts.append(Part(files=tuple(names), step=step, waits_for=None if is_stable else _WAITS.format(step)))
     return parts
 
 
@@ -77,54 +76,27 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
         raise ImportFailed(f"{fields.where}: {odd} must have one entry per token ({len(tokens)})")
     again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
     for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
-        if not mask[start:end].any():
+        part = slice(start, end)
+        if not mask[part].any():
             continue
-        row = masked_row(tokens, mask, {name: found[name] for name in per_token}, start, end)
-        row |= {name: _last(found[name], mask, start, end) for name in ("reward", "temperature")}
+        own = {name: Values(each.values[part], each.known[part]) for name, each in found.items() if each is not None}
+        row = masked_row(tokens[part], mask[part], {name: own.get(name) for name in per_token})
+        row |= {name: _last(own.get(name), mask[part]) for name in ("reward", "temperature")}
         if experts is not None:
-            row["rollout_expert_ids"] = routed(experts[start:end], end - start, fields.where)
+            row["rollout_expert_ids"] = routed(experts[part], end - start, fields.where)
         yield row
 
 
-def masked_row(
-    tokens: np.ndarray, mask: np.ndarray, values: Mapping[str, Values | None], start: int = 0, end: int | None = None
-) -> dict[str, Any]:
-    """Return the cells of the sequence at `start:end`. The response begins at the first token in the mask."""
-    end = len(tokens) if end is None else end
-    first = start + int(mask[start:end].argmax())
-    return {
-        "prompt_ids": tokens[start:first],
-        "response_ids": tokens[first:end],
-        "response_mask": mask[first:end],
-        **{name: _part(each, start, first, end) for name, each in values.items()},
-    }
-
-
-def _episode_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    for cells, tokens, mask, values in branches_of(fields):
-        yield cells | masked_row(tokens, mask, values)
-
-
-def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Return the values of the response. A sequence's first token has no context and therefore no value."""
-    if values is None or not values.known[first:end].any():
-        return None
-    part = Values(values.values[first:end], values.known[first:end].copy())
-    if first == start and len(part):
-        part.known[0] = False
-    return part
-
-
-def _last(values: Values | None, mask: np.ndarray, start: int, end: int) -> float | None:
-    known = None if values is None else values.values[start:end][(values.known & mask)[start:end]]
-    return None if known is None or not len(known) else float(known[-1])
+def _last(values: Values | None, mask: np.ndarray) -> float | None:
+    known = np.empty(0) if values is None else values.values[values.known & mask]
+    return float(known[-1]) if len(known) else None
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
     name = reading.part.files[0]
     if name.endswith(".bin"):
         return read_rows(reading, _prime_rows, records=read_micro_batches, unit="micro-batch", at_once=64)
-    return read_rows(reading, _episode_rows if name.endswith("traces.jsonl") else _prime_rows, at_once=64)
+    return read_rows(reading, episode_rows if name.endswith("traces.jsonl") else _prime_rows, at_once=64)
 
 
 PRIME_RL = Format(
@@ -186,8 +158,7 @@ def _cells(fields: Fields) -> dict[str, Any]:
         if column == "advantage" and isinstance(fields.get(column), (int, float)):
             cells[column] = fields.number(column)
             continue
-        values = fields.values(column)
-        if values is None:
+        if (values := fields.values(column)) is None:
             continue
         if column == "advantage" and len(values) == 1 != len(tokens):
             cells[column] = float(values.values[0])

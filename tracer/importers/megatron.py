@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,15 @@ def _case(path: str) -> tuple[list[str], str, str]:
 
 def _passes(folder: DumpFolder) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return each file's pass name and settings, both parsed from its path."""
-    cases = {name: _case(f"{folder.root}/{name}") for name, _ in folder.matching(_FILE)}
+    cases = {name: _case(f"{folder.root}/{name}") for name in folder.matching(_FILE)}
     shared = set.intersection(*(set(env.split("_")) for _, _, env in cases.values())) if cases else set()
     paths = []
     for folders, case, env in cases.values():
         said = "_".join(word for word in case.split("_") if word not in NOT_SETTINGS)
         paths.append("/".join([*folders, ".".join([said, *(word for word in env.split("_") if word not in shared)])]))
-    names = pass_names(paths)
     return {
         file: (name, {"engine": "megatron-lm", "device": env.rpartition("_")[2], **named_settings(case)})
-        for (file, (_, case, env)), name in zip(cases.items(), names, strict=True)
+        for (file, (_, case, env)), name in zip(cases.items(), pass_names(paths), strict=True)
     }
 
 
@@ -62,12 +62,10 @@ def _requests(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _is_in(folder: DumpFolder) -> bool:
-    for name, _ in folder.matching(_FILE):
-        try:
+    for name in folder.matching(_FILE):
+        with suppress(ImportFailed):
             if _requests(folder.path(name)):
                 return True
-        except ImportFailed:
-            continue
     return False
 
 

@@ -4,7 +4,9 @@ import os
 import posixpath
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import fsspec
 import pyarrow.parquet as pq
@@ -50,9 +52,10 @@ def import_parquet(
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})
     files = source.names()
-    _check_map(given, files, source.url)
+    every = list(dict.fromkeys(chain(*files.values())))
+    _check_map(given, every, source.url)
     names = {file: _names_of(file, columns, given) for file, columns in files.items()}
-    _check_columns(names, files, source.url)
+    _check_columns(names, files, every, source.url)
     selection = Selection(steps=_chosen(source, names, steps), sample=sample)
     there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
     scored = {OF_PASSES.get(ours) for ours in there.values()}
@@ -66,22 +69,15 @@ def import_parquet(
         rows.check_any()
         for batch in source.rows(source.metrics_files, METRIC_KINDS):
             rows.add_metrics(batch)
-    result = rows.result
-    mapped = {theirs for columns in names.values() for theirs in columns}
-    result.ignored_columns = (
-        *(name for name in dict.fromkeys(name for columns in files.values() for name in columns) if name not in mapped),
-        *result.ignored_columns,
-    )
-    return result
+    rows.result.ignored_columns = (*(name for name in every if name not in there), *rows.result.ignored_columns)
+    return rows.result
 
 
 def holds_rows(url: str, map: Mapping[str, str]) -> bool:
     """Return True if any table in a folder has a token or logprob column."""
-    try:
-        files = RowFiles.of(url).names()
-    except ImportFailed:
-        return False
-    return any(map.get(name, name) in _TOKENS for columns in files.values() for name in columns)
+    with suppress(ImportFailed):
+        return any(map.get(name, name) in _TOKENS for name in chain(*RowFiles.of(url).names().values()))
+    return False
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
@@ -95,13 +91,13 @@ def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str
     return frozenset(parse_steps(steps, sorted(there), of=source.url))
 
 
-def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, Sequence[str]], where: str) -> None:
-    some = any(files.values())
+def _check_columns(
+    names: Mapping[str, Mapping[str, str]], files: Mapping[str, Sequence[str]], every: Sequence[str], where: str
+) -> None:
     for file, columns in names.items():
-        if some and not files[file]:
+        if every and not files[file]:
             continue  # an empty file, for example from a process without rows
-        lacking = [name for name in REQUIRED if name not in columns.values()]
-        if lacking:
+        if lacking := [name for name in REQUIRED if name not in columns.values()]:
             is_curves = {*files[file]} & {*SCALARS.columns["step"]} and not {*_TOKENS} & {*columns.values()}
             remedy = (
                 f". For curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN" if is_curves else ""
@@ -111,9 +107,8 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
                 f"{'a column to it' if len(lacking) == 1 else 'columns to them'}, e.g. theirs={lacking[0]}{remedy}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
-        found = dict.fromkeys(name for columns in files.values() for name in columns)
         raise ImportFailed(
-            f"{where} has no logprobs (found: {listed_names(list(found))}). Map your column to "
+            f"{where} has no logprobs (found: {listed_names(every)}). Map your column to "
             f"{' or '.join(PASSES)}, e.g. theirs={next(iter(PASSES))}"
         )
 
@@ -177,8 +172,7 @@ class RowFiles:
         files = [name for name in found if name not in metrics]
         if not files:
             raise ImportFailed(f"{url} contains no {_READ} file. Pass a folder, a single file, or a pattern with *")
-        unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
-        if unknown:
+        if unknown := next((name for name in found if not name.endswith(_SUFFIXES)), None):
             raise ImportFailed(
                 f"{unknown} is not a {_READ} file. If its content is in one of these formats, change its suffix"
             )
@@ -220,11 +214,10 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], where: str) -> None:
-    there = list(dict.fromkeys(name for names in files.values() for name in names))
+def _check_map(given: Mapping[str, str], every: Sequence[str], where: str) -> None:
     for theirs, ours in given.items():
-        if theirs not in there:
-            raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(there)})", option="map")
+        if theirs not in every:
+            raise ImportFailed(f"{where} has no column {theirs!r} (found: {listed_names(every)})", option="map")
         if ours and ours not in KNOWN:
             names = ", ".join(name for name in KNOWN if OF_PASSES.get(name, ROLLOUT) == ROLLOUT)
             raise cannot_map(

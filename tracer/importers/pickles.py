@@ -11,6 +11,7 @@ import pickle
 import re
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ...schemas.errors import ImportFailed
@@ -163,16 +164,16 @@ class _Machine:
             elif code in _CONSTANTS:
                 stack.append(_CONSTANTS[code])
             elif code in _SIZED:
-                kind, width = _SIZED[code]
+                decode, width = _SIZED[code]
                 length = int.from_bytes(data[position : position + width], "little")
                 position += width
                 if len(data) - position < length or position > size:
                     raise IndexError
                 owed += length
-                if kind == "bytes" and length >= VIEWED_BYTES:
+                if decode is bytes and length >= VIEWED_BYTES:
                     stack.append(self._view[position : position + length])
                 else:
-                    stack.append(_value(kind, data[position : position + length]))
+                    stack.append(decode(data[position : position + length]))
                 position += length
             elif code == 0x2E:  # STOP
                 budget.take(owed)
@@ -197,8 +198,7 @@ class _Machine:
                 owed = 0
 
     def _run_of_numbers(self, position: int, stack: list[Any]) -> int:
-        run = _RUN.match(self._data, position)
-        if run is None:
+        if (run := _RUN.match(self._data, position)) is None:
             raise IndexError
         # Use Python's unpickler, which is faster. It is safe here, because these bytes contain only numbers and no
         # callable.
@@ -280,32 +280,29 @@ _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
 """Argument sizes in bytes for BININT1, BININT2, BININT and BINFLOAT."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
-_SIZED = {
-    0x8C: ("text", 1), 0x58: ("text", 4), 0x8D: ("text", 8),
-    0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
-    0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
+
+
+def _integer(content: bytes) -> int:
+    if len(content) > 64:
+        raise NotPlain("an integer with more than 512 bits")
+    return int.from_bytes(content, "little", signed=True)
+
+
+_TEXT, _LATIN1 = partial(str, encoding="utf-8", errors="surrogatepass"), partial(str, encoding="latin1")
+_SIZED: dict[int, tuple[Callable[[bytes], Any], int]] = {
+    0x8C: (_TEXT, 1), 0x58: (_TEXT, 4), 0x8D: (_TEXT, 8), 0x55: (_LATIN1, 1), 0x54: (_LATIN1, 4),
+    0x43: (bytes, 1), 0x42: (bytes, 4), 0x8E: (bytes, 8), 0x96: (bytes, 8), 0x8A: (_integer, 1), 0x8B: (_integer, 4),
 }  # fmt: skip
-"""Value kind, and size of the length field in bytes, for each opcode."""
+"""Decoder, and size of the length field in bytes, for each opcode."""
 _HEADERS = {0x80: 1, 0x95: 8}
 """Argument sizes in bytes for opcodes without effect here: PROTO and FRAME."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
 """Empty containers. A set becomes a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
-_LONGEST_INTEGER = 64
 
 
 def _number(code: int, content: bytes) -> int | float:
     if code == 0x47:  # BINFLOAT
         return float(_FLOAT.unpack(content)[0])
     return int.from_bytes(content, "little", signed=code == 0x4A)
-
-
-def _value(kind: str, content: bytes) -> Any:
-    if kind == "bytes":
-        return content
-    if kind == "integer":
-        if len(content) > _LONGEST_INTEGER:
-            raise NotPlain("an integer with more than 512 bits")
-        return int.from_bytes(content, "little", signed=True)
-    return content.decode("latin1" if kind == "latin1" else "utf-8", "surrogatepass")

@@ -76,10 +76,10 @@ class ZeroLists:
         """Return each pass's verdicts, one per row: KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""
         zero_R = {name: _zero_lists(part.logprobs) for name, part in passes.items()}
         for name, part in passes.items():
-            values, known = part.logprobs.values, part.logprobs.known
-            if known.any():
+            valid = part.logprobs.known
+            if valid.any():
                 self.seen.add(name)
-            if (known & (values != 0.0)).any():
+            if (valid & (part.logprobs.values != 0.0)).any():
                 self.filled.add(name)
         if not any(zeros.any() for zeros in zero_R.values()):
             return {name: np.full(len(part.rows), KEPT) for name, part in passes.items()}
@@ -88,26 +88,22 @@ class ZeroLists:
     def _judged(
         self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
+        found = {name: np.full(len(part.rows), KEPT) for name, part in passes.items()}
         known, far = dict[str, np.ndarray](), dict[str, np.ndarray]()
         for name, part in passes.items():
             cells, valid = cells_of(part.rows, lengths), part.logprobs.known
             known[name], far[name] = np.zeros((2, int(lengths.sum())), bool)
             known[name][cells] = valid
             far[name][cells] = valid & ~(np.abs(part.logprobs.values) <= CERTAIN_NATS)
-        found = {}
         for name, part in passes.items():
-            verdict_B = np.full(len(lengths), KEPT)
             if zero_R[name].any():
-                zero_B = np.zeros(len(lengths), bool)
-                zero_B[part.rows] = zero_R[name]
                 others = [other for other in POLICY if other != name and other in passes]
                 witnesses = known[name] & np.any([known[other] for other in others], axis=0)
                 doubts = known[name] & np.any([far[other] for other in others], axis=0)
-                is_long = _sums(known[name], lengths) >= 2
-                certain = (_sums(witnesses, lengths) > 0) & (_sums(doubts, lengths) == 0)
-                verdict_B[zero_B] = KEPT if name in self.filled else OPEN
-                verdict_B[zero_B & is_long & ~certain] = HOLES
-            found[name] = verdict_B[part.rows]
+                is_long_B = _sums(known[name], lengths) >= 2
+                certain_B = (_sums(witnesses, lengths) > 0) & (_sums(doubts, lengths) == 0)
+                found[name][zero_R[name]] = KEPT if name in self.filled else OPEN
+                found[name][zero_R[name] & (is_long_B & ~certain_B)[part.rows]] = HOLES
         return found
 
     def was_never_filled(self, name: str) -> bool:

@@ -28,14 +28,13 @@ SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    name = next((name for name, _ in folder.matching(_FILE)), None)
-    if name is None:
-        return False
-    try:
-        first = next(objects(folder.path(name)), (0, {}))[1]
-    except ImportFailed:
-        first = first_object(folder, name)
-    return isinstance(response_of(first)[0].get(key), (list, Mapping))
+    for name in folder.matching(_FILE):
+        try:
+            first = next(objects(folder.path(name)), (0, {}))[1]
+        except ImportFailed:
+            first = first_object(folder, name)
+        return isinstance(response_of(first)[0].get(key), (list, Mapping))
+    return False
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -103,25 +102,22 @@ def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[s
     if not isinstance(meta, Mapping):
         raise ImportFailed(f"{fields.where} has no meta_info")
     own = fields.of(meta, fields.where)
-    entries = _triples(own, "rollout_logprobs")
-    ids, values = fields.ids("response_ids"), None
-    if entries is not None:
-        values, given = entries
-        if ids is not None and not np.array_equal(ids, given):
-            raise ImportFailed(f"{fields.where}: output_ids differ from the tokens in output_token_logprobs")
-        ids = given
+    values, scored = _triples(own, "rollout_logprobs")
+    ids = fields.ids("response_ids")
+    if ids is not None and scored is not None and not np.array_equal(ids, scored):
+        raise ImportFailed(f"{fields.where}: output_ids differ from the tokens in output_token_logprobs")
+    ids = ids if scored is None else scored
     if ids is None:
         raise ImportFailed(f"{fields.where} has no token ids. Request them from SGLang with return_logprob=true")
     prompt = fields.ids("prompt_ids")
-    before = _triples(own, "prompt")
-    if before is not None:
-        prompt = before[1] if prompt is None else prompt
+    before, scored = _triples(own, "prompt")
+    prompt = scored if prompt is None else prompt
     reason = meta.get("finish_reason")
     version = own.text("policy_version")
     yield {
         "prompt_ids": prompt,
-        PROMPT_LOGPROBS: before[0]
-        if before is not None and prompt is not None and np.array_equal(before[1], prompt)
+        PROMPT_LOGPROBS: before
+        if prompt is not None and scored is not None and np.array_equal(scored, prompt)
         else None,
         "response_ids": ids,
         "rollout_logprobs": values,
@@ -131,25 +127,21 @@ def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[s
     }
 
 
-def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
-    found = fields.get(column)
-    if found is None:
-        return None
+def _triples(fields: Fields, column: str) -> tuple[Values | None, np.ndarray | None]:
+    """Return the logprobs and token ids of a list of (logprob, token id, text) entries, or None if it is missing."""
+    if (found := fields.get(column)) is None:
+        return None, None
     if not isinstance(found, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in found):
         raise ImportFailed(f"{fields.where}: {column} is not a list of (logprob, token id, text) entries")
-    pair = fields.of(
-        {"v": [entry[0] for entry in found], "i": [entry[1] for entry in found]}, fields.where, v="v", i="i"
-    )
-    values, ids = pair.values("v"), pair.ids("i")
-    assert values is not None
-    assert ids is not None
-    return values, ids
+    pair = {"v": [entry[0] for entry in found], "i": [entry[1] for entry in found]}
+    own = fields.of(pair, fields.where, v="v", i="i")
+    return own.values("v"), own.ids("i")
 
 
 def _sampling(fields: Fields) -> Values | None:
     found = fields.get(_SAMPLED)
-    triples = _triples(fields, _SAMPLED) if isinstance(found, list) and found and isinstance(found[0], list) else None
-    return triples[0] if triples else fields.values(_SAMPLED)
+    is_triples = isinstance(found, list) and found and isinstance(found[0], list)
+    return _triples(fields, _SAMPLED)[0] if is_triples else fields.values(_SAMPLED)
 
 
 SGLANG = response_format(

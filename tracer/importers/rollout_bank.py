@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,10 +24,9 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from ..store import too_large
-from .columns import RowBatch
+from .dump_rows import masked_row
 from .fields import Fields, Values
 from .format import DumpFolder, Format, Part, Reading, read_rows
-from .masked_lines import masked_row
 from .textfiles import opened, parsed, read_lines, whole_content
 
 _LEDGER, _MANIFEST = "ledger.log", "MANIFEST.json"
@@ -72,15 +72,13 @@ class _Manifest(msgspec.Struct):
 
 def _parts(folder: DumpFolder) -> list[Part]:
     """Return one part per segment. If there is a manifest, only the active generation's segments are returned."""
-    ledgers = [name for name, _ in folder.matching(_PATTERN)]
-    manifests = [name for name, _ in folder.matching(re.escape(_MANIFEST))]
+    manifests = folder.matching(re.escape(_MANIFEST))
     active = {ledger for name in manifests for ledger in _active(folder.path(name), name)}
-    return [Part(files=(name,)) for name in ledgers if name in active or not manifests]
+    return [Part(files=(name,)) for name in folder.matching(_PATTERN) if name in active or not manifests]
 
 
 def _active(path: Path, name: str) -> list[str]:
-    content = parsed(whole_content(path), str(path), "the manifest is one object")
-    found = _typed(content, _Manifest, str(path))
+    found = _typed(parsed(whole_content(path), str(path), "the manifest is one object"), _Manifest, str(path))
     folder = os.path.join(os.path.dirname(name), "generations", found.active_generation)
     return [os.path.join(folder, segment, _LEDGER) for segment in found.segments]
 
@@ -94,7 +92,7 @@ def _typed(value: Any, kind: type[_Struct], where: str) -> _Struct:
 
 def _groups(reading: Reading, path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, group). `group["turns"][sidecar][member][turn]` is an array."""
-    budget, recent = reading.budget(), deque[int](maxlen=_AT_ONCE * len(_SIDECARS))
+    budget, recent = reading.new_budget(), deque[int](maxlen=_AT_ONCE * len(_SIDECARS))
     ends = [0] * len(_SIDECARS)
     for number, record in read_lines(path, first):
         where = f"{path}, line {number}"
@@ -192,10 +190,6 @@ def _joined(turns: list[_Turn]) -> _Turn:
     return tokens, mask, values
 
 
-def _read(reading: Reading) -> Iterator[RowBatch]:
-    return read_rows(reading, _rows, records=lambda path, first: _groups(reading, path, first), at_once=_AT_ONCE)
-
-
 MEGATRON_RL = Format(
     name="megatron-rl",
     writes="`--rl-durable-rollout-bank`",
@@ -206,7 +200,7 @@ MEGATRON_RL = Format(
     "The step is the next iteration, as in Megatron-LM",
     pattern=_PATTERN,
     parts=_parts,
-    read=_read,
+    read=lambda reading: read_rows(reading, _rows, records=partial(_groups, reading), at_once=_AT_ONCE),
     contracts={"rollout": {"stored_as": "float16"}},
     lacks={
         "rollout": "the groups have no logprobs",

@@ -48,7 +48,7 @@ VERSIONS = tuple(f"{name}{POLICY_VERSION}" for name in STANDARD)
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
-    "advantage": either(SCORE, VALUES),
+    "advantage": either(SCORE, VALUES, pa.types.is_list, "a number, or each a list of numbers"),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
     SPLIT: TEXT,
     **dict.fromkeys(VERSIONS, VERSION),
@@ -95,8 +95,8 @@ class RowImport:
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
-        self._writer = TraceWriter(folder, journals=False)
-        self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
+        self.writer = TraceWriter(folder, journals=False)
+        self._recorder = Recorder.of_writer(self.writer, Capture(), ordered=ordered)
         self._zero_lists = ZeroLists()
         self._open: dict[str, list[_Scores]] = {}
         self._num_read = 0
@@ -107,21 +107,15 @@ class RowImport:
         """Settings of each pass, if known."""
         self._where = path
 
-    @property
-    def state(self) -> Any:
-        return self._writer.state
-
     @contextmanager
     def recording(self) -> Iterator[RowImport]:
         try:
-            try:
+            with self._recorder:
                 yield self
                 self._finish()
-            finally:
-                self._recorder.close()
         except InvalidRecord as error:
             raise ImportFailed(f"{self._where}: {error}") from error
-        self._writer.check(self._where)
+        self.writer.check(self._where)
 
     def check_any(self) -> None:
         path = self._contract["path"]
@@ -138,11 +132,10 @@ class RowImport:
         self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str], kinds: Mapping[str, Kind] = KINDS
     ) -> None:
         self._where = rows.file
-        self._writer.check(rows.file)
+        self.writer.check(rows.file)
         others = {ours: VERSION if ours.endswith(POLICY_VERSION) else VALUES for ours in names.values()}
         columns = Columns.of(rows, names, {**others, **kinds, **dict.fromkeys(passes, VALUES)})
-        lacking = next((name for name in REQUIRED if columns[name] is None), None)
-        if lacking:
+        if lacking := next((name for name in REQUIRED if columns[name] is None), None):
             raise ImportFailed(
                 f"{rows.file}: {rows.place(0)} has no {lacking}, but each row needs {KINDS[lacking].wants}"
             )
@@ -173,7 +166,7 @@ class RowImport:
 
     def add_metric_columns(self, columns: Mapping[str, pa.Array]) -> None:
         num = len(columns["step"])
-        self._writer.submit(lambda: self._writer.append(METRICS, columns, num), sum(a.nbytes for a in columns.values()))
+        self.writer.submit(lambda: self.writer.append(METRICS, columns, num), sum(a.nbytes for a in columns.values()))
         self.result.num_metrics += num
 
     def _finish(self) -> None:
@@ -218,8 +211,7 @@ class RowImport:
             self._unowned = tuple(name for name in OF_TOKENS if name in self._unowned or columns[name] is not None)
         for column, name in named.items():
             has = [columns.has(field) for field in _fields(columns, name, name == owner).values()]
-            lone = np.flatnonzero(np.any(has, axis=0) & ~columns.has(column))
-            if len(lone):
+            if len(lone := np.flatnonzero(np.any(has, axis=0) & ~columns.has(column))):
                 self._record(name, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), name == owner))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
@@ -256,8 +248,7 @@ class RowImport:
         for some in _groups(np.zeros(len(scores.rows), bool), *has):
             rows = scores.rows[some]
             own = scores.columns.take(rows, *fields.values()) if fields else scores.columns
-            there = [field for field, known in zip(fields.items(), has, strict=True) if known[some[0]]]
-            values = {each: ragged for each, field in there if (ragged := own.ragged(field)) is not None}
+            values = {each: ragged for each, field in fields.items() if (ragged := own.ragged(field)) is not None}
             given: dict[str, Any] = {each: values.pop(each) for each in OF_TOKENS if each in values}
             given |= {"rows": rows, "logprobs": scores.logprobs.take(some)}
             if (versions := scores.columns.list(f"{name}{POLICY_VERSION}")) is not None:

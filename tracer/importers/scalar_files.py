@@ -22,7 +22,7 @@ from ...schemas.errors import ImportFailed, NotInstalled
 from ...schemas.layout import HYPERPARAMETER
 from .columns import ROWS_AT_ONCE, explained, listed_names, shown_name
 from .format import DumpFolder
-from .textfiles import TIMES_AS_JSON, as_object, lines_of, opened, parsed, whole_content
+from .textfiles import TIMES_AS_JSON, as_object, line_objects, lines_of, opened, parsed, whole_content
 
 Row = tuple[str, int | None, Mapping[str, Any]]
 """Location of a row, its step (None if the step is among the values), and its values by name."""
@@ -34,7 +34,7 @@ _KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents
 
 
 def is_of_scalars(folder: DumpFolder) -> bool:
-    if any(next(folder.matching(pattern), None) for pattern, _ in _KINDS):
+    if any(folder.matching(pattern) for pattern, _ in _KINDS):
         return True
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):
@@ -50,7 +50,7 @@ def is_of_scalars(folder: DumpFolder) -> bool:
 def files_of(folder: DumpFolder) -> tuple[list[str], list[str]]:
     """Return the files to read, in order, and a note about skipped scalar files."""
     tables = [name for name in folder.files if folder.is_file or name.removesuffix(".gz").endswith(_SUFFIXES[:-1])]
-    kinds = [] if folder.is_file else [([name for name, _ in folder.matching(of)], part) for of, part in _KINDS]
+    kinds = [] if folder.is_file else [(list(folder.matching(of)), part) for of, part in _KINDS]
     found, *others = [kind for kind in (*kinds, (tables, "^$")) if kind[0]] or [([], "")]
     if not found[0]:
         raise ImportFailed(f"{folder.url} contains no scalar files. Pass a CSV, JSON, log, event or .wandb file")
@@ -102,16 +102,8 @@ def _json_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Iterat
 
 def _line_rows(path: Path, notes: list[str], _ignored: dict[str, None]) -> Iterator[Row]:
     with _file(path) as file:
-        for number, line in lines_of(file, path):
-            where = f"{path}, line {number}"
-            try:
-                record = parsed(line, where, _LINES)
-            except ImportFailed:
-                if line.endswith(b"\n"):
-                    raise
-                notes.append(f"{where} is incomplete and was not read")
-                return
-            yield where, None, as_object(record, where, _LINES)
+        for number, record in line_objects(file, path, _LINES, notes):
+            yield f"{path}, line {number}", None, record
 
 
 def _csv_rows(path: Path, _notes: list[str], ignored: dict[str, None]) -> Iterator[Row]:
@@ -271,10 +263,9 @@ def _wandb_rows(path: Path, notes: list[str], ignored: dict[str, None]) -> Itera
             raise ImportFailed(
                 f"{where} is not a W&B record ({error}). Install the wandb release that wrote it"
             ) from error
-        items = [*record.history.item, *record.config.update, *record.run.config.update]
         named = {
             (*item.nested_key,) or (item.key,): parsed(item.value_json.encode(), where, "copy the file again")
-            for item in items
+            for item in (*record.history.item, *record.config.update, *record.run.config.update)
         }
         objects = {key[:-1] for key in named if key[-1] == "_type"}  # histograms, images, tables
         ignored |= dict.fromkeys("/".join(key) for key in objects)

@@ -138,8 +138,7 @@ class SharedRows:
 
 
 def _lists(rows: Columns, name: str) -> list[Values | None]:
-    ragged = rows.ragged(name)
-    if ragged is None:
+    if (ragged := rows.ragged(name)) is None:
         return [None] * rows.num_rows
     known, ends = ragged.known, np.cumsum(ragged.lengths)
     parts = [slice(end - length, end) for end, length in zip(ends, ragged.lengths, strict=True)]

@@ -9,22 +9,17 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
-from .arrays import Shell, raw_tensor
+from .arrays import Shell, known, raw_tensor
 from .columns import RowBatch
 from .dump_rows import added_columns, padded_columns
 from .fields import PER_TOKEN
 from .format import Format, Reading
-from .pickles import BYTES, Budget, Foreign, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, NotPlain
 from .torch_files import read_bytes, unpickled
 
-_MODULES = (
-    "skyrl.backends.skyrl_train.training_batch", "skyrl_train.training_batch", "skyrl.train.training_batch", "skyrl.training_batch",
-)  # fmt: skip
-_SHELLS = {
-    (module, name): Known(Shell)
-    for module in _MODULES
-    for name in ("TrainingInputBatch", "TrainingOutputBatch", "TensorBatch", "TrainingInput", "_rebuild_tensor_batch")
-}
+_MODULES = "skyrl.backends.skyrl_train.training_batch skyrl_train.training_batch skyrl.train.training_batch skyrl.training_batch"
+_NAMES = "TrainingInputBatch TrainingOutputBatch TensorBatch TrainingInput _rebuild_tensor_batch"
+_SHELLS = known({_MODULES: {_NAMES: Shell}})
 
 COLUMNS = {
     "sequences": ("sequences",),
@@ -40,9 +35,8 @@ COLUMNS = {
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
     ((path, content),) = reading.contents()
-    budget = reading.budget()
-    batch = _tensors(unpickled(content, str(path), _SHELLS), str(path), budget)
-    fields = reading.fields(batch, str(path), budget)
+    batch = _tensors(unpickled(content, str(path), _SHELLS), str(path), reading.budget)
+    fields = reading.fields(batch, str(path))
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
         raise ImportFailed(f"{path}: sequences or attention_mask is missing, or their shapes differ")

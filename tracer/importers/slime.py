@@ -12,7 +12,7 @@ from .columns import RowBatch
 from .dump_rows import DumpRows, routed
 from .fields import PER_TOKEN, Fields, Values
 from .format import Reading
-from .pickles import Budget, Foreign
+from .pickles import Foreign
 
 FINISHED = {"completed": "stop", "truncated": "length"}
 
@@ -108,14 +108,12 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Any]:
     return [sample.attributes if isinstance(sample, Foreign) else sample for sample in found]
 
 
-def named_fields(
-    reading: Reading, samples: Iterable[Mapping[str, Any]], where: str, budget: Budget
-) -> list[tuple[str, Fields]]:
+def named_fields(reading: Reading, samples: Iterable[Mapping[str, Any]], where: str) -> list[tuple[str, Fields]]:
     """Return each sample's name and fields. A sample is named after its index, with a suffix if the index repeats."""
     found: list[tuple[str, Fields]] = []
     seen: dict[str, int] = {}
     for place, sample in enumerate(samples):
-        fields = reading.fields(sample, f"{where}, sample {place}", budget)
+        fields = reading.fields(sample, f"{where}, sample {place}")
         base = f"row-{place}" if (index := fields.text("seq_id")) is None else index
         again = seen[base] = seen.get(base, -1) + 1
         found.append((base if not again else f"{base}.{again}", fields))
@@ -145,10 +143,8 @@ class StepSamples:
             yield rows.batch()
 
 
-def add_rollout(
-    reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
-) -> list[str]:
-    fields = named_fields(reading, samples_of(record, where), where, budget)
+def add_rollout(reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str) -> list[str]:
+    fields = named_fields(reading, samples_of(record, where), where)
     for name, each in fields:
         cells = sample_cells(each, samples.step) | values_of(each)
         cells["rollout_expert_ids"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
@@ -160,7 +156,7 @@ _VERSION = 2
 
 
 def add_trained(
-    reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
+    reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str]
 ) -> None:
     """Add a train dump's samples. Their `rollout_position` is an index into both the rollout dump and `raw_reward`."""
     if record.get("format_version") != _VERSION:
@@ -170,7 +166,7 @@ def add_trained(
     found = samples_of(record, where)
     _check_shards(record, where, len(found))
     rewards = record.get("raw_reward")
-    for name, each in named_fields(reading, found, where, budget):
+    for name, each in named_fields(reading, found, where):
         position = each.integer("position")
         if position is not None and 0 <= position < len(names):
             name = names[position]
@@ -183,9 +179,8 @@ def add_trained(
 
 def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:
     shards = record.get("dp_shards")
-    listed = (
-        [shard.get("sample_indices") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
-    )
+    dicts = [shard for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
+    listed = [shard.get("sample_indices") for shard in dicts]
     total = sum(len(indices) for indices in listed if isinstance(indices, (list, tuple)))
     if all(isinstance(indices, (list, tuple)) for indices in listed) and listed and total != num_samples:
         raise ImportFailed(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,14 +29,19 @@ def opened(path: Path) -> BinaryIO:
 
 def whole_content(path: Path, times: int = 2) -> bytes:
     """Return a file's content. Raises ImportFailed if the file's size times `times` exceeds the machine's memory."""
-    try:
+    with readable(path):
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}. Split the file, or import it on a larger machine")
         return path.read_bytes()
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise ImportFailed(
-            f"{path} cannot be read ({error.strerror or first_line(error)}). Check its permissions"
-        ) from error
+        reason = error.strerror or first_line(error)
+        raise ImportFailed(f"{path} cannot be read ({reason}). Check its permissions") from error
 
 
 def lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
@@ -80,21 +85,26 @@ _LINES = "each line must be one object, except that a .json file may contain one
 def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object), starting at line `first`. The file may still be growing, so an unterminated last
     line is skipped unless it is complete JSON."""
-    try:
-        with opened(path) as file:
-            for number, line in lines_of(file, path):
-                if number < first:
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    value = parsed(line, where, _LINE)
-                except ImportFailed:
-                    if line.endswith(b"\n"):
-                        raise
-                    return
-                yield number, as_object(value, where, _LINE)
-    except OSError as error:
-        raise ImportFailed(f"{path} cannot be read ({error.strerror or error}). Check its permissions") from error
+    with readable(path), opened(path) as file:
+        yield from line_objects(file, path, _LINE, [], first)
+
+
+def line_objects(
+    file: BinaryIO, path: Path, wants: str, notes: list[str], first: int = 1
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Like `read_lines`, for an open file. Adds a sentence to `notes` if the last line is incomplete."""
+    for number, line in lines_of(file, path):
+        if number < first:
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value = parsed(line, where, wants)
+        except ImportFailed:
+            if line.endswith(b"\n"):
+                raise
+            notes.append(f"{where} is incomplete and was not read")
+            return
+        yield number, as_object(value, where, wants)
 
 
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
-from .arrays import HELD, NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Storage, Tensor, bytes_of, not_called, raw_tensor
-from .pickles import BYTES, Budget, Foreign, Known, Names, NotPlain, load
+from .arrays import HELD, NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Storage, Tensor, bytes_of, known, raw_tensor
+from .pickles import BYTES, Budget, Foreign, Known, Names, NotPlain, Persistent, load
 from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -75,18 +75,14 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             if len(pickles) != 1:
                 raise ImportFailed(f"{where} is a zip file without data.pkl, so torch.save did not write it")
             root = pickles[0].removesuffix("data.pkl")
-            order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
-            if order != b"little":
+            if root + "byteorder" in entries and archive.read(root + "byteorder") != b"little":
                 raise ImportFailed(
                     f"{where} was written on a big-endian machine, which is not supported. Save it again on a "
                     "little-endian machine"
                 )
             storages: dict[str, Storage] = {}
 
-            def storage(identity: Any) -> Storage | Foreign:
-                if (foreign := _foreign_kind(identity)) is not None:
-                    return foreign
-                dtype, key, numel = _storage_id(identity)
+            def storage(dtype: str | None, key: str, numel: int) -> Storage:
                 if key not in storages:
                     entry = entries.get(f"{root}data/{key}")
                     if entry is None:
@@ -99,7 +95,8 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
             found = archive.read(pickles[0])
             budget.take(len(found))
-            return load(found, _names(where, shells, budget, depth), where, budget, persistent=storage)[0]
+            names = _names(where, shells, budget, depth)
+            return load(found, names, where, budget, persistent=_checked(storage))[0]
     except BAD_ZIP as error:
         if isinstance(error, ImportFailed):
             raise
@@ -128,15 +125,12 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
     """Read a legacy torch.save file: consecutive pickles, followed by the storages' bytes."""
     storages: dict[str, tuple[Storage, int]] = {}
 
-    def storage(identity: Any) -> Storage | Foreign:
-        if (foreign := _foreign_kind(identity)) is not None:
-            return foreign
-        dtype, key, numel = _storage_id(identity)
+    def storage(dtype: str | None, key: str, numel: int) -> Storage:
         return storages.setdefault(key, (Storage(dtype), numel))[0]
 
     _, start = load(content, names, where, budget, start=start)  # protocol version
     _, start = load(content, names, where, budget, start=start)  # machine information
-    value, start = load(content, names, where, budget, start=start, persistent=storage)
+    value, start = load(content, names, where, budget, start=start, persistent=_checked(storage))
     keys, start = load(content, names, where, budget, start=start)
     for key in keys if isinstance(keys, list) else ():
         if not isinstance(key, str) or key not in storages:
@@ -150,33 +144,36 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
     return value
 
 
-def _foreign_kind(identity: Any) -> Foreign | None:
-    """Return a storage's class if its dtype is unsupported (such as a quantized dtype), otherwise None."""
-    kind = identity[1] if isinstance(identity, tuple) and len(identity) > 1 else None
-    return kind if isinstance(kind, Foreign) else None
+def _checked(storage: Callable[[str | None, str, int], Storage]) -> Persistent:
+    """Return a reader of persistent ids that takes a storage from its dtype, key and number of elements."""
 
+    def of_identity(identity: Any) -> Storage | Foreign:
+        kind = identity[1] if isinstance(identity, tuple) and len(identity) > 1 else None
+        if isinstance(kind, Foreign):  # an unsupported dtype, such as a quantized one
+            return kind
+        if type(kind) is not _StorageKind or len(identity) not in (5, 6) or identity[0] != "storage":
+            raise NotPlain("malformed storage")
+        _, _, key, _, numel, *view = identity
+        if not isinstance(key, str) or type(numel) is not int or numel < 0:
+            raise NotPlain("malformed storage")
+        if view and view[0] is not None:
+            raise NotPlain("a storage is a view of another storage")
+        return storage(kind.dtype, key, numel)
 
-def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
-        raise NotPlain("malformed storage")
-    _, kind, key, _, numel, *view = identity
-    if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
-        raise NotPlain("malformed storage")
-    if view and view[0] is not None:
-        raise NotPlain("a storage is a view of another storage")
-    return kind.dtype, key, numel
+    return of_identity
 
 
 class _StorageKind(Known):
+    """Stand-in for a torch storage class, which pickles refer to but cannot call."""
+
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str | None):
-        super().__init__(not_called)
         self.dtype = dtype
 
 
 class _DtypeName(_StorageKind):
-    """Stand-in for a torch dtype, which pickles refer to but never call."""
+    """Stand-in for a torch dtype."""
 
 
 def _item_size(dtype: str | None) -> int:
@@ -251,9 +248,6 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
         ("torch._utils", "_rebuild_parameter"): Known(lambda data, *_: data),
         ("tensordict._reductions", "_rebuild_tensordict_files_consolidated"): Known(_consolidated),
         ("tensordict._reductions", "_make_td"): Known(lambda _, state: _tensors_of(state)),
-        **{
-            (module, "TensorDict"): Known(_TensorDict)
-            for module in ("tensordict", "tensordict._td", "tensordict.tensordict")
-        },
+        **known({"tensordict tensordict._td tensordict.tensordict": {"TensorDict": _TensorDict}}),
         **shells,
     }

@@ -17,18 +17,16 @@ import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
-from .arrays import Shell, raw_tensor, settled
+from .arrays import Shell, known, raw_tensor, settled
 from .columns import RowBatch
 from .dump_rows import added_columns, list_column, padded_columns, routed
 from .fields import PER_TOKEN, Fields, shown
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
-from .pickles import BYTES, Budget, Foreign, Known, NotPlain
+from .pickles import BYTES, Budget, Foreign, NotPlain
 from .textfiles import opened
 from .torch_files import read_bytes, tensors_in, unpickled
 
-_SHELLS = {
-    (module, name): Known(Shell) for module in ("verl.protocol", "verl") for name in ("DataProto", "DataProtoItem")
-}
+_SHELLS = known({"verl.protocol verl": {"DataProto DataProtoItem": Shell}})
 _TEXT = r"(\d+)\.jsonl"
 _BATCH = r"[^/]+\.(?:dp|pkl)"
 
@@ -51,10 +49,10 @@ COLUMNS = {
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
-    names = [name for name, _ in folder.matching(_BATCH)]
+    names = list(folder.matching(_BATCH))
     names = [name for name in names if name.endswith(".dp")] or names
     batches = [Part(files=(name,), step=_step_of(folder, name)) for name in names]
-    texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
+    texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT).items()]
     if batches and texts:
         raise ImportFailed(
             f"{folder.url} contains both batches (*.dp) and text (*.jsonl) for the same sequences. Pass the batches, "
@@ -77,26 +75,22 @@ def _step_of(folder: DumpFolder, name: str) -> int | None:
 def _recognises(folder: DumpFolder) -> bool:
     if any(name.endswith(".dp") for name in folder.files):
         return True
-    text = next((name for name, _ in folder.matching(_TEXT)), None)
+    text = next(iter(folder.matching(_TEXT)), None)
     return text is not None and {"input", "output", "score"} <= first_object(folder, text).keys()
 
 
 def _read(reading: Reading) -> Iterator[RowBatch]:
-    (path,) = reading.paths()
-    if path.suffix == ".jsonl":
+    if reading.part.files[0].endswith(".jsonl"):
         yield from read_rows(reading, _text_row)
         return
-    ((_, content),) = reading.contents()
-    budget = reading.budget()
-    record, meta = _batch(content, str(path), budget)
-    fields = reading.fields(record, str(path), budget)
-    step = reading.part.step
-    if step is None:
-        step = reading.fields(meta, str(path), budget).integer("step")
+    ((path, content),) = reading.contents()
+    record, meta = _batch(content, str(path), reading.budget)
+    fields = reading.fields(record, str(path))
+    settings = reading.fields(meta, str(path))
+    step = settings.integer("step") if reading.part.step is None else reading.part.step
     if step is None:
         raise ImportFailed(f"{path} has no step. Move it to a folder named after its step, e.g. 7/{path.name}")
-    temperature = reading.fields(meta, str(path), budget).number("temperature")
-    yield _rows(fields, str(path), step, temperature)
+    yield _rows(fields, str(path), step, settings.number("temperature"))
 
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -199,7 +193,7 @@ def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) ->
 _TEXT_FIELDS = ("input", "output", "gts", "score", "step", "request_id", "uid")
 
 
-def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+def _text_row(fields: Fields, *_: Any) -> list[dict[str, Any]]:
     return [{**fields.cells("step", "group_id", "reward"), "rewards": fields.numbers(_TEXT_FIELDS)}]
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import takewhile
 
+import msgspec
 import numpy as np
 
 from ...schemas.checksums import whole_hash
@@ -382,7 +383,7 @@ def _segment_of(name: str) -> Segment | None:
 def _layout(content: bytes, expected: str) -> WeightLayout:
     if expected != whole_hash(content):
         raise ValueError("the content has changed since it was written")
-    found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
+    found = msgspec.convert(json.loads(content)["attributes"]["layout"], WeightLayout)
     if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
         raise ValueError("a tensor is listed twice")
     _check_room(found)

@@ -6,6 +6,7 @@ Shapes: E elements in all tensors with the same dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -220,7 +221,7 @@ class WeightWriter:
     def _begin_segment(self, layout: WeightLayout) -> None:
         self._is_few, self._recent, self._on_the_way = True, [[]], [0]
         self._segment = Segment(self._segment.writer, self._segment.number + 1)
-        document = group_document({"layout": layout.to_dict()})
+        document = group_document({"layout": asdict(layout)})
         self._layout_hash = whole_hash(document)
         self._write_document(f"{self._segment.name}/{DOCUMENT}", document)
         for dtype, count in layout.num_elements.items():
