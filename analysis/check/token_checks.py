@@ -1,0 +1,344 @@
+"""Check the tokens of sampled rows: their finish reasons, limits, masks, versions and entropies.
+
+Shapes: N sampled tokens in S sequences, concatenated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .advantages import DataRows, count_of
+from .features import pearson
+from .finding import DataFinding
+from .sample import (
+    CHANCE,
+    MIN_UNSAMPLED_RUN,
+    MOST_LOST,
+    UNSAMPLED_NATS,
+    PassSample,
+    Sample,
+    ratio_in_bits,
+    run_lengths,
+    template_tokens,
+)
+from .where import part_of_rows, rank_of, recorded_order
+
+Find = Callable[..., Iterator[DataFinding]]
+
+
+def check_tokens(run: DataRows, sample: Sample) -> Iterator[DataFinding]:
+    find = partial(run.find, sample=sample)
+    for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
+        if engine.name == "rollout":
+            for check in (_unsampled, _repeated, partial(_masked, run)):
+                yield from check(sample, engine, other, find)
+    yield from _ends(sample, find)
+    yield from _entropies(sample, find)
+    yield from _stripped(run, sample, find)
+
+
+def _repeats_end(sample: Sample) -> np.ndarray:
+    """Return [N] bool: True for tokens at the end of a row that repeat the preceding token."""
+    differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
+    last_other = sample.starts[:-1] - 1
+    np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
+    return np.asarray(np.arange(len(sample.tokens)) > last_other[sample.seq] + 1)
+
+
+def _rows(sample: Sample, tokens: np.ndarray) -> np.ndarray:
+    """Return [S] bool: True for rows that contain a token in `tokens` ([N] bool)."""
+    return np.bincount(sample.seq[tokens], minlength=sample.num_sequences) > 0
+
+
+def _unsampled(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
+    """Find padding and tool tokens in the loss."""
+    certain = (engine.logprobs == 0) & (other.logprobs < 0)
+    if certain.any() and other.logprobs[certain].mean() > -0.1:  # these probabilities were only rounded to 1
+        certain[:] = False
+    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
+    with np.errstate(invalid="ignore"):
+        unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
+    template = template_tokens(sample, engine)
+    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs)) & ~template
+    known = np.isfinite(other.logprobs) & sample.mask
+    if (missing & known).any() and (known & ~missing).any():
+        lost, usual = (float(np.mean(other.logprobs[part & known])) for part in (missing, ~missing))
+        if lost > min(1.5 * usual, usual - 1):
+            return  # these tokens were sampled, and the engine's logprobs are lost or belong to other rows
+    odd, repeats_end = missing | (sample.mask & unlikely), _repeats_end(sample)
+    size = run_lengths(odd & ~repeats_end, sample.seq)
+    inside = odd & ~repeats_end & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[sample.seq])
+    inside |= template
+    padding = odd & repeats_end & ~template
+    if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
+        return  # sampled tokens have no logprobs either
+    counts = np.unique(sample.tokens[padding], return_counts=True)[1]
+    for code, tokens in (("padding_counts", padding), ("unsampled_count", inside)):
+        rows = _rows(sample, tokens)
+        if rows.sum() < max(3, 0.05 * len(rows)) or (code == "padding_counts" and counts.max() < 0.9 * counts.sum()):
+            continue
+        row = int(rows.argmax())
+        yield from find(
+            code, rows, num_tokens=int(tokens.sum()), num_rows=int(rows.sum()), step=int(sample.steps[row]),
+            seq_id=sample.seq_ids[row].replace("'", "''"),
+        )  # fmt: skip
+
+
+def _repeated(sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
+    """Find responses that repeat earlier ones, if there are more of them than expected, or if a response is too
+    improbable to be sampled twice."""
+    place, temperature = recorded_order(sample), sample.settings["temperature"]
+    in_order = np.lexsort((place, sample.steps))
+    # Ignore copies without loss tokens, because they only pad a batch.
+    full = in_order[(_rows(sample, sample.mask) & (sample.lengths > 0))[in_order]]
+    starts, ends = sample.starts[:-1][full], sample.starts[1:][full]
+    _, firsts, which = np.unique(sample.token_keys[ends - 1], return_index=True, return_inverse=True)
+    earlier, first = rank_of(sample.prefix_keys[starts]), firsts[which]
+    asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
+    # Use the larger logprob if both passes have one. Sampling may be sharper than the recorded distribution, so halve
+    # the logprobs, which allows for a temperature of about 0.5.
+    likely = np.where(sample.mask & np.isfinite(engine.logprobs), np.fmax(engine.logprobs, other.logprobs), 0.0)
+    halved = np.bincount(sample.seq, np.clip(np.nan_to_num(likely), -1e4, 0.0), sample.num_sequences)[full] / 2
+    probability = np.minimum(np.exp(halved), 1 - 1e-9)
+    # Log of the number of rows expected to repeat a response with this probability.
+    chance = halved + np.log(max(earlier[asked].sum(), 1))
+    again = first != np.arange(len(full))
+    rows = np.flatnonzero(asked & again)
+
+    def expected(part: np.ndarray) -> float:
+        return float(-np.expm1(earlier[part] * np.log1p(-probability[part])).sum())
+
+    is_frequent = len(rows) >= 4 + 3 * expected(asked)
+    if np.all((temperature == 0) | (sample.settings["top_k"] == 1)) or not (
+        is_frequent or (chance[rows] < CHANCE).any()
+    ):
+        return
+    explanation = _copies(sample.steps[full], rows, first[rows], place[full])
+    part = asked if is_frequent or explanation else asked & (chance < np.log(0.01))
+    numbers: dict[str, Any] = {"num_asked": int(part.sum()), "expected": expected(part)}
+    numbers |= {"notice": not np.isfinite(temperature).any()}
+    numbers["explanation"] = explanation or "several rows share a seed or rows were reused"
+    yield from find("samples_repeat", again[part], rows=full[part], **numbers)
+
+
+def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.ndarray) -> str:
+    """Explain from the position of each row within its step (`place`, [N]) why `rows` repeat the rows `first` ([K]
+    indices each). Empty if the positions show no pattern."""
+    if (steps[rows] == steps[first]).all():
+        at = np.unique(steps, return_inverse=True)[1]
+        num, size = count_of(at[rows]), count_of(at)[rows]
+        if (place[first] < num).all() and (place[rows] - place[first] == size - num).all():
+            return "batches are padded with copies of their first rows"
+        apart = np.unique(place[rows] - place[first])
+        if len(apart) == 1:
+            return f"each repeats the row {apart[0]} rows earlier, as if engines shared a seed"
+    return ""
+
+
+_MAX_LAG = (
+    r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
+)
+
+
+def _beyond_lag(
+    run: DataRows, sample: Sample, lag: np.ndarray, versions: np.ma.MaskedArray, find: Find
+) -> Iterator[DataFinding]:
+    """Find rows whose engine is further behind the trainer (`lag`, [S] updates) than a setting allows (steps)."""
+    limit, known = run.number(_MAX_LAG), ~np.asarray(versions.mask) & np.ones(len(lag), bool)
+    if limit is None or len(np.unique(sample.steps[known])) < 2:
+        return
+    per_step = max(np.polyfit(sample.steps[known], versions[known], 1)[0], 1.0)  # updates per step
+    lag = np.floor(lag / per_step + 0.01)
+    # Frameworks count either the steps between two versions or the versions in flight.
+    is_notice = bool(lag.max() <= limit + 1)
+    yield from find(
+        "lag_exceeds_limit",
+        lag > limit,
+        least=3,
+        setting=run.setting(_MAX_LAG, ""),
+        largest=int(lag.max()),
+        notice=is_notice,
+    )
+
+
+def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
+    """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens outside the loss."""
+    ahead = (engine.versions - other.versions).filled(0)
+    if other.name == "train":
+        yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
+        yield from _beyond_lag(run, sample, -ahead, other.versions, find)
+    stopped, truncated = sample.ended == "stop", sample.ended == "length"
+    masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
+    if min((masked & stopped).sum(), truncated.sum()) >= 3 and masked[truncated].mean() > 0.95:
+        # Excluding truncated rows is usual (`mask_truncated_completions` in TRL, `apply_overlong_filtering` in SkyRL).
+        # It is a fault if finished rows are excluded by their end token. Others may be excluded by choice.
+        final = sample.tokens[sample.starts[1:] - 1]
+        ids = np.unique(final[masked & stopped])
+        is_end = len(ids) <= 2 and not np.isin(ids, final[stopped & ~masked]).any()
+        yield from find("finished_masked", masked & stopped, notice=not is_end)
+    else:
+        text = ", and their rewards count in their groups' baselines" if run.counts_masked else ""
+        yield from find("rows_masked", masked, least=3, explanation=text, notice=True)
+    place = np.arange(len(sample.tokens))
+    last, first = np.full(sample.num_sequences, -1), np.full(sample.num_sequences, len(place))
+    np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
+    np.minimum.at(first, sample.seq[sample.mask], place[sample.mask])
+    sampled = (engine.logprobs < 0) & np.isfinite(sample.d) & (last >= 0)[sample.seq]
+    cut = sampled & (place > last[sample.seq]) & ~_repeats_end(sample)
+    rows = _rows(sample, cut)
+    num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
+    if rows.sum() > max(3, num_asked / 2):
+        ids = np.unique(sample.tokens[cut])
+        shown = f" (the end token, id {ids[0]})" if len(ids) == 1 else ""
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": shown, "end": "end"}
+        yield from find("mask_cuts", rows, notice=True, **numbers)
+        return
+    cut = sampled & (place < first[sample.seq])
+    rows = _rows(sample, cut)
+    # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
+    is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
+    if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
+        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
+
+
+def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
+    """Find finish reasons and length limits that tokens contradict, padded prompts, and tokens after an end token."""
+    said, lengths, limit = sample.ended, sample.lengths, sample.settings["max_tokens"]
+    cut = said == "length"
+    total, longest = lengths + sample.prompt_lengths, int(lengths.max(initial=0))
+    early = cut & np.isfinite(limit) & (lengths < limit)
+    partly = np.flatnonzero(_rows(sample, sample.mask) & _rows(sample, ~sample.mask))
+    if early.any() and np.ptp(lengths[early]) == 0 and np.ptp(total[early]) and not len(partly):
+        least = int(max(3, np.ceil(0.5 * cut.sum())))
+        yield from find("limit_contradicts", early, least=least, length=lengths, limit=limit)
+    # The limit applies to each stretch of sampled tokens between tool outputs.
+    runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
+    sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
+    beyond = np.isfinite(limit) & (limit > 0) & (sampled > limit)
+    yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
+    last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
+    ends, counts = np.unique(last[short], return_counts=True)
+    # A token that is often followed by sampled tokens of the same turn does not end responses.
+    joined = np.r_[np.diff(sample.seq) == 0, False] & sample.mask & np.r_[sample.mask[1:], False]
+    inside = joined & ~np.r_[_repeats_end(sample)[1:], False]
+    usual = ends[np.argsort(-counts)][:3]
+    has_end = np.isin(last, [end for end in usual if (sample.tokens[inside] == end).sum() <= (last == end).sum()])
+    # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
+    if short.sum() >= 8 and has_end[short].mean() >= 0.9:
+        ended = ~np.isin(said, ("", "length", "abort", "cancelled", "error", "timeout"))
+        wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
+        least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
+        why = {"length": "they are shorter and end with an end token"}
+        full = f"they have the full length {longest} and no end token"
+        parts = [
+            f"{num:,} have {reason!r} although {why.get(reason, full)}"
+            for reason, num in Counter(said[wrong].tolist()).items()
+        ]
+        yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))
+    known = [prompt or [] for prompt in sample.prompts]
+    again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
+    num_known = sum(len(prompt) > 3 for prompt in known)
+    ids, counts = np.unique([known[row][0] for row in np.flatnonzero(again)], return_counts=True)
+    if num_known >= 8 and len(ids) and counts.max() > 0.9 * counts.sum() and _are_padded(sample, again):
+        least = int(max(4, np.ceil(0.3 * num_known)))
+        yield from find("prompt_padding", again, least=least, of=num_known, token=int(ids[counts.argmax()]))
+    from_end = lengths[sample.seq] - 1 - sample.position
+    for distance in range(1, 9):
+        there = (from_end == distance) & sample.mask
+        if not there.any():
+            continue
+        ids, counts = np.unique(sample.tokens[there], return_counts=True)
+        num, everywhere = int(counts.max()), sample.tokens == ids[counts.argmax()]
+        affected = _rows(sample, there & everywhere)
+        final = np.unique(last[affected], return_counts=True)[1]
+        # A token that merely precedes the end token is always followed by it, but various tokens follow an end token.
+        is_end = num >= max(12, 0.2 * (lengths > 0).sum()) and num > 0.9 * everywhere.sum()
+        if is_end and final.max() < 0.5 * final.sum():
+            numbers = {"of": int((lengths > 0).sum()), "token": int(ids[counts.argmax()]), "distance": distance}
+            yield from find("tokens_after_end", affected, **numbers)
+            return
+
+
+def _are_padded(sample: Sample, rows: np.ndarray) -> bool:
+    """Return True if the repeated first token makes the prompts of `rows` ([S] bool) equally long, as padding does.
+
+    Placeholders, such as those of an image, do not.
+    """
+    prompts = [sample.prompts[row] or [] for row in np.flatnonzero(rows)]
+    without = {len([*itertools.dropwhile(prompt[0].__eq__, prompt)]) for prompt in prompts}
+    return 2 * len({*map(len, prompts)}) <= len(without)
+
+
+def _stripped(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
+    """Find finished responses from which the end token was removed, and runs in which it is never sampled."""
+    end_ids = run.end_ids
+    if not end_ids or np.isin(sample.tokens, end_ids).any():
+        return
+    stopped = (sample.ended == "stop") & (sample.lengths > 0)
+    last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][stopped]
+    # Stop strings end responses with a few other ids.
+    usual = np.sort(np.unique(last, return_counts=True)[1])[-3:].sum()
+    ids = f"id{'s' * (len(end_ids) > 1)} {', '.join(map(str, end_ids))}"
+    if 2 * usual < len(last):
+        text = "they finished (finish reason stop), so it was removed, or stop strings end the responses"
+        yield from find("end_missing", stopped, least=20, ids=ids, explanation=text, notice=True)
+    elif not stopped.any() and np.ptp(sample.lengths) == 0:
+        text = f"every response has {sample.lengths[0]:,} tokens, so the engine never samples it"
+        yield from find("end_missing", ~stopped, least=20, ids=ids, explanation=text, notice=True)
+
+
+def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
+    """Find entropies that are in bits or belong to an adjacent token or another distribution.
+
+    Correct entropies equal -logprob on average.
+    """
+    compared, every = sample.compared, np.ones(sample.num_sequences, bool)
+    if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
+        return  # the entropies may be those of the other side's distribution
+    for side in (sample.a, sample.b):
+        if side.share_lost > MOST_LOST:
+            yield from find("entropies_lost", every, name=side.name, share=side.share_lost)
+    joined = np.diff(sample.seq) == 0
+    for side in (sample.a, sample.b):
+        if side.entropy is None:
+            continue
+        there = sample.mask & np.isfinite(side.entropy) & np.isfinite(side.logprobs)
+        place = np.flatnonzero(there & np.r_[False, there[:-1] & joined] & np.r_[there[1:] & joined, False])
+        surprise, entropy = -side.logprobs[place], side.entropy[place]
+        if len(place) < 500 or np.std(entropy) < 0.05:
+            continue
+        if ratio := ratio_in_bits(surprise, entropy):
+            count = np.bincount(sample.seq[place], minlength=len(every))
+            left = np.bincount(sample.seq[place], entropy * np.log(2.0) - surprise, len(every))
+            # Only report bits if the ratio is the same in all rows. Otherwise, some rows come from another
+            # distribution.
+            if part_of_rows(sample, np.divide(left, count, out=np.full(len(every), np.nan), where=count > 0)) is None:
+                yield from find("entropies_in_bits", every, name=side.name, ratio=ratio)
+        if shift := best_lag(-side.logprobs, side.entropy, there, sample.seq, (-1, 1)):
+            best, own, lag = shift
+            which = "next" if lag < 0 else "previous"
+            yield from find("entropies_shifted", every, name=side.name, which=which, own=own, best=best)
+
+
+def best_lag(
+    values: np.ndarray, others: np.ndarray, there: np.ndarray, seq: np.ndarray, lags: Sequence[int]
+) -> tuple[float, float, int] | None:
+    """Return the highest correlation of `values` with `others` ([N] each) at any of the `lags` (tokens), the
+    correlation at lag 0, and the best lag, or None if chance explains the difference. Equal pairs count once."""
+    found, at = [], np.flatnonzero(there)
+    own = pearson(*np.unique(np.stack([values[at], others[at]]), axis=1))
+    for lag in lags:
+        first = at[(at + lag >= 0) & (at + lag < len(there))]
+        first = first[there[first + lag] & (seq[first + lag] == seq[first])]
+        pairs = np.unique(np.stack([values[first], others[first + lag]]), axis=1)
+        moved = pearson(*pairs) if len(first) >= 30 and pairs.std(axis=1).min() > 0.05 else 0.0
+        apart = np.diff(np.arctanh(np.clip([own, moved], -1 + 1e-9, 1 - 1e-9)))[0]  # Fisher's z, error 1 / sqrt(n)
+        if moved > 0.2 and moved > 3 * own and apart * np.sqrt(pairs.shape[1]) > 8:
+            found.append((moved, own, lag))
+    return max(found, default=None)
