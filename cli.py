@@ -101,11 +101,6 @@ SECTIONS = {
 """Commands in `--help`, by section. Help lines have at most 80 columns."""
 
 
-def _print_error(code: str, message: str) -> None:
-    with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
-        _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": code, "message": message}}))
-
-
 _damage_told: list[str] = []
 
 _left_out: list[str] = []
@@ -203,7 +198,9 @@ class Commands(click.Group):
             failure, code = self._failure(ctx, told), type(told).__name__
             _let_go(error)
         if self._prints_json(ctx, arguments):
-            _print_error(code, failure.format_message())
+            with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
+                error = {"code": code, "message": failure.format_message()}
+                _print(json.dumps({"json_version": JSON_VERSION, "error": error}))
         raise failure from None
 
     def _failure(self, ctx: click.Context, error: TimTraceError) -> click.ClickException:
@@ -437,16 +434,6 @@ _model = _all(_model_factory, _weights_from, _allow_kernel)
 _distributed = _all(_ray, _gpus_per_arm)
 
 
-def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """Append examples to a command's help. A test runs every example."""
-
-    def add(command: click.Command) -> click.Command:
-        command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
-        return command
-
-    return add
-
-
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message=f"tim-trace {__version__} (trace format {FORMAT_VERSION})")
 def main() -> None:
@@ -456,8 +443,23 @@ def main() -> None:
     """
 
 
-@_example("tim-trace example runs/example")
-@main.command("example")
+def _command(example: str, *, run: str = "RUN", **settings: Any) -> Callable[[Any], click.Command]:
+    """Make a command named after the function. Its first argument is `run`: one trace, several (RUN...) or "" for none.
+    Its help ends with the example lines, which a test runs."""
+
+    def add(function: Any) -> click.Command:
+        if run.endswith("..."):
+            function = click.argument("traces", nargs=-1, required=True, metavar=run)(function)
+        elif run:
+            function = click.argument("trace", metavar=run)(function)
+        command = main.command(function.__name__.rstrip("_"), **settings)(function)
+        command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in example.strip().splitlines())
+        return command
+
+    return add
+
+
+@_command("tim-trace example runs/example", run="")
 @click.argument("path", metavar="DIR")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 def example_(path: str, force: bool) -> None:
@@ -473,8 +475,11 @@ def example_(path: str, force: bool) -> None:
     )
 
 
-@_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_command(
+    "tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20",
+    run="",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
 @click.option(
     "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What each pass records per token."
@@ -531,11 +536,10 @@ def record(output: str, command: Sequence[str], **options: Any) -> None:
     sys.exit(recording.exit_code)
 
 
-@_example("""
-tim-trace import parquet dump.parquet -o runs/imported
-tim-trace import auto outputs/token_exports -o runs/mine
-""")
-@main.command("import")
+@_command(
+    "tim-trace import parquet dump.parquet -o runs/imported\ntim-trace import auto outputs/token_exports -o runs/mine",
+    run="",
+)
 @click.argument("format", metavar="FORMAT")
 @click.argument("path", nargs=-1, required=True, metavar="PATH...")
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
@@ -576,9 +580,7 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
     _tell(_brought_in(output, imported))
 
 
-@_example("tim-trace info runs/demo")
-@main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace info runs/demo", run="RUN...")
 @_prints(csv=False)
 def info(traces: Sequence[str], form: _Form) -> None:
     """Summarize a trace: contents, writers, and missing or damaged data."""
@@ -592,9 +594,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
     )
 
 
-@_example("tim-trace verify runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace verify runs/demo")
 @click.option("--format", is_flag=True, help="Also check files, fields, columns and rows against the trace format.")
 @_prints()
 def verify(trace: str, form: _Form, *, format: bool) -> None:
@@ -613,9 +613,7 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
 @click.option(
     "-o", "--output", metavar="RUN2", help="Write the result to this folder or URL (s3://...) and leave RUN unchanged."
 )
@@ -633,8 +631,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     form.result(found, rows=found.tables)
 
 
-@_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
-@main.command("sql")
+@_command("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"", run="")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
 @click.option("--unsafe", is_flag=True, help="Allow the query to write, and to read other files.")
 @_timeout
@@ -659,9 +656,7 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(found)
 
 
-@_example("tim-trace mcp runs/demo --timeout 30")
-@main.command("mcp")
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace mcp runs/demo --timeout 30", run="RUN...")
 @click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time per call.")
 @click.option("--memory", default="1GB", metavar="SIZE", help="Maximum memory per query.")
 def mcp(traces: Sequence[str], **options: Any) -> None:
@@ -673,8 +668,7 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
     analysis.mcp(list(traces), **options)
 
 
-@_example("tim-trace query by-probability runs/demo")
-@main.command("query")
+@_command("tim-trace query by-probability runs/demo", run="")
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair_and_steps
@@ -704,9 +698,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
         form.table(found)
 
 
-@_example("tim-trace stats runs/demo --by step\ntim-trace stats runs/demo --like verl")
-@main.command(cls=_OfFrameworks)
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace stats runs/demo --by step\ntim-trace stats runs/demo --like verl", cls=_OfFrameworks, run="RUN...")
 @_pair_and_steps
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
 @click.option(
@@ -731,9 +723,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
         _tell(sentence)
 
 
-@_example("tim-trace diagnose runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace diagnose runs/demo")
 @_pair_and_steps
 @_control
 @click.option("-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays.")
@@ -759,9 +749,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace check runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace check runs/demo")
 @_pair_and_steps
 @_partial
 @_ray
@@ -787,8 +775,7 @@ def check(trace: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace compare runs/demo runs/other\ntim-trace compare runs/demo --against rollout")
-@main.command()
+@_command("tim-trace compare runs/demo runs/other\ntim-trace compare runs/demo --against rollout", run="")
 @click.argument("a", metavar="RUN")
 @click.argument("b", metavar="[RUN2]", required=False)
 @_pair
@@ -814,9 +801,7 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     form.result(_asked(analysis.compare, a, b, **options))
 
 
-@_example("tim-trace corrections runs/demo --by length")
-@main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace corrections runs/demo --by length", run="RUN...")
 @_pair_and_steps
 @_by("run", "step", "length", help="What each row describes (length: quartiles of sequence length).")
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold for token-tis and token-mis.")
@@ -845,9 +830,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
 
-@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
 @_steps
 @click.option(
     "--loss", metavar="KIND|FIELDS",
@@ -871,9 +854,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
 
 
-@_example("tim-trace dynamics runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace dynamics runs/demo")
 @_pair_and_steps
 @_prints()
 def dynamics(trace: str, form: _Form, **options: str) -> None:
@@ -885,11 +866,9 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
     form.result(_asked(analysis.dynamics, trace, **options))
 
 
-@_example(
+@_command(
     "tim-trace replay runs/demo --steps 1:200:50 --dtype bf16 --arm attention=math --arm batch-size=1,mode=decode"
 )
-@main.command()
-@click.argument("trace", metavar="RUN")
 @_steps
 @click.option(
     "--sample", metavar="F|N",
@@ -930,9 +909,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         _tell(line)
 
 
-@_example("tim-trace triangulate runs/demo --steps 1:200:50 --arm dtype=bf16")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace triangulate runs/demo --steps 1:200:50 --arm dtype=bf16")
 @_steps
 @click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Reference precision.")
 @click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
@@ -955,11 +932,9 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     form.result(_asked(analysis.triangulate, trace, held_back=True, **options), rows={"by": by})
 
 
-@_example(
+@_command(
     "tim-trace gradient runs/demo --steps 10 --arm correction=none --arm dtype=bf16,batch-size=32,logprobs=current"
 )
-@main.command()
-@click.argument("trace", metavar="RUN")
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
@@ -989,9 +964,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     form.result(found, text={"by": by}, rows={"by": by})
 
 
-@_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @_executions
 @click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8 (the first is 0).")
 @click.option(
@@ -1031,9 +1004,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace certify runs/demo --arm engine=exact --max-batch 2 --max-length 8 --minutes 1")
-@main.command()
-@click.argument("trace", metavar="RUN|MODEL")
+@_command("tim-trace certify runs/demo --arm engine=exact --max-batch 2 --max-length 8 --minutes 1", run="RUN|MODEL")
 @_arm_a
 @click.option(
     "--against", metavar="CHANGES", help="Execution b, in --arm syntax.  [default: --arm, one sequence per batch]"
@@ -1065,9 +1036,7 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace reproduce runs/demo --steps 10 --against attention=eager")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace reproduce runs/demo --steps 10 --against attention=eager")
 @click.option("-o", "--output", default="bug.py", metavar="SCRIPT", help="The script to write.")
 @_executions
 @_factories
@@ -1085,9 +1054,7 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
     form.result(_asked(analysis.reproduce, trace, held_back=True, **options))
 
 
-@_example("tim-trace weights runs/demo --by module")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace weights runs/demo --by module")
 @_by("version", "module")
 @click.option(
     "--engine", is_flag=True,
@@ -1145,9 +1112,7 @@ def weights(
         raise click.exceptions.Exit(2)
 
 
-@_example("tim-trace attribute runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace attribute runs/demo")
 @_control
 @_pair_and_steps
 @_prints(csv=False, wide=False, brief=True)
@@ -1167,9 +1132,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     form.answer(json=lambda: result_json(found), text=lambda width: render(found, width))
 
 
-@_example("tim-trace report runs/demo -o demo.html")
-@main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace report runs/demo -o demo.html", run="RUN...")
 @click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
 @click.option("--markdown", metavar="FILE.md|-", help="Markdown file to write for an issue or a chat (- prints it).")
 @click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
@@ -1201,12 +1164,11 @@ def report(traces: Sequence[str], **options: Any) -> None:
         _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
     for path in paths:
         if path not in (None, "-"):
-            _tell(f"wrote {path}{_size(path)}")
+            size = f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
+            _tell(f"wrote {path}{size}")
 
 
-@_example("tim-trace watch runs/demo --once")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace watch runs/demo --once")
 @click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between updates.")
 @click.option(
     "--steps", default="-10:", metavar="STEPS",
@@ -1234,9 +1196,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
         show(views, again=not is_one)
 
 
-@_example("tim-trace export runs/demo --to parquet -o runs/demo-export")
-@main.command("export")
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace export runs/demo --to parquet -o runs/demo-export")
 @click.option(
     "--to", required=True, type=click.Choice(["parquet", "tensorboard", "wandb"]), help="File format to write."
 )
@@ -1253,9 +1213,7 @@ def export_(trace: str, **options: Any) -> None:
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
 
-@_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
 @click.option(
     "--fail-on", multiple=True, metavar="CONDITION",
     help="Fail on this condition: check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' "
@@ -1315,10 +1273,6 @@ def _ended_after(timeout: float | None) -> Iterator[None]:
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
-
-
-def _size(path: str) -> str:
-    return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
 
 
 def _tell(sentence: str) -> None:

@@ -48,16 +48,13 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    found: list[Chart] = []
-    if subject.spread is not None:
-        found += _spread_charts(subject, subject.spread)
-    found += _objective_charts(subject)
-    found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
-    return found
+    return [chart for charts in (_spread, _objective, _arms, _corrections) for chart in charts(subject)]
 
 
-def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
-    a, b = subject.pair
+def _spread(subject: Subject) -> Iterator[Chart]:
+    spread, (a, b) = subject.spread, subject.pair
+    if spread is None:
+        return
     rounding = "" if spread.envelope is None else (
         f"Rounded logits change d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{spread.envelope:.3g} "
         "(1 - p) and enclose 99% of tokens below p = 0.99. "
@@ -69,9 +66,14 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
         x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
         curves=_envelope(spread), is_open=True,
     )  # fmt: skip
-    for name in _PROFILES:
-        if name in spread.profiles:
-            yield _profile(spread, name)
+    for name, (title, label, note) in _PROFILES.items():
+        if (profile := spread.profiles.get(name)) is not None:
+            start = profile.start + (1 if name == "position" else 0)
+            yield LineChart(
+                key=f"d-by-{name}", title=title, unit="nats", note=f"{note} The rms gives large |d| more weight.", sql=spread.sql[name],
+                lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
+                x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
+            )  # fmt: skip
 
 
 def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
@@ -84,18 +86,7 @@ def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     return Line(name="99% within", x=x, y=upper), Line(name="99% within", x=x, y=-upper)
 
 
-def _profile(spread: Breakdowns, name: str) -> LineChart:
-    profile = spread.profiles[name]
-    title, label, note = _PROFILES[name]
-    start = profile.start + (1 if name == "position" else 0)
-    return LineChart(
-        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} The rms gives large |d| more weight.", sql=spread.sql[name],
-        lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
-        x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
-    )  # fmt: skip
-
-
-def _objective_charts(subject: Subject) -> Iterator[Chart]:
+def _objective(subject: Subject) -> Iterator[Chart]:
     found = subject.objective
     if found is None or not len(found.steps):
         return
@@ -131,10 +122,10 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         )  # fmt: skip
 
 
-def _arms(subject: Subject) -> BarChart | None:
+def _arms(subject: Subject) -> Iterator[Chart]:
     found = subject.diagnosis
     if found is None or not found.replays:
-        return None
+        return
     shares = tuple(
         Bar(
             name=each.arm, value=each.removed, low=each.low, high=each.high,
@@ -151,10 +142,9 @@ def _arms(subject: Subject) -> BarChart | None:
     )  # fmt: skip
 
 
-def _corrections(subject: Subject) -> BarChart | None:
-    rows = subject.corrections
-    if rows is None:
-        return None
+def _corrections(subject: Subject) -> Iterator[Chart]:
+    if subject.corrections is None:
+        return
     keys = {"cut": "share_tokens_cut", "lowered": "share_tokens_truncated"}
     weighing = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
     chosen = [row for row in weighing if any(row[key] for key in keys.values())]
