@@ -8,7 +8,7 @@ from typing import Any
 
 from ..schemas.documents import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
-from ..schemas.passes import REPLAY_PREFIX, STANDARD
+from ..schemas.passes import REPLAY_PREFIX, standard_first
 from ..schemas.results import Result
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
@@ -211,8 +211,7 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
     found = [PassInfo(**row) for row in database.ask(_PASSES).dicts()]
     samples = {name: sample_sentence(*counts) for name, counts in sampled_passes(database).items()}
     found = [replace(each, note=samples.get(each.name, each.note)) for each in found]
-    order = {name: place for place, name in enumerate(STANDARD)}
-    return tuple(sorted(found, key=lambda p: (order.get(p.name, len(order)), p.name)))
+    return tuple(sorted(found, key=lambda each: standard_first(each.name)))
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:

@@ -64,7 +64,7 @@ def _spread(subject: Subject) -> Iterator[Chart]:
         note=f"Each cell counts tokens. {rounding}A large |d| at p near 1 is not rounding. The outermost rows count everything "
         "beyond the axis.", sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
-        curves=_envelope(spread), is_open=True,
+        curves=_envelope(spread),
     )  # fmt: skip
     for name, (title, label, note) in _PROFILES.items():
         if (profile := spread.profiles.get(name)) is not None:
@@ -134,7 +134,7 @@ def _arms(subject: Subject) -> Iterator[Chart]:
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair
-    return BarChart(
+    yield BarChart(
         key="arms", title="How much mismatch each replay removes", unit="share of mean d squared",
         note=f"The replay replaces {a}: at 1, the replay agrees with {b}; at 0, it changes nothing; below 0, "
         "the mismatch grows. Lines are 95% CIs over sequence groups.",
@@ -146,14 +146,14 @@ def _corrections(subject: Subject) -> Iterator[Chart]:
     if subject.corrections is None:
         return
     keys = {"cut": "share_tokens_cut", "lowered": "share_tokens_truncated"}
-    weighing = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    weighing = [row for row in subject.corrections.dicts() if row["correction"] not in _NOT_SHOWN]
     chosen = [row for row in weighing if any(row[key] for key in keys.values())]
     idle = [row["correction"] for row in weighing if row not in chosen]
     groups = {
         name: tuple(Bar(name=row["correction"], value=row[key] or 0.0, text=row["rule"]) for row in chosen)
         for name, key in keys.items()
     }
-    return BarChart(
+    yield BarChart(
         key="corrections", title="Share of tokens that each correction would cut", unit="share of tokens",
         note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. See docs/evidence/remedies.md for how much each correction helps.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",

@@ -159,30 +159,25 @@ def floats(values: Any) -> str:
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    excerpts = subject.excerpts
+    excerpts, spread = subject.excerpts, subject.spread
     return {
         "pair": list(subject.pair),
         "passes": list(excerpts.passes),
-        "full": full_colour(subject),
+        # The |d| (nats) at which the colour scale saturates: the run's 99.9% quantile, but at least 0.001.
+        "full": max(float(spread.d_edges[-1]), 1e-3) if spread is not None else 1.0,
         "sequences": [_sequence(one) for one in excerpts.sequences],
     }
 
 
-def full_colour(subject: Subject) -> float:
-    """Return the |d| (nats) at which the colour scale saturates: the run's 99.9% quantile, but at least 0.001."""
-    return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
-
-
 def _sequence(one: TokenSample) -> dict[str, Any]:
-    states = {name: values.tolist() for name, values in one.state.items()}
     holes = np.any([np.full(len(one.ids), FINITE), *one.state.values()], axis=0)
     return {
         "step": one.step, "seq_id": one.seq_id, "facts": facts_of(one), "num_tokens": one.num_tokens,
         "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,
         "prompt": [[token, text] for token, text in one.prompt], "ids": one.ids.tolist(), "texts": list(one.texts),
         "mask": [int(kept) for kept in one.mask], "advantage": None if one.advantage is None or not math.isfinite(one.advantage) else one.advantage,
-        "logprobs": {name: floats(values) for name, values in one.logprobs.items()}, "states": states,
-        "holes": [int(hole) for hole in holes],
+        "logprobs": {name: floats(values) for name, values in one.logprobs.items()},
+        "states": {name: values.tolist() for name, values in one.state.items()}, "holes": [int(hole) for hole in holes],
     } | {
         name: floats(values)
         for name, values in (("entropy", one.entropy), ("advantages", one.advantages))
