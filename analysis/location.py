@@ -17,7 +17,7 @@ from ..schemas.results import Result
 from ..tracer.located import Findings, KeptResult, Located, OperatorError, read_results
 from .rows import Rows, table
 from .statistics.estimators import Array
-from .statistics.intervals import Interval, NoInterval, bootstrap, ends
+from .statistics.intervals import Interval, NoInterval, ends, ratio_interval
 from .trace.database import Database, cached
 
 _CONFIDENCE = 0.95
@@ -83,10 +83,7 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
     total = sum(each.sum_square for each in found.sequences)
 
     def interval(value_S: Array) -> Interval | NoInterval:
-        if not square_S.any():
-            return NoInterval.UNDEFINED
-        sums = {"value": value_S, "square": square_S}
-        return bootstrap({"share": lambda t: t["value"] / t["square"]}, sums, group_S, _CONFIDENCE)["share"]
+        return ratio_interval(value_S, square_S, group_S, _CONFIDENCE) if square_S.any() else NoInterval.UNDEFINED
 
     def share(value_S: Array) -> tuple[float, float | None, float | None]:
         low, high = ends(interval(value_S)) or (None, None)

@@ -20,6 +20,7 @@ from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ..trace.columns import flat_contract
 from ..trace.database import Database
+from ..trace.source import Pair
 from .pass_values import PassValues
 
 SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", "inert_setting"
@@ -144,7 +145,6 @@ class PassComparison(Result):
         return not any(group.odd_tokens or group.contradictions for group in self.groups)
 
 
-_Pair = tuple[str, str]
 _Setting = str | None
 
 
@@ -193,7 +193,7 @@ def _connected(has: Mapping[str, np.ndarray]) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Relation:
-    pair: _Pair
+    pair: Pair
     is_class: bool
     is_same: bool
     """True if the logprobs of all shared tokens are bitwise equal."""
@@ -201,12 +201,12 @@ class _Relation:
     """Setting -> both passes' values, for settings that differ."""
 
 
-_Relations = Mapping[tuple[str, frozenset[_Setting]], Sequence[_Pair]]
+_Relations = Mapping[tuple[str, frozenset[_Setting]], Sequence[Pair]]
 """Pairs of passes that differ in only one setting, keyed by the setting and its two values."""
 
 
 def _by_setting(relations: Iterable[_Relation]) -> _Relations:
-    found: dict[tuple[str, frozenset[_Setting]], list[_Pair]] = {}
+    found: dict[tuple[str, frozenset[_Setting]], list[Pair]] = {}
     for relation in relations:
         if len(relation.settings) == 1:
             ((key, values),) = relation.settings.items()

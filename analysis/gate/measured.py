@@ -17,7 +17,7 @@ from ..alarms.figures import FIGURES, NOT_FINITE, is_of_pair, read_figure
 from ..frameworks.framework import read_once
 from ..frameworks.registry import framework_of
 from ..rows import Rows
-from ..statistics.estimators import FROM_SUMS, Array, Totals
+from ..statistics.estimators import FROM_SUMS, Array
 from ..statistics.intervals import (
     Interval,
     NoInterval,
@@ -26,6 +26,7 @@ from ..statistics.intervals import (
     largest_interval,
     numbered,
     parts_of,
+    ratio_interval,
     unit,
 )
 from ..stats import stats
@@ -235,12 +236,7 @@ def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
     """Return the probabilities of the two quantiles that bound the interval. Probability 1 means the maximum."""
-
-    def share(totals: Totals) -> Array:
-        return totals["above"] / totals["tokens"]
-
-    columns = {"above": num_above_N, "tokens": num_tokens_N}
-    found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
+    found = ratio_interval(num_above_N, num_tokens_N, unit_N, confidence, open_ended=True)
     if isinstance(found, NoInterval):
         return found
     # With ties, the share above the value is not 1 - p, so shift p by the distances from this share to the bounds of
