@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import Field, dataclass, fields
-from functools import wraps
+from functools import cached_property, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Timer
@@ -241,14 +241,14 @@ class _FrameworkOption(click.Option):
 class _OfFrameworks(click.Command):
     """Command that accepts every framework's options. Its help lists them by framework."""
 
-    _options: Mapping[str, _FrameworkOption] | None = None
+    @cached_property
+    def _options(self) -> dict[str, _FrameworkOption]:  # deferred, because frameworks import DuckDB
+        options: dict[str, _FrameworkOption] = {}
+        for declared in declared_options():
+            options.setdefault(declared.name, _FrameworkOption(declared)).declared.append(declared)
+        return options
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if self._options is None:  # deferred, because frameworks import DuckDB
-            options: dict[str, _FrameworkOption] = {}
-            for declared in declared_options():
-                options.setdefault(declared.name, _FrameworkOption(declared)).declared.append(declared)
-            self._options = options
         return [*super().get_params(ctx), *self._options.values()]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -306,10 +306,9 @@ class _Form:
             rows=lambda: rows if isinstance(rows, Rows) else renderers[rows_of](found, **rows or {}),
         )  # fmt: skip
 
-    def table(self, rows: Rows, name: str = "") -> None:
-        self.answer(
-            json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
-        )
+    def table(self, rows: Rows, name: str = "", *, text: Callable[[int | None], str] | None = None) -> None:
+        shown = text or (lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())))
+        self.answer(json=lambda: rows, text=shown, rows=lambda: rows)
 
 
 _CSV = click.option(
@@ -902,9 +901,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
         return
-    form.answer(
-        json=lambda: table(results), text=lambda width: replay_text(results, width), rows=lambda: table(results)
-    )
+    form.table(table(results), text=lambda width: replay_text(results, width))
     for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
 
@@ -1105,7 +1102,7 @@ def weights(
     rows = _asked(analysis.weights, trace, held_back=True, **options)
     if options["engine"]:
         of = "module" if options["by"] == "module" else "tensor"
-        form.answer(json=lambda: rows, text=lambda width: engine_weights_text(rows, of, width), rows=lambda: rows)
+        form.table(rows, text=lambda width: engine_weights_text(rows, of, width))
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):

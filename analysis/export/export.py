@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, groupby
 from pathlib import Path
@@ -134,7 +134,7 @@ class StepFigures:
     step: int
     logged_s: float
     """Unix time when the step was logged, or when the trace was created if nothing was logged."""
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float]
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
