@@ -312,7 +312,7 @@ class _Form:
 
 
 def _option(flags: str, value: str | Sequence[str], help: str, **more: Any) -> Callable[[Any], Any]:
-    """Declare an option by its flags (and its parameter's name, if different), its value's metavar or choices, and help."""
+    """Declare an option: its flags (and parameter name, if different), its value's metavar or choices, and its help."""
     kind: dict[str, Any] = {"metavar": value} if isinstance(value, str) else {"type": click.Choice(value)}
     return click.option(*flags.split(), help=help, **kind, **more)
 
@@ -1323,8 +1323,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code})"
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
-    reasons = dict.fromkeys(filter(None, said))
-    if reasons:
+    if reasons := dict.fromkeys(filter(None, said)):
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
         f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
@@ -1357,18 +1356,14 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 def _brought_in(output: str, imported: Any) -> str:
     from .tracer.importers.columns import listed_names
 
-    holes, parts = imported.placeholders, []
-    if holes.total:
-        parts.append(
-            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} values of -9999, "
-            f"{holes.masked_zeros:,} zeros outside the mask, {holes.all_zero:,} in all-zero lists)"
-        )
-    if holes.certain:
-        parts.append(
-            f"{holes.certain:,} logprobs of 0 were kept, because another pass also gives these tokens probability 1"
-        )
-    if imported.num_above_zero:
-        parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")
+    holes = imported.placeholders
+    counts = {
+        f"placeholders became NULL ({holes.clamped:,} values of -9999, {holes.masked_zeros:,} zeros outside the mask, "
+        f"{holes.all_zero:,} in all-zero lists)": holes.total,
+        "logprobs of 0 were kept, because another pass also gives these tokens probability 1": holes.certain,
+        "invalid logprobs above 0 were kept unchanged": imported.num_above_zero,
+    }
+    parts = [f"{count:,} {what}" for what, count in counts.items() if count]
     if imported.ignored_columns:
         parts.append(f"ignored columns: {listed_names(imported.ignored_columns)}")
     if imported.num_known_files:

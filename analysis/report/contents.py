@@ -200,6 +200,7 @@ def provenance(subject: Subject) -> Provenance:
 
 def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
     held = subject.info
+    size = f"{held.num_parameters:,} parameters" if held.num_parameters else ""
     facts = {
         "trace": held.path,
         "steps": "" if subject.asked_steps == ALL_STEPS else f"selected with {option('steps', subject.asked_steps)}",
@@ -207,11 +208,7 @@ def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
         "recorded": f"{held.created_at[:19]}Z with {created_by(held)}",
         "state": held.state if held.exit_code is None else f"{held.state}, the command exited with {held.exit_code}",
         "command": " ".join(held.command),
-        "model": ", ".join(
-            part
-            for part in (held.model or "", f"{held.num_parameters:,} parameters" if held.num_parameters else "", ", ".join(held.model_dtypes))
-            if part
-        ),
+        "model": ", ".join(filter(None, [held.model, size, *held.model_dtypes])),
         "tokenizer": held.tokenizer or "",
         "versions": ", ".join(f"{name} {version}" for name, version in held.versions.items()),
         "format": f"version {held.format_version}",

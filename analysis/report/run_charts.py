@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..facts.changes import ChangePoint
 from ..facts.recorded import interval_text
 from ..facts.series import KINDS, LOG, Series
 from ..statistics.location import SHIFT
@@ -89,23 +88,19 @@ def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
     series = subject.dynamics.series if subject.dynamics else ()
     changes = [change for one in series if one.name == name for change in one.changes]
     largest = sorted(changes, key=lambda change: -abs(change.size_in_sd))[:_MOST_MARKS]
-    return tuple(_mark(change) for change in sorted(largest, key=lambda change: change.step))
-
-
-def _mark(change: ChangePoint) -> Mark:
-    what = "jumps" if change.kind == SHIFT else "changes slope"
-    when = f"{what} at step {change.step}{interval_text(change.low, change.high)}"
-    text = f"{when}: {change.before:.3g} to {change.after:.3g}"
-    return Mark(x=change.step, low=change.low, high=change.high, text=text)
+    marks = []
+    for change in sorted(largest, key=lambda change: change.step):
+        what = "jumps" if change.kind == SHIFT else "changes slope"
+        when = f"{what} at step {change.step}{interval_text(change.low, change.high)}"
+        text = f"{when}: {change.before:.3g} to {change.after:.3g}"
+        marks.append(Mark(x=change.step, low=change.low, high=change.high, text=text))
+    return tuple(marks)
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
-    healthy = [
-        figure
-        for figure in (each.figure for each in (subject.diagnosis.figures if subject.diagnosis else ()) if each.fits)
-        if figure.metric == "k3" and figure.is_mixture == is_mixture and not figure.is_fault
-    ]
+    fitting = [each.figure for each in (subject.diagnosis.figures if subject.diagnosis else ()) if each.fits]
+    healthy = [one for one in fitting if one.metric == "k3" and one.is_mixture == is_mixture and not one.is_fault]
     low = min((figure.low for figure in healthy), default=0.0)
     high = max((figure.high for figure in healthy), default=0.0)
     if not low < high:

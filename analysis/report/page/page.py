@@ -32,17 +32,13 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    groups = [
-        _embedded(stacked(report.run)),
-        *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
-    ]
-    first = report.subjects[0]
-    figures = {"groups": [group for group in groups if group["items"][0]["roots"]]}
+    first, plots = report.subjects[0], [stacked(report.run)]
+    plots += [[single(one)] for one in report.mismatch if not one.is_empty]
+    figures = {"groups": [_embedded(group) for group in plots if group]}
     return str(
         _template().render(
             report=report,
             first=first,
-            element_of=element_of,
             colours=COLOURS,
             series=SERIES,
             questions={code: question for code, (question, *_) in QUESTIONS.items()},
@@ -68,11 +64,10 @@ def bokeh_script() -> str:
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    document = Document()
+    document, name = Document(), plots[0].name
     with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
         for plot in plots:
             document.add_root(plot)
-    name = plots[0].name if plots else ""
     roots = {plot.id: element_of(plot.name) for plot in plots}
     return {
         "docs": {name: document.to_json(deferred=False)},
@@ -97,12 +92,9 @@ def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
 @cache
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
-    environment.filters["sorted_by"] = _sorted_by
-    environment.filters["shell"] = shlex.quote
-    environment.filters["explained"] = explained
-    environment.globals["term"] = term
-    environment.globals["summary_sentences"] = summary_sentences
+    filters = {"number": _number, "sorted_by": _sorted_by, "shell": shlex.quote, "explained": explained}
+    environment.filters.update(filters)
+    environment.globals.update(term=term, element_of=element_of, summary_sentences=summary_sentences)
     return environment.from_string(_own("report.html"))
 
 
