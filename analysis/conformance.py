@@ -59,9 +59,10 @@ def conformance(store: Store, database: Database | None) -> Rows:
 
 def _documents(store: Store) -> Iterator[Deviation]:
     kinds: list[tuple[str, type[Manifest] | type[WriterState], dict[str, object]]] = [
-        (MANIFEST, Manifest, {"format": FORMAT, "format_version": FORMAT_VERSION}),
-        *((f"{WRITERS}/{name}", WriterState, {"writer": name.removesuffix(".json")}) for name in store.files(WRITERS)),
+        (MANIFEST, Manifest, {"format": FORMAT, "format_version": FORMAT_VERSION})
     ]
+    for name in store.files(WRITERS):
+        kinds.append((f"{WRITERS}/{name}", WriterState, {"writer": name.removesuffix(".json")}))
     for where, kind, fixed in kinds:
         try:
             values = json.loads(store.read_json(where))

@@ -164,9 +164,8 @@ def _errors(
             advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
-            raise NothingToCompare(
-                f"no token in these steps has a logprob in train, rollout and {name}; choose different steps"
-            )
+            where = f"train, rollout and {name}"
+            raise NothingToCompare(f"no token in these steps has a logprob in {where}; choose different steps")
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
 
