@@ -199,8 +199,8 @@ class Commands(click.Group):
             _let_go(error)
         if self._prints_json(ctx, arguments):
             with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
-                error = {"code": code, "message": failure.format_message()}
-                _print(json.dumps({"json_version": JSON_VERSION, "error": error}))
+                problem = {"code": code, "message": failure.format_message()}
+                _print(json.dumps({"json_version": JSON_VERSION, "error": problem}))
         raise failure from None
 
     def _failure(self, ctx: click.Context, error: TimTraceError) -> click.ClickException:
@@ -451,7 +451,7 @@ def _command(example: str, *, run: str = "RUN", **settings: Any) -> Callable[[An
             function = click.argument("traces", nargs=-1, required=True, metavar=run)(function)
         elif run:
             function = click.argument("trace", metavar=run)(function)
-        command = main.command(function.__name__.rstrip("_"), **settings)(function)
+        command: click.Command = main.command(function.__name__.rstrip("_"), **settings)(function)
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in example.strip().splitlines())
         return command
 

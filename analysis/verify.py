@@ -89,13 +89,11 @@ def verification_text(found: Verification, width: int | None = None) -> str:
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
     if found.num_unchecked:
-        have = "has" if found.num_unchecked == 1 else "have"
-        lines.append(
-            f"{counted(found.num_unchecked, 'file')} {have} no checksums, so damage in them cannot be detected"
-        )
+        files = counted(found.num_unchecked, "file has", "files have")
+        lines.append(f"{files} no checksums, so damage in them cannot be detected")
     if found.deviations is not None:
-        lines += [_deviation_text(row) for row in found.deviations.dicts()]
-        lines += [] if found.deviations else [f"conforms to trace format {FORMAT_VERSION}"]
+        deviations = [_deviation_text(row) for row in found.deviations.dicts()]
+        lines += deviations or [f"conforms to trace format {FORMAT_VERSION}"]
     return "\n".join(lines)
 
 

@@ -104,7 +104,7 @@ def export(
 
 
 def _open(
-    trace: str | os.PathLike[str], weights_from: str | os.PathLike[str] | None = None
+    trace: str | os.PathLike[str], weights_from: str | os.PathLike[str] | None
 ) -> WeightReader | CheckpointReader:
     store = Store(trace)
     store.manifest()

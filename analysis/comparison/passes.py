@@ -34,8 +34,7 @@ CHANCE = 1e-3
 """A token is reported as odd if the expected number of tokens that differ as much, over all classes, is below this. On
 simulated differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2%
 of the classes had such a token."""
-MOST_ODD = 1000
-"""Maximum number of odd tokens reported per class."""
+MOST_ODD = 1000  # reported per class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

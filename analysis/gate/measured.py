@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,21 +135,15 @@ class Run:
     def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
+        numbers = partial(framework.numbers, database, self._names)
         with read_once(database, framework, self._names):
-            numbers = framework.numbers(database, self._names, "run")
-            if not len(numbers):
+            whole = numbers("run")
+            if not len(whole):
                 raise NothingToCompare(why_nothing(database, self._names))
-            asked = _Asked(
-                conditions,
-                numbers,
-                lambda metrics: framework.numbers(database, self._names, "step", ("step", *metrics)),
-            )
+            asked = _Asked(conditions, whole, lambda metrics: numbers("step", ("step", *metrics)))
             self.left_out = left_out(database, self._names)
-            only, found = tuple(asked.sampled), list[Measured]()
-            if only:
-                found = self._jackknifed(
-                    database, asked.sampled, lambda: framework.numbers(database, self._names, "run", only)
-                )
+            only = tuple(asked.sampled)
+            found = self._jackknifed(database, asked.sampled, lambda: numbers("run", only)) if only else []
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:

@@ -39,6 +39,5 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written ({error.strerror or error}); choose a folder that you can write to"
-        ) from error
+        why = error.strerror or error
+        raise StorageError(f"{path} cannot be written ({why}); choose a folder that you can write to") from error

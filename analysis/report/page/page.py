@@ -32,9 +32,12 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
-    first, plots = report.subjects[0], [stacked(report.run)]
-    plots += [[single(one)] for one in report.mismatch if not one.is_empty]
-    figures = {"groups": [_embedded(group) for group in plots if group]}
+    first = report.subjects[0]
+    groups = [
+        _embedded(stacked(report.run)),
+        *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
+    ]
+    figures = {"groups": [group for group in groups if group["items"][0]["roots"]]}
     return str(
         _template().render(
             report=report,
@@ -64,7 +67,7 @@ def bokeh_script() -> str:
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    document, name = Document(), plots[0].name
+    document, name = Document(), plots[0].name if plots else ""
     with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
         for plot in plots:
             document.add_root(plot)
