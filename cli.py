@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import Field, dataclass, fields
-from functools import wraps
+from functools import cached_property, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Timer
@@ -99,11 +99,6 @@ SECTIONS = {
     },
 }
 """Commands in `--help`, by section. Help lines have at most 80 columns."""
-
-
-def _print_error(code: str, message: str) -> None:
-    with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
-        _print(json.dumps({"json_version": JSON_VERSION, "error": {"code": code, "message": message}}))
 
 
 _damage_told: list[str] = []
@@ -203,7 +198,9 @@ class Commands(click.Group):
             failure, code = self._failure(ctx, told), type(told).__name__
             _let_go(error)
         if self._prints_json(ctx, arguments):
-            _print_error(code, failure.format_message())
+            with suppress(TimTraceError):  # stdout may be closed or on a full disk, but stderr gets the message too
+                problem = {"code": code, "message": failure.format_message()}
+                _print(json.dumps({"json_version": JSON_VERSION, "error": problem}))
         raise failure from None
 
     def _failure(self, ctx: click.Context, error: TimTraceError) -> click.ClickException:
@@ -244,14 +241,14 @@ class _FrameworkOption(click.Option):
 class _OfFrameworks(click.Command):
     """Command that accepts every framework's options. Its help lists them by framework."""
 
-    _options: Mapping[str, _FrameworkOption] | None = None
+    @cached_property
+    def _options(self) -> dict[str, _FrameworkOption]:  # deferred, because frameworks import DuckDB
+        options: dict[str, _FrameworkOption] = {}
+        for declared in declared_options():
+            options.setdefault(declared.name, _FrameworkOption(declared)).declared.append(declared)
+        return options
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        if self._options is None:  # deferred, because frameworks import DuckDB
-            options: dict[str, _FrameworkOption] = {}
-            for declared in declared_options():
-                options.setdefault(declared.name, _FrameworkOption(declared)).declared.append(declared)
-            self._options = options
         return [*super().get_params(ctx), *self._options.values()]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -309,21 +306,30 @@ class _Form:
             rows=lambda: rows if isinstance(rows, Rows) else renderers[rows_of](found, **rows or {}),
         )  # fmt: skip
 
-    def table(self, rows: Rows, name: str = "") -> None:
-        self.answer(
-            json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
-        )
+    def table(self, rows: Rows, name: str = "", *, text: Callable[[int | None], str] | None = None) -> None:
+        shown = text or (lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())))
+        self.answer(json=lambda: rows, text=shown, rows=lambda: rows)
 
 
-_CSV = click.option(
-    "--csv", "as_csv", is_flag=True,
-    help="Print CSV at full precision. Recorded text is not escaped, so a spreadsheet may run it as a formula.",
+def _option(flags: str, value: str | Sequence[str], help: str, **more: Any) -> Callable[[Any], Any]:
+    """Declare an option: its flags (and parameter name, if different), its value's metavar or choices, and its help."""
+    kind: dict[str, Any] = {"metavar": value} if isinstance(value, str) else {"type": click.Choice(value)}
+    return click.option(*flags.split(), help=help, **kind, **more)
+
+
+def _flag(flags: str, help: str) -> Callable[[Any], Any]:
+    return click.option(*flags.split(), is_flag=True, help=help)
+
+
+_CSV = _flag(
+    "--csv as_csv",
+    "Print CSV at full precision. Recorded text is not escaped, so a spreadsheet may run it as a formula.",
 )  # fmt: skip
-_BRIEF = click.option(
-    "--brief", "is_brief", is_flag=True,
-    help="Print a briefing for further analysis: summary, evidence, remaining suspects, and SQL for open questions.",
+_BRIEF = _flag(
+    "--brief is_brief",
+    "Print a briefing for further analysis: summary, evidence, remaining suspects, and SQL for open questions.",
 )  # fmt: skip
-_WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of the terminal's width.")
+_WIDE = _flag("--wide is_wide", "Show all columns, regardless of the terminal's width.")
 
 
 def _prints(
@@ -340,7 +346,7 @@ def _prints(
             return function(form=form, **options)
 
         taken = [option for option, is_taken in ((_CSV, csv), (_WIDE, wide), (_BRIEF, brief)) if is_taken]
-        return _all(click.option("--json", "as_json", is_flag=True, help=json), *taken)(command)
+        return _all(_flag("--json as_json", json), *taken)(command)
 
     return add
 
@@ -356,38 +362,30 @@ def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return add
 
 
-_steps = click.option(
-    "--steps", default="all", metavar="STEPS",
-    help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or a comma-separated list.",
+_steps = _option(
+    "--steps", "STEPS",
+    "Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or a comma-separated list.", default="all",
 )  # fmt: skip
-_pair = click.option(
-    "--pair", default="train:rollout", metavar="A:B", help="Passes to compare, where d = logprob(A) - logprob(B)."
-)
+_pair = _option("--pair", "A:B", "Passes to compare, where d = logprob(A) - logprob(B).", default="train:rollout")
 _pair_and_steps = _all(_pair, _steps)
-_control = click.option("--control", metavar="RUN2", help="Baseline run (same seeds, one deliberate change).")
-_weights_from = click.option(
-    "--weights-from", metavar="DIR", help="Folder with the run's checkpoints, if the trace has no weights."
+_control = _option("--control", "RUN2", "Baseline run (same seeds, one deliberate change).")
+_weights_from = _option("--weights-from", "DIR", "Folder with the run's checkpoints, if the trace has no weights.")
+_model_factory = _option(
+    "--model-factory", "MODULE:FUNCTION", "Function that builds the model, if transformers does not have its class."
 )
-_model_factory = click.option(
-    "--model-factory",
-    metavar="MODULE:FUNCTION",
-    help="Function that builds the model, if transformers does not have its class.",
-)
-_partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
-_confidence = click.option(
-    "--confidence", default=0.95, type=float, metavar="C", help="Confidence level for intervals over groups."
-)
-_timeout = click.option("--timeout", type=float, metavar="SECONDS", help="Stop queries that take longer than this.")
-_memory = click.option("--memory", metavar="SIZE", help="Stop queries that need more memory than this, e.g. 500MB.")
-_allow_kernel = click.option(
-    "--allow-kernel", multiple=True, metavar="NAME",
-    help="Download a recorded attention kernel from the Hugging Face hub and run it, e.g. "
-    "kernels-community/flash-attn2. Can be repeated.",
+_partial = _flag("--partial", "Use the readable part of a damaged trace.")
+_confidence = _option("--confidence", "C", "Confidence level for intervals over groups.", default=0.95)
+_timeout = _option("--timeout", "SECONDS", "Stop queries that take longer than this.", type=float)
+_memory = _option("--memory", "SIZE", "Stop queries that need more memory than this, e.g. 500MB.")
+_allow_kernel = _option(
+    "--allow-kernel", "NAME",
+    "Download a recorded attention kernel from the Hugging Face hub and run it, e.g. "
+    "kernels-community/flash-attn2. Can be repeated.", multiple=True,
 )  # fmt: skip
 
 
 def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any], Any]:
-    return click.option("--by", default=values[0], type=click.Choice(values), help=help)
+    return _option("--by", values, help, default=values[0])
 
 
 def _arm_option(field: Field[Any]) -> Callable[[Any], Any]:
@@ -409,42 +407,30 @@ def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) 
     return value
 
 
-_arm_a = click.option(
-    "--arm", metavar="CHANGES", help="Execution a, in replay's --arm syntax.  [default: the recorded settings]"
-)
+_arm_a = _option("--arm", "CHANGES", "Execution a, in replay's --arm syntax.  [default: the recorded settings]")
 _executions = _all(
-    click.option("--steps", default="-1", metavar="STEP", help="One recorded step (-1 is the last)."),
+    _option("--steps", "STEP", "One recorded step (-1 is the last).", default="-1"),
     _arm_a,
-    click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b, in replay's --arm syntax."),
-    click.option(
-        "--sequences", default="8", metavar="WHICH",
-        help="N (the N sequences with the largest mismatch), random:N, or comma-separated names.",
+    _option("--against", "CHANGES", "Execution b, in replay's --arm syntax.", default="dtype=fp64"),
+    _option(
+        "--sequences", "WHICH",
+        "N (the N sequences with the largest mismatch), random:N, or comma-separated names.", default="8",
     ),
 )  # fmt: skip
 _factories = _all(
-    click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model."),
-    click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model."),
+    _option("--model-factory", "MODULE:FUNCTION", "Function that builds execution a's model."),
+    _option("--against-factory", "MODULE:FUNCTION", "Function that builds execution b's model."),
 )
-_ray = click.option(
-    "--ray", is_flag=False, flag_value="local", metavar="[ADDRESS]", callback=_address,
-    help="Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local cluster.",
+_ray = _option(
+    "--ray", "[ADDRESS]",
+    "Distribute the work over a Ray cluster: auto or HOST:PORT. Without ADDRESS, start a local cluster.",
+    is_flag=False, flag_value="local", callback=_address,
 )  # fmt: skip
-_gpus_per_arm = click.option(
-    "--gpus-per-arm", type=float, metavar="N",
-    help="GPUs per Ray actor (can be a fraction).  [default: 1 if there is a GPU, else 0]",
-)  # fmt: skip
+_gpus_per_arm = _option(
+    "--gpus-per-arm", "N", "GPUs per Ray actor (can be a fraction).  [default: 1 if there is a GPU, else 0]", type=float
+)
 _model = _all(_model_factory, _weights_from, _allow_kernel)
 _distributed = _all(_ray, _gpus_per_arm)
-
-
-def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """Append examples to a command's help. A test runs every example."""
-
-    def add(command: click.Command) -> click.Command:
-        command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
-        return command
-
-    return add
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -456,10 +442,25 @@ def main() -> None:
     """
 
 
-@_example("tim-trace example runs/example")
-@main.command("example")
+def _command(example: str, *, run: str = "RUN", **settings: Any) -> Callable[[Any], click.Command]:
+    """Make a command named after the function. Its first argument is `run`: one trace, several (RUN...) or "" for none.
+    Its help ends with the example lines, which a test runs."""
+
+    def add(function: Any) -> click.Command:
+        if run.endswith("..."):
+            function = click.argument("traces", nargs=-1, required=True, metavar=run)(function)
+        elif run:
+            function = click.argument("trace", metavar=run)(function)
+        command: click.Command = main.command(function.__name__.rstrip("_"), **settings)(function)
+        command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in example.strip().splitlines())
+        return command
+
+    return add
+
+
+@_command("tim-trace example runs/example", run="")
 @click.argument("path", metavar="DIR")
-@click.option("--force", is_flag=True, help="Overwrite an existing trace.")
+@_flag("--force", "Overwrite an existing trace.")
 def example_(path: str, force: bool) -> None:
     """Write an example trace: a recorded GRPO run whose reward drops.
 
@@ -473,36 +474,36 @@ def example_(path: str, force: bool) -> None:
     )
 
 
-@_example("tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20")
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-o", "--output", required=True, metavar="RUN", help="Folder or URL to write the trace to.")
-@click.option(
-    "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What each pass records per token."
+@_command(
+    "tim-trace record -o runs/demo -- python examples/grpo_addition.py --steps 20",
+    run="",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option(
-    "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="With --capture topk:K or logits: share of sequences to capture.",
+@_option("-o --output", "RUN", "Folder or URL to write the trace to.", required=True)
+@_option("--capture", "logprobs|topk:K|logits", "What each pass records per token.", default="logprobs")
+@_option("--capture-fraction", "F", "With --capture topk:K or logits: share of sequences to capture.", default=1.0)
+@_option(
+    "--weights", ("auto", "delta", "none"),
+    "Record every policy version's weights, bit for bit (auto: only if the model is below --weights-below).",
+    default="auto",
 )  # fmt: skip
-@click.option(
-    "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
-    help="Record every policy version's weights, bit for bit (auto: only if the model is below --weights-below).",
+@_option("--weights-below", "SIZE", "Maximum model size for --weights auto.", default="500MB")
+@_option(
+    "--weights-from", "DIR",
+    "Use the Hugging Face checkpoints that the run saves in this folder, instead of recording weights.",
 )  # fmt: skip
-@click.option("--weights-below", default="500MB", metavar="SIZE", help="Maximum model size for --weights auto.")
-@click.option(
-    "--weights-from", metavar="DIR",
-    help="Use the Hugging Face checkpoints that the run saves in this folder, instead of recording weights.",
+@_flag("--routing", "Record every token's router choices in a mixture-of-experts model.")
+@_option(
+    "--engine-weights", ("given", "held", "none"),
+    "Record digests of the weights sent to vLLM (given), or also of vLLM's own weights at every version (held).",
+    default="given",
 )  # fmt: skip
-@click.option("--routing", is_flag=True, help="Record every token's router choices in a mixture-of-experts model.")
-@click.option(
-    "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Record digests of the weights sent to vLLM (given), or also of vLLM's own weights at every version (held).",
+@_flag("--resume", "Append to an existing trace (for a run that resumes from a checkpoint).")
+@_option(
+    "--max-wait", "SECONDS",
+    "Maximum wait for an unresponsive file system. After that, COMMAND continues without recording.", default=60.0,
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Append to an existing trace (for a run that resumes from a checkpoint).")
-@click.option(
-    "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="Maximum wait for an unresponsive file system. After that, COMMAND continues without recording.",
-)  # fmt: skip
-@click.option("--force", is_flag=True, help="Overwrite an existing trace (but no other files).")
+@_flag("--force", "Overwrite an existing trace (but no other files).")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record its TRL and verl trainers and its vLLM engines.
@@ -531,28 +532,20 @@ def record(output: str, command: Sequence[str], **options: Any) -> None:
     sys.exit(recording.exit_code)
 
 
-@_example("""
-tim-trace import parquet dump.parquet -o runs/imported
-tim-trace import auto outputs/token_exports -o runs/mine
-""")
-@main.command("import")
+@_command(
+    "tim-trace import parquet dump.parquet -o runs/imported\ntim-trace import auto outputs/token_exports -o runs/mine",
+    run="",
+)
 @click.argument("format", metavar="FORMAT")
 @click.argument("path", nargs=-1, required=True, metavar="PATH...")
-@click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
-@click.option(
-    "--map", multiple=True, metavar="THEIRS=OURS",
-    help="Import column or field THEIRS as OURS. THEIRS= skips it. Can be repeated.",
-)  # fmt: skip
-@_steps
-@click.option(
-    "--sample",
-    default=1.0,
-    type=float,
-    metavar="F",
-    help="Share of sequences to import, selected by a hash of their names.",
+@_option("-o --output", "RUN", "Folder to write the trace to.", required=True)
+@_option(
+    "--map", "THEIRS=OURS", "Import column or field THEIRS as OURS. THEIRS= skips it. Can be repeated.", multiple=True
 )
-@click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
-@click.option("--force", is_flag=True, help="Overwrite an existing trace.")
+@_steps
+@_option("--sample", "F", "Share of sequences to import, selected by a hash of their names.", default=1.0)
+@_flag("--partial", "Also import the readable part of incomplete steps and files.")
+@_flag("--force", "Overwrite an existing trace.")
 def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], **options: Any) -> None:
     """Convert another tool's files to a trace, or add new data to an existing trace.
 
@@ -576,9 +569,7 @@ def import_(format: str, path: Sequence[str], output: str, map: Sequence[str], *
     _tell(_brought_in(output, imported))
 
 
-@_example("tim-trace info runs/demo")
-@main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace info runs/demo", run="RUN...")
 @_prints(csv=False)
 def info(traces: Sequence[str], form: _Form) -> None:
     """Summarize a trace: contents, writers, and missing or damaged data."""
@@ -592,10 +583,8 @@ def info(traces: Sequence[str], form: _Form) -> None:
     )
 
 
-@_example("tim-trace verify runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
-@click.option("--format", is_flag=True, help="Also check files, fields, columns and rows against the trace format.")
+@_command("tim-trace verify runs/demo")
+@_flag("--format", "Also check files, fields, columns and rows against the trace format.")
 @_prints()
 def verify(trace: str, form: _Form, *, format: bool) -> None:
     """Verify every byte, row count, chunk and version of a trace against its checksums.
@@ -613,14 +602,10 @@ def verify(trace: str, form: _Form, *, format: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
-@main.command()
-@click.argument("trace", metavar="RUN")
-@click.option(
-    "-o", "--output", metavar="RUN2", help="Write the result to this folder or URL (s3://...) and leave RUN unchanged."
-)
-@click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size per merged file.")
-@click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
+@_command("tim-trace compact runs/demo\ntim-trace compact runs/demo -o runs/merged")
+@_option("-o --output", "RUN2", "Write the result to this folder or URL (s3://...) and leave RUN unchanged.")
+@_option("--file-size", "SIZE", "Approximate size per merged file.", default="512MB")
+@_flag("--force", "With --output: overwrite an existing trace in that folder.")
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge a trace's many files into a few, sorted by step and pass.
@@ -633,13 +618,12 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     form.result(found, rows=found.tables)
 
 
-@_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
-@main.command("sql")
+@_command("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"", run="")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
-@click.option("--unsafe", is_flag=True, help="Allow the query to write, and to read other files.")
+@_flag("--unsafe", "Allow the query to write, and to read other files.")
 @_timeout
 @_memory
-@click.option("--max-rows", type=int, metavar="N", help="Print at most N rows.")
+@_option("--max-rows", "N", "Print at most N rows.", type=int)
 @_prints()
 def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     """Run a DuckDB SQL query on one or more traces.
@@ -659,11 +643,9 @@ def sql_(arguments: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(found)
 
 
-@_example("tim-trace mcp runs/demo --timeout 30")
-@main.command("mcp")
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("--timeout", default=60.0, type=float, metavar="SECONDS", help="Maximum time per call.")
-@click.option("--memory", default="1GB", metavar="SIZE", help="Maximum memory per query.")
+@_command("tim-trace mcp runs/demo --timeout 30", run="RUN...")
+@_option("--timeout", "SECONDS", "Maximum time per call.", default=60.0)
+@_option("--memory", "SIZE", "Maximum memory per query.", default="1GB")
 def mcp(traces: Sequence[str], **options: Any) -> None:
     """Serve runs to coding agents through the Model Context Protocol, over stdin and stdout.
 
@@ -673,14 +655,13 @@ def mcp(traces: Sequence[str], **options: Any) -> None:
     analysis.mcp(list(traces), **options)
 
 
-@_example("tim-trace query by-probability runs/demo")
-@main.command("query")
+@_command("tim-trace query by-probability runs/demo", run="")
 @click.argument("name", required=False)
 @click.argument("traces", nargs=-1, metavar="[RUN...]")
 @_pair_and_steps
 @_timeout
 @_memory
-@click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
+@_flag("--sql as_sql", "Print the query's SQL instead of running it.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form, **options: Any) -> None:
     """List the named queries, or run a query on one or more traces.
@@ -704,14 +685,12 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
         form.table(found)
 
 
-@_example("tim-trace stats runs/demo --by step\ntim-trace stats runs/demo --like verl")
-@main.command(cls=_OfFrameworks)
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace stats runs/demo --by step\ntim-trace stats runs/demo --like verl", cls=_OfFrameworks, run="RUN...")
 @_pair_and_steps
 @_by("run", "step", "sequence", "layer", help="What each row describes (layer: router choices only).")
-@click.option(
-    "--like", type=click.Choice(list(FRAMEWORKS)),
-    help="Print this framework's metrics as it defines them. The framework's options are listed below.",
+@_option(
+    "--like", [*FRAMEWORKS],
+    "Print this framework's metrics as it defines them. The framework's options are listed below.",
 )  # fmt: skip
 @_ray
 @_prints()
@@ -731,12 +710,10 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
         _tell(sentence)
 
 
-@_example("tim-trace diagnose runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace diagnose runs/demo")
 @_pair_and_steps
 @_control
-@click.option("-v", "--verbose", is_flag=True, help="Also print all evidence, published figures, alerts and replays.")
+@_flag("-v --verbose", "Also print all evidence, published figures, alerts and replays.")
 @_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether and why a run collapsed, whether the comparison is valid, and whether the mismatch is normal.
@@ -759,9 +736,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace check runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace check runs/demo")
 @_pair_and_steps
 @_partial
 @_ray
@@ -787,15 +762,14 @@ def check(trace: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace compare runs/demo runs/other\ntim-trace compare runs/demo --against rollout")
-@main.command()
+@_command("tim-trace compare runs/demo runs/other\ntim-trace compare runs/demo --against rollout", run="")
 @click.argument("a", metavar="RUN")
 @click.argument("b", metavar="[RUN2]", required=False)
 @_pair
-@click.option(
+@_option(
     "--against",
-    metavar="PASS",
-    help="Without RUN2: the reference pass.  [default: a pass from the largest class of bit-identical passes]",
+    "PASS",
+    "Without RUN2: the reference pass.  [default: a pass from the largest class of bit-identical passes]",
 )
 @_steps
 @_prints()
@@ -814,25 +788,17 @@ def compare(a: str, b: str | None, form: _Form, **options: Any) -> None:
     form.result(_asked(analysis.compare, a, b, **options))
 
 
-@_example("tim-trace corrections runs/demo --by length")
-@main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
+@_command("tim-trace corrections runs/demo --by length", run="RUN...")
 @_pair_and_steps
 @_by("run", "step", "length", help="What each row describes (length: quartiles of sequence length).")
-@click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold for token-tis and token-mis.")
-@click.option(
-    "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold for sequence-tis and sequence-mis."
-)
-@click.option(
-    "--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="icepop keeps tokens whose ratio is in this range."
-)
-@click.option(
-    "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="geometric keeps sequences whose geometric mean ratio is in this range.",
+@_option("--token-threshold", "C", "Threshold for token-tis and token-mis.", default=2.0)
+@_option("--sequence-threshold", "C", "Threshold for sequence-tis and sequence-mis.", default=2.0)
+@_option("--icepop", "LOW_HIGH", "icepop keeps tokens whose ratio is in this range.", default="0.5_5.0")
+@_option(
+    "--geometric", "LOW_HIGH",
+    "geometric keeps sequences whose geometric mean ratio is in this range.", default="0.999_1.002",
 )  # fmt: skip
-@click.option(
-    "--veto", default=1e-4, type=float, metavar="R", help="veto drops sequences in which a token's ratio is below R."
-)
+@_option("--veto", "R", "veto drops sequences in which a token's ratio is below R.", default=1e-4)
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
@@ -845,13 +811,11 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
 
-@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
 @_steps
-@click.option(
-    "--loss", metavar="KIND|FIELDS",
-    help="Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or "
+@_option(
+    "--loss", "KIND|FIELDS",
+    "Override the recorded loss: its kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo), its fields, or "
     "both, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
@@ -871,9 +835,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     form.result(found, text={"by": by}, rows={"by": by}, json=None if by == "step" else RUN_FORM)
 
 
-@_example("tim-trace dynamics runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace dynamics runs/demo")
 @_pair_and_steps
 @_prints()
 def dynamics(trace: str, form: _Form, **options: str) -> None:
@@ -885,27 +847,20 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
     form.result(_asked(analysis.dynamics, trace, **options))
 
 
-@_example(
+@_command(
     "tim-trace replay runs/demo --steps 1:200:50 --dtype bf16 --arm attention=math --arm batch-size=1,mode=decode"
 )
-@main.command()
-@click.argument("trace", metavar="RUN")
 @_steps
-@click.option(
-    "--sample", metavar="F|N",
-    help="Score a random sample of whole groups: a share (below 1) or a number of sequences. A larger value in a later "
+@_option(
+    "--sample", "F|N",
+    "Score a random sample of whole groups: a share (below 1) or a number of sequences. A larger value in a later "
     "call extends the sample.",
 )  # fmt: skip
 @_all(*map(_arm_option, fields(Arm)))
-@click.option(
-    "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1. Can be repeated."
-)
+@_option("--arm", "CHANGES", "Another arm, e.g. dtype=fp16,batch-size=1. Can be repeated.", multiple=True)
 @_model
-@click.option("--force", is_flag=True, help="Overwrite existing arms.")
-@click.option(
-    "--dry-run", is_flag=True,
-    help="Score only a few rows per arm, and print the remaining work and its estimated duration.",
-)  # fmt: skip
+@_flag("--force", "Overwrite existing arms.")
+@_flag("--dry-run", "Score only a few rows per arm, and print the remaining work and its estimated duration.")
 @_distributed
 @_prints(json="Print JSON, one row per step (with --dry-run, one row per arm).")
 def replay(trace: str, form: _Form, **options: Any) -> None:
@@ -923,28 +878,24 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
         return
-    form.answer(
-        json=lambda: table(results), text=lambda width: replay_text(results, width), rows=lambda: table(results)
-    )
+    form.table(table(results), text=lambda width: replay_text(results, width))
     for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
 
 
-@_example("tim-trace triangulate runs/demo --steps 1:200:50 --arm dtype=bf16")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace triangulate runs/demo --steps 1:200:50 --arm dtype=bf16")
 @_steps
-@click.option("--reference", default="fp64", type=click.Choice(["fp64", "fp32"]), help="Reference precision.")
-@click.option("--arm", multiple=True, metavar="CHANGES", help="A change to try, e.g. dtype=bf16. Can be repeated.")
-@click.option(
-    "--predict", multiple=True, metavar="[SIDE:]CHANGES",
-    help="Predict how much of the mismatch would remain at the run's other steps if both sides had this change. To "
+@_option("--reference", ("fp64", "fp32"), "Reference precision.", default="fp64")
+@_option("--arm", "CHANGES", "A change to try, e.g. dtype=bf16. Can be repeated.", multiple=True)
+@_option(
+    "--predict", "[SIDE:]CHANGES",
+    "Predict how much of the mismatch would remain at the run's other steps if both sides had this change. To "
     "change one side, write train:CHANGES or rollout:CHANGES. To change each side differently, write "
-    "train:CHANGES/rollout:CHANGES. Can be repeated.",
+    "train:CHANGES/rollout:CHANGES. Can be repeated.", multiple=True,
 )  # fmt: skip
-@click.option(
-    "--engine", metavar="CHANGES",
-    help="With --predict: the arm that reproduces the recorded engine.  [default: engine=vllm,mode=decode]",
+@_option(
+    "--engine", "CHANGES",
+    "With --predict: the arm that reproduces the recorded engine.  [default: engine=vllm,mode=decode]",
 )  # fmt: skip
 @_model
 @_distributed
@@ -955,19 +906,17 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     form.result(_asked(analysis.triangulate, trace, held_back=True, **options), rows={"by": by})
 
 
-@_example(
+@_command(
     "tim-trace gradient runs/demo --steps 10 --arm correction=none --arm dtype=bf16,batch-size=32,logprobs=current"
 )
-@main.command()
-@click.argument("trace", metavar="RUN")
 @_steps
-@click.option(
-    "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above). Can be repeated. Options shared "
+@_option(
+    "--arm", "CHANGES",
+    "Another gradient to compute, e.g. dtype=bf16,correction=none (see above). Can be repeated. Options shared "
     "with replay: "
-    f"{', '.join(names_for(GRADIENT))}.",
+    f"{', '.join(names_for(GRADIENT))}.", multiple=True,
 )  # fmt: skip
-@click.option("--loss", metavar="FIELDS", help="Override the recorded loss, e.g. kind=ppo_clip,clip_high=0.28.")
+@_option("--loss", "FIELDS", "Override the recorded loss, e.g. kind=ppo_clip,clip_high=0.28.")
 @_model
 @_distributed
 @_by("step", "module", "arm")
@@ -989,17 +938,13 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     form.result(found, text={"by": by}, rows={"by": by})
 
 
-@_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @_executions
-@click.option("--layers", metavar="LAYERS", help="Only these layers, e.g. 3 or 2:8 (the first is 0).")
-@click.option(
-    "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
-)
-@click.option(
-    "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
-    help="kinds: prove the finding by running each kind of operator with the other execution's code.",
+@_option("--layers", "LAYERS", "Only these layers, e.g. 3 or 2:8 (the first is 0).")
+@_option("--operators", "WORDS", "Only operators whose name contains one of these words, e.g. q_proj,rotary.")
+@_option(
+    "--patch", ("kinds", "none"),
+    "kinds: prove the finding by running each kind of operator with the other execution's code.", default="kinds",
 )  # fmt: skip
 @_factories
 @_weights_from
@@ -1031,26 +976,19 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace certify runs/demo --arm engine=exact --max-batch 2 --max-length 8 --minutes 1")
-@main.command()
-@click.argument("trace", metavar="RUN|MODEL")
+@_command("tim-trace certify runs/demo --arm engine=exact --max-batch 2 --max-length 8 --minutes 1", run="RUN|MODEL")
 @_arm_a
-@click.option(
-    "--against", metavar="CHANGES", help="Execution b, in --arm syntax.  [default: --arm, one sequence per batch]"
-)
-@click.option("--max-batch", default=64, metavar="B", help="Maximum sequences per batch.")
-@click.option(
-    "--max-length", type=int, metavar="L",
-    help="Maximum tokens per prompt and per response.  [default: 256, or the model's limit if lower]",
+@_option("--against", "CHANGES", "Execution b, in --arm syntax.  [default: --arm, one sequence per batch]")
+@_option("--max-batch", "B", "Maximum sequences per batch.", default=64)
+@_option(
+    "--max-length", "L",
+    "Maximum tokens per prompt and per response.  [default: 256, or the model's limit if lower]", type=int,
 )  # fmt: skip
-@click.option("--minutes", default=5.0, metavar="M", help="How long to search.")
-@click.option("--seed", default=0, metavar="N", help="Seed for token ids and random changes.")
+@_option("--minutes", "M", "How long to search.", default=5.0)
+@_option("--seed", "N", "Seed for token ids and random changes.", default=0)
 @_factories
 @_weights_from
-@click.option(
-    "-o", "--output", default="certify", metavar="DIR",
-    help="Folder for certificate.json or the counterexample's trace.",
-)  # fmt: skip
+@_option("-o --output", "DIR", "Folder for certificate.json or the counterexample's trace.", default="certify")
 @_prints(csv=False, wide=False)
 def certify(trace: str, form: _Form, **options: Any) -> None:
     """Search for a batch on which two executions differ bitwise, or certify that a thorough search found none.
@@ -1065,10 +1003,8 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-@_example("tim-trace reproduce runs/demo --steps 10 --against attention=eager")
-@main.command()
-@click.argument("trace", metavar="RUN")
-@click.option("-o", "--output", default="bug.py", metavar="SCRIPT", help="The script to write.")
+@_command("tim-trace reproduce runs/demo --steps 10 --against attention=eager")
+@_option("-o --output", "SCRIPT", "The script to write.", default="bug.py")
 @_executions
 @_factories
 @_weights_from
@@ -1085,29 +1021,25 @@ def reproduce(trace: str, form: _Form, **options: Any) -> None:
     form.result(_asked(analysis.reproduce, trace, held_back=True, **options))
 
 
-@_example("tim-trace weights runs/demo --by module")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace weights runs/demo --by module")
 @_by("version", "module")
-@click.option(
-    "--engine", is_flag=True,
-    help="Compare each tensor in the engine with the trainer's, and show the version last sent to the engine. Tensors "
+@_flag(
+    "--engine",
+    "Compare each tensor in the engine with the trainer's, and show the version last sent to the engine. Tensors "
     "that agree are only counted, except with --csv and --json.",
 )  # fmt: skip
-@click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
+@_flag("--verify", "Reconstruct every version and verify its hashes.")
 @_weights_from
-@click.option(
-    "--export", "exported", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Write a version to a folder for from_pretrained.",
-)  # fmt: skip
-@click.option(
-    "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
-    help="Record weights from a Hugging Face model folder as a version, so an imported dump can be replayed.",
-)  # fmt: skip
-@click.option(
-    "--tokenizer", metavar="DIR", help="With --attach: folder with the tokenizer, if it is not in the attached folder."
+@_option(
+    "--export exported", "VERSION DIR", "Write a version to a folder for from_pretrained.", nargs=2, type=(int, str)
 )
-@click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
+@_option(
+    "--attach attached", "VERSION DIR",
+    "Record weights from a Hugging Face model folder as a version, so an imported dump can be replayed.",
+    nargs=2, type=(int, str),
+)  # fmt: skip
+@_option("--tokenizer", "DIR", "With --attach: folder with the tokenizer, if it is not in the attached folder.")
+@_flag("--force", "With --attach: overwrite attached weights.")
 @_prints()
 def weights(
     trace: str, exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool,
@@ -1138,16 +1070,14 @@ def weights(
     rows = _asked(analysis.weights, trace, held_back=True, **options)
     if options["engine"]:
         of = "module" if options["by"] == "module" else "tensor"
-        form.answer(json=lambda: rows, text=lambda width: engine_weights_text(rows, of, width), rows=lambda: rows)
+        form.table(rows, text=lambda width: engine_weights_text(rows, of, width))
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
 
 
-@_example("tim-trace attribute runs/demo")
-@main.command()
-@click.argument("trace", metavar="RUN")
+@_command("tim-trace attribute runs/demo")
 @_control
 @_pair_and_steps
 @_prints(csv=False, wide=False, brief=True)
@@ -1167,21 +1097,19 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     form.answer(json=lambda: result_json(found), text=lambda width: render(found, width))
 
 
-@_example("tim-trace report runs/demo -o demo.html")
-@main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
-@click.option("--markdown", metavar="FILE.md|-", help="Markdown file to write for an issue or a chat (- prints it).")
-@click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
-@click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
-@click.option("--pdf", metavar="DIR", help="Folder for a PDF and a CSV file per figure.")
-@click.option(
-    "--width", default="column", metavar="INCHES|NAME",
-    help="Figure width: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
+@_command("tim-trace report runs/demo -o demo.html", run="RUN...")
+@_option("-o --output", "FILE.html", "HTML file to write.")
+@_option("--markdown", "FILE.md|-", "Markdown file to write for an issue or a chat (- prints it).")
+@_option("--png", "DIR", "Folder for a PNG and a CSV file per figure.")
+@_option("--svg", "DIR", "Folder for an SVG and a CSV file per figure.")
+@_option("--pdf", "DIR", "Folder for a PDF and a CSV file per figure.")
+@_option(
+    "--width", "INCHES|NAME",
+    "Figure width: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.", default="column",
 )  # fmt: skip
 @_control
 @_pair_and_steps
-@click.option("--force", is_flag=True, help="Replace existing files.")
+@_flag("--force", "Replace existing files.")
 def report(traces: Sequence[str], **options: Any) -> None:
     """Write everything known about a run to a single HTML page, Markdown, or figures for papers.
 
@@ -1201,18 +1129,18 @@ def report(traces: Sequence[str], **options: Any) -> None:
         _say(wrapped(_one_line(made.verdicts[0].headline), "", _Form().width))
     for path in paths:
         if path not in (None, "-"):
-            _tell(f"wrote {path}{_size(path)}")
+            size = f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
+            _tell(f"wrote {path}{size}")
 
 
-@_example("tim-trace watch runs/demo --once")
-@main.command()
-@click.argument("trace", metavar="RUN")
-@click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between updates.")
-@click.option(
-    "--steps", default="-10:", metavar="STEPS",
-    help="Steps to show (only the latest that fit): 3, 2:8, -10: (the last ten), all, or a comma-separated list.",
+@_command("tim-trace watch runs/demo --once")
+@_option("--every", "SECONDS", "Seconds between updates.", default=5.0)
+@_option(
+    "--steps", "STEPS",
+    "Steps to show (only the latest that fit): 3, 2:8, -10: (the last ten), all, or a comma-separated list.",
+    default="-10:",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="Print the current view and exit (default if the output is not a terminal).")
+@_flag("--once", "Print the current view and exit (default if the output is not a terminal).")
 @_pair
 @_prints(wide=False, json="Print the current view as JSON at full precision.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
@@ -1234,15 +1162,11 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
         show(views, again=not is_one)
 
 
-@_example("tim-trace export runs/demo --to parquet -o runs/demo-export")
-@main.command("export")
-@click.argument("trace", metavar="RUN")
-@click.option(
-    "--to", required=True, type=click.Choice(["parquet", "tensorboard", "wandb"]), help="File format to write."
-)
-@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
+@_command("tim-trace export runs/demo --to parquet -o runs/demo-export")
+@_option("--to", ("parquet", "tensorboard", "wandb"), "File format to write.", required=True)
+@_option("-o --output", "DIR", "Folder to write the files to.", required=True)
 @_pair_and_steps
-@click.option("--force", is_flag=True, help="Replace existing files.")
+@_flag("--force", "Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences or per-step metrics in another tool's format.
 
@@ -1253,24 +1177,22 @@ def export_(trace: str, **options: Any) -> None:
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
 
-@_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
-@main.command()
-@click.argument("trace", metavar="RUN")
-@click.option(
-    "--fail-on", multiple=True, metavar="CONDITION",
-    help="Fail on this condition: check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' "
-    "or 'tim.k3>1e-3 last 20 steps'. Can be repeated.",
+@_command("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
+@_option(
+    "--fail-on", "CONDITION",
+    "Fail on this condition: check, or a metric and a threshold, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' "
+    "or 'tim.k3>1e-3 last 20 steps'. Can be repeated.", multiple=True,
 )  # fmt: skip
-@click.option(
+@_option(
     "--certificate",
-    metavar="FILE",
-    help="Fail unless this certificate.json covers the run's settings, batch sizes and sequence lengths.",
+    "FILE",
+    "Fail unless this certificate.json covers the run's settings, batch sizes and sequence lengths.",
 )
 @_pair
 @_confidence
 @_partial
-@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write for CI, with one test case per condition.")
-@click.option("--summary", metavar="FILE.md", help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".')
+@_option("--junit", "FILE.xml", "JUnit XML file to write for CI, with one test case per condition.")
+@_option("--summary", "FILE.md", 'File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY".')
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Check a run against failure conditions, for the CI of training code.
@@ -1315,10 +1237,6 @@ def _ended_after(timeout: float | None) -> Iterator[None]:
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
-
-
-def _size(path: str) -> str:
-    return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
 
 
 def _tell(sentence: str) -> None:
@@ -1405,8 +1323,7 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return f"nothing was recorded to {output}: the command failed first (exit code {recording.exit_code})"
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
-    reasons = dict.fromkeys(filter(None, said))
-    if reasons:
+    if reasons := dict.fromkeys(filter(None, said)):
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
         f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
@@ -1439,18 +1356,14 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 def _brought_in(output: str, imported: Any) -> str:
     from .tracer.importers.columns import listed_names
 
-    holes, parts = imported.placeholders, []
-    if holes.total:
-        parts.append(
-            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} values of -9999, "
-            f"{holes.masked_zeros:,} zeros outside the mask, {holes.all_zero:,} in all-zero lists)"
-        )
-    if holes.certain:
-        parts.append(
-            f"{holes.certain:,} logprobs of 0 were kept, because another pass also gives these tokens probability 1"
-        )
-    if imported.num_above_zero:
-        parts.append(f"{imported.num_above_zero:,} invalid logprobs above 0 were kept unchanged")
+    holes = imported.placeholders
+    counts = {
+        f"placeholders became NULL ({holes.clamped:,} values of -9999, {holes.masked_zeros:,} zeros outside the mask, "
+        f"{holes.all_zero:,} in all-zero lists)": holes.total,
+        "logprobs of 0 were kept, because another pass also gives these tokens probability 1": holes.certain,
+        "invalid logprobs above 0 were kept unchanged": imported.num_above_zero,
+    }
+    parts = [f"{count:,} {what}" for what, count in counts.items() if count]
     if imported.ignored_columns:
         parts.append(f"ignored columns: {listed_names(imported.ignored_columns)}")
     if imported.num_known_files:

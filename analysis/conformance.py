@@ -42,7 +42,6 @@ CODES = {
     "bad_pass_name": "a pass has an invalid name",
     "unknown_contract": "the contract's file is missing",
 }
-"""Meaning of each code."""
 
 Deviation = tuple[str, str, str, str, str, int | None]
 
@@ -181,8 +180,8 @@ def _duplicates(database: Database, table: str, key: str) -> Iterator[Deviation]
 
 
 def _nulls(table: str) -> list[_Rule]:
-    required = [column.name for column in TABLES[table].columns if not column.null]
-    return [_Rule(name, "null", "a value", f'"{name}" IS NULL') for name in required]
+    columns = TABLES[table].columns
+    return [_Rule(one.name, "null", "a value", f'"{one.name}" IS NULL') for one in columns if not one.null]
 
 
 def _sequence_rules(table: str) -> list[_Rule]:
@@ -193,22 +192,20 @@ def _sequence_rules(table: str) -> list[_Rule]:
         count = f"num_{ids.removesuffix('_ids')}_tokens"
         rules.append(_Rule(count, "wrong_length", f"the length of {ids}", f"{count} <> len({ids})"))
     per_token = [column.name for column in TABLES[table].columns if column.alignment == PER_RESPONSE_TOKEN]
+    lists = [name for name in per_token if name != "response_ids"]
     return rules + [
-        _Rule(name, "wrong_length", PER_RESPONSE_TOKEN, f"len({name}) <> len(response_ids)")
-        for name in per_token
-        if name != "response_ids"
+        _Rule(name, "wrong_length", PER_RESPONSE_TOKEN, f"len({name}) <> len(response_ids)") for name in lists
     ]
 
 
 def _score_rules(table: str) -> list[_Rule]:
     positive = "len(list_filter(logprobs, lambda value: isfinite(value) AND value > 0)) > 0"
+    misnamed = f"NOT regexp_full_match(\"pass\", '{PASS_NAME}')"
     unknown = "contract IS NOT NULL AND contract NOT IN (SELECT contract FROM passes WHERE contract IS NOT NULL)"
     return [
         *_nulls(table),
         _Rule("logprobs", "positive_logprob", "natural logarithms, at most 0", positive),
-        _Rule(
-            "pass", "bad_pass_name", PASS_NAME.replace("(?:", "("), f"NOT regexp_full_match(\"pass\", '{PASS_NAME}')"
-        ),
+        _Rule("pass", "bad_pass_name", PASS_NAME.replace("(?:", "("), misnamed),
         _Rule("contract", "unknown_contract", "the name of a file in passes/", unknown),
     ]
 

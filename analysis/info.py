@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..schemas.documents import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
-from ..schemas.passes import REPLAY_PREFIX, STANDARD
+from ..schemas.passes import REPLAY_PREFIX, standard_first
 from ..schemas.results import Result
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
@@ -126,6 +126,8 @@ def info(trace: str | os.PathLike[str] | Database) -> TraceInfo:
     tokenizer = next((state.tokenizer for state in source.writers if state.tokenizer), {})
     versions = next((state.versions for state in source.writers if state.versions), {})
     (counts,) = database.ask(_COUNTS).dicts()
+    not_recorded = dict.fromkeys(sentence for state in source.writers for sentence in state.not_recorded)
+    missing = [*_missing(database, source, writers), *_replay_lacks(source, counts)]
     return TraceInfo(
         run=source.run, path=source.store.url, exit_code=command_exit_code(source.writers),
         state=_state(source, writers), model=model.get("name") or model.get("class"),
@@ -134,7 +136,7 @@ def info(trace: str | os.PathLike[str] | Database) -> TraceInfo:
         versions={name: versions[name] for name in ("python", *NUMERIC_LIBRARIES) if name in versions},
         passes=_passes(database), writers=tuple(writers), num_bytes=_bytes(source),
         num_located=len(result_ids(source.store)), attempts=attempts(database), judged=tuple(_judged(source)),
-        missing=(*_missing(database, source, writers), *_replay_lacks(source, counts), *_not_recorded(source)),
+        missing=(*missing, *(f"not recorded: {sentence}" for sentence in not_recorded)),
         damaged=tuple(source.damaged), ignored=tuple(source.ignored),
         **{name: getattr(source.manifest, name) for name in _OF_MANIFEST}, **counts,
     )  # fmt: skip
@@ -211,17 +213,21 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
     found = [PassInfo(**row) for row in database.ask(_PASSES).dicts()]
     samples = {name: sample_sentence(*counts) for name, counts in sampled_passes(database).items()}
     found = [replace(each, note=samples.get(each.name, each.note)) for each in found]
-    order = {name: place for place, name in enumerate(STANDARD)}
-    return tuple(sorted(found, key=lambda p: (order.get(p.name, len(order)), p.name)))
+    return tuple(sorted(found, key=lambda each: standard_first(each.name)))
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
-    for name, count, first, last in _unscored(database, ranges):
-        where = f"step {first}" if first == last else f"steps {first} to {last}"
-        found.append(f"{count} of {total} sequences have no scores from pass {name!r} ({where})")
+    names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
+    unscored = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
+    for name in names:
+        if rows := [row for row in unscored if row[0] == name]:
+            _, counts, firsts, lasts = zip(*rows, strict=True)
+            first, last = min(firsts), max(lasts)
+            where = f"step {first}" if first == last else f"steps {first} to {last}"
+            found.append(f"{sum(counts)} of {total} sequences have no scores from pass {name!r} ({where})")
     if twice := [row for row in _of_ranges(database, _TWICE, ranges) if row[0]]:
         _, step, seq_id = twice[0]
         found.append(
@@ -253,19 +259,8 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
         ]
     if source.store.exists(WEIGHTS):
         return []
-    return [
-        f"no weights, so the trace cannot be replayed; attach a Hugging Face folder: tim-trace weights "
-        f"{shlex.quote(source.store.url)} --attach VERSION DIR"
-    ]
-
-
-def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
-    rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
-    for name in names:
-        if found := [row for row in rows if row[0] == name]:
-            _, counts, firsts, lasts = zip(*found, strict=True)
-            yield name, sum(counts), min(firsts), max(lasts)
+    attach = f"tim-trace weights {shlex.quote(source.store.url)} --attach VERSION DIR"
+    return [f"no weights, so the trace cannot be replayed; attach a Hugging Face folder: {attach}"]
 
 
 def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values: Any) -> list[tuple[Any, ...]]:
@@ -287,11 +282,6 @@ def _judged(source: Source) -> list[str]:
             counts = "live" if judged.is_alive else "ended"
             found.append(f"{who} counts as {counts}: its process cannot be seen from here, and {age}")
     return found
-
-
-def _not_recorded(source: Source) -> list[str]:
-    lacks = dict.fromkeys(sentence for state in source.writers for sentence in state.not_recorded)
-    return [f"not recorded: {sentence}" for sentence in lacks]
 
 
 def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ..tracer.located import ROUTES, Divergence, WeightDifference
+from ..tracer.located import ROUTES, Divergence
 from .location import Location, PatchShare, location_rows
 from .rows import MAIN_COLUMNS, Rows, shown, to_text
 
@@ -51,7 +51,9 @@ def location_text(found: Location, width: int | None = None) -> str:
     if found.unjudged:
         lines.append(_UNCHECKED)
     parts = [location_sentence(named), "\n".join(lines)]
-    parts += [_weights(each) for each in found.weights[:_MOST_ROWS]]
+    for each in found.weights[:_MOST_ROWS]:
+        of = f"; it is from version {each.version}" if each.version is not None else ""
+        parts.append(f"{each.tensor} in {each.side} differs from the recorded tensor by up to {each.largest:.3g}{of}")
     for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):
         if rows := _largest(location_rows(found, by), value):
             parts.append(to_text(rows, width, MAIN_COLUMNS[name]))
@@ -59,10 +61,8 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
-        :_MOST_ROWS
-    ]
-    return Rows(rows.columns, [tuple(row.values()) for row in kept]) if kept else None
+    kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])
+    return Rows(rows.columns, [tuple(row.values()) for row in kept[:_MOST_ROWS]]) if kept else None
 
 
 def location_sentence(found: Location) -> str:
@@ -77,7 +77,12 @@ def _answer(found: Location) -> str:
     said = "Only rounding: no operator of a or b exceeds its rounding bound."
     top = max(found.kinds, key=lambda each: each.carried, default=None)
     if (best := _best(found)) is not None:
-        return f"{said} {_removes(best)}"
+        other = "a" if best.taker == "b" else "b"
+        done = f"Computing {best.patch} in {best.taker} as {other} does"
+        if best.patch == ROUTES:
+            done = f"Giving {best.taker} the experts that {other} chose"
+        share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
+        return f"{said} {done} removes {share} of the mismatch (mean squared d)."
     if top is None:
         return said
     carried = f"{top.carried:.0%}{_interval(top.carried_low, top.carried_high)}"
@@ -107,15 +112,6 @@ def _best(found: Location) -> PatchShare | None:
     return max(removing, key=lambda each: each.removed, default=None)
 
 
-def _removes(best: PatchShare) -> str:
-    other = "a" if best.taker == "b" else "b"
-    done = f"Computing {best.patch} in {best.taker} as {other} does"
-    if best.patch == ROUTES:
-        done = f"Giving {best.taker} the experts that {other} chose"
-    share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
-    return f"{done} removes {share} of the mismatch (mean squared d)."
-
-
 def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f" (95% CI {low:.0%} to {high:.0%})"
 
@@ -134,8 +130,3 @@ def _first(first: Divergence, found: Location) -> str:
         f"The first divergence is {first.operator} in {whose}: its code computes something different. "
         f"Rounding hides this, but float64 shows it."
     )
-
-
-def _weights(each: WeightDifference) -> str:
-    of = f"; it is from version {each.version}" if each.version is not None else ""
-    return f"{each.tensor} in {each.side} differs from the recorded tensor by up to {each.largest:.3g}{of}"

@@ -5,7 +5,7 @@ Shapes: S sequences in the selected step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..schemas.results import Result
 from ..tracer.located import Findings, KeptResult, Located, OperatorError, read_results
 from .rows import Rows, table
 from .statistics.estimators import Array
-from .statistics.intervals import Interval, NoInterval, bootstrap, ends
+from .statistics.intervals import Interval, NoInterval, ends, ratio_interval
 from .trace.database import Database, cached
 
 _CONFIDENCE = 0.95
@@ -83,16 +83,13 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
     total = sum(each.sum_square for each in found.sequences)
 
     def interval(value_S: Array) -> Interval | NoInterval:
-        if not square_S.any():
-            return NoInterval.UNDEFINED
-        sums = {"value": value_S, "square": square_S}
-        return bootstrap({"share": lambda t: t["value"] / t["square"]}, sums, group_S, _CONFIDENCE)["share"]
+        return ratio_interval(value_S, square_S, group_S, _CONFIDENCE) if square_S.any() else NoInterval.UNDEFINED
 
     def share(value_S: Array) -> tuple[float, float | None, float | None]:
         low, high = ends(interval(value_S)) or (None, None)
         return float(value_S.sum()) / float(square_S.sum()) if total else 0.0, low, high
 
-    kinds = tuple(_carried(found, share, lambda each: (each.side, each.kind, None)))
+    kinds = _carried(found, share, lambda each: (each.side, each.kind, None))
     no_interval = interval(square_S / 2)
     patches = []
     for each in found.patches:
@@ -105,7 +102,7 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
         num_sequences=len(found.sequences), num_groups=len(set(group_S.tolist())), kinds=kinds, patches=tuple(patches),
         no_interval=no_interval.value if no_interval is NoInterval.FEW else None,
         gap_rms=(total / max(found.num_tokens, 1)) ** 0.5, explained=sum(each.carried for each in kinds) if total else None,
-        layers=tuple(_carried(found, share, lambda each: (each.side, "", each.layer))), kept=kept, not_kept=not_kept,
+        layers=_carried(found, share, lambda each: (each.side, "", each.layer)), kept=kept, not_kept=not_kept,
         **{each.name: getattr(found, each.name) for each in fields(Findings)},
     )  # fmt: skip
 
@@ -114,7 +111,7 @@ def _carried(
     found: Located,
     share: Callable[[Array], tuple[float, float | None, float | None]],
     key: Callable[[OperatorError], tuple[str, str, int | None]],
-) -> Iterator[OperatorShare]:
+) -> tuple[OperatorShare, ...]:
     groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
     for each in found.operators:
         if (each.side, each.operator) in found.products:
@@ -122,21 +119,16 @@ def _carried(
     place = {each.seq_id: index for index, each in enumerate(found.sequences)}
     rows = []
     for (side, kind, layer), members in groups.items():
-        own = [found.products[side, each.operator] for each in members]
-        carried, low, high = share(_summed(place, own))
+        sums_S = np.zeros(len(place))
+        for each in members:
+            for seq_id, value in found.products[side, each.operator].items():
+                sums_S[place[seq_id]] += value
+        carried, low, high = share(sums_S)
         rows.append(OperatorShare(
             side=side, kind=kind, layer=layer, num_operators=len(members), carried=carried, carried_low=low,
             carried_high=high, ratio=max(each.ratio for each in members),
         ))  # fmt: skip
-    yield from sorted(rows, key=lambda row: -row.carried)
-
-
-def _summed(place: Mapping[str, int], products: Sequence[Mapping[str, float]]) -> Array:
-    sums_S = np.zeros(len(place))
-    for own in products:
-        for seq_id, value in own.items():
-            sums_S[place[seq_id]] += value
-    return sums_S
+    return tuple(sorted(rows, key=lambda row: -row.carried))
 
 
 def location_rows(found: Location, by: str = "kind") -> Rows:

@@ -110,11 +110,8 @@ class RunTools:
         ("queries"), or each logged metric's first, last, min and max ("metrics"; like="hyperparameter/*" for settings).
         """
         if part == "run":
-            return (
-                {"runs": [*self.runs]}
-                | self._summary(run)
-                | {"views": _VIEWS, "more": "part=views|macros|queries|metrics"}
-            )
+            more = {"views": _VIEWS, "more": "part=views|macros|queries|metrics"}
+            return {"runs": [*self.runs]} | self._summary(run) | more
         if part == "queries":
             return {"queries": [f"{each.name}: {each.summary[:50]}" for each in catalogue()]}
         if part == "metrics":
@@ -277,9 +274,8 @@ class RunTools:
             "run", "state", "source", "model", "model_dtypes", "first_step", "last_step", "num_sequences",
             "num_response_tokens", "num_metrics", "num_eval_sequences", "versions", "missing",
         )  # fmt: skip
-        return {name: getattr(found, name) for name in names} | {
-            "passes": {each.name: each.engine for each in found.passes}
-        }
+        passes = {each.name: each.engine for each in found.passes}
+        return {name: getattr(found, name) for name in names} | {"passes": passes}
 
 
 TOOLS = ("describe", "diagnose", "check", "changes", "probe", "rows", "sql", "compare")
@@ -364,9 +360,7 @@ def answer_call() -> None:
         except (TimTraceError, OSError) as error:
             problem = error if isinstance(error, TimTraceError) else of_system(error)
             first, is_error = str(problem).splitlines()[0][:500], True
-            found = {
-                "error": first.replace("; allow it with unsafe=True", "").replace("; allow more with unsafe=True", "")
-            }
+            found = {"error": re.sub("; allow (it|more) with unsafe=True", "", first)}
             if names := tools.names(problem, arguments.get("run")):
                 found["candidates"] = names
             if re.search(r"allow (timeout|memory)=", first):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
 from importlib import import_module
 from operator import attrgetter
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from ..schemas.errors import ColumnsLeftOut
@@ -24,12 +24,6 @@ def cell_len(text: str) -> int:
     from rich.cells import cell_len as measured  # imported here to keep --help fast
 
     return measured(text)
-
-
-def _cut(text: str, width: int) -> str:
-    from rich.cells import set_cell_size
-
-    return set_cell_size(text, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +147,7 @@ def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> s
         _Column(name, place, [row[place] for row in cells], [row[place] for row in rows.rows])
         for place, name in enumerate(map(printable, rows.columns))
     ]
-    fits = width is None or _line_width(columns) <= width
+    fits = width is None or sum(column.width + 2 for column in columns) - 2 <= width
     if (len(rows) == 1 and (len(columns) > 8 or not fits)) or (not fits and _fits_as_lists(columns, width or 0)):
         return _as_lists(columns, width)
     if width is not None and not fits:
@@ -164,7 +158,8 @@ def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> s
 class _Column:
     def __init__(self, name: str, place: int, cells: list[str], values: Sequence[Any]):
         self.name, self.place, self.cells = name, place, cells
-        self.is_text = not values or not all(value is None or _is_number(value) for value in values)
+        is_number = [isinstance(value, (int, float, NoneType)) and not isinstance(value, bool) for value in values]
+        self.is_text = not values or not all(is_number)
         self.is_constant = len(values) > 1 and len(set(cells)) == 1
         self.head = [name]
         self._measure()
@@ -177,7 +172,9 @@ class _Column:
         self._measure()
 
     def cut(self, width: int) -> None:
-        self.cells = [text if cell_len(text) <= width else _cut(text, width - 1) + "~" for text in self.cells]
+        from rich.cells import set_cell_size
+
+        self.cells = [text if cell_len(text) <= width else set_cell_size(text, width - 1) + "~" for text in self.cells]
         self._measure()
 
     def padded(self, text: str) -> str:
@@ -191,10 +188,6 @@ _MOST_NAMED = 6
 _LONG_TEXT = 40
 _MOST_LISTS = 4
 """Maximum number of wide rows to render side by side as lists."""
-
-
-def _line_width(columns: Sequence[_Column]) -> int:
-    return sum(column.width + 2 for column in columns) - 2
 
 
 def _folded(name: str, width: int) -> list[str]:
@@ -212,9 +205,7 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
     rank = {name: place for place, name in enumerate(main)}
     last = {column.name for column in columns if column.name in NO_NEWS and column.is_constant}
     ranked = sorted(columns, key=lambda c: (c.name in last, rank.get(c.name, len(rank)), c.place))
-    kept: list[_Column] = []
-    cut: list[str] = []
-    left = width + 2
+    kept, cut, left = list[_Column](), list[str](), width + 2
     for column in ranked:
         if column.width + 2 > left and column.is_text and left - 2 >= _SHORTEST_TEXT:
             column.cut(left - 2)
@@ -226,16 +217,13 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
             break
     kept.sort(key=lambda column: column.place)
     left_out = [column.name for column in ranked if column not in kept]
-    told = [f"{len(left_out)} of {len(columns)} columns left out ({_listed(left_out)})"] if left_out else []
+    more = [f"{len(left_out) - _MOST_NAMED} more"] if len(left_out) > _MOST_NAMED else []
+    listed = ", ".join([*left_out[:_MOST_NAMED], *more])
+    told = [f"{len(left_out)} of {len(columns)} columns left out ({listed})"] if left_out else []
     told += [f"values in {', '.join(cut)} truncated"] if cut else []
     if told:
         warnings.warn("; ".join(told), ColumnsLeftOut, stacklevel=3)
     return kept
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return ", ".join([*names[:_MOST_NAMED], *more])
 
 
 def _lines(columns: Sequence[_Column]) -> Iterator[str]:
@@ -276,10 +264,6 @@ def _as_lists(columns: Sequence[_Column], width: int | None) -> str:
             line = textwrap.fill(column.cells[0], width, initial_indent=head + "  ", subsequent_indent=indent)
         lines.append(line)
     return "\n".join(lines)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(value: Any) -> str:

@@ -7,7 +7,7 @@ from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
 from .distributions.function import has_captured, summary
-from .frameworks.framework import Framework, read_once
+from .frameworks.framework import read_once
 from .frameworks.registry import framework_of, refuse_options
 from .rows import Rows
 from .trace.columns import parse_pair, passes_with, tell_sampled, why_nothing
@@ -72,7 +72,15 @@ def stats(
     if like is not None:
         if database.ray is not None:
             raise InvalidOption("a framework's metrics are computed in a single process; drop the option", option="ray")
-        return _like(database, names, by, framework_of(like, options))
+        framework = framework_of(like, options)
+        if by not in LIKE:
+            choices = " or ".join(option("by", choice) for choice in LIKE)
+            raise InvalidOption(f"{framework.name} logs no metrics per {by}; use {choices}")
+        with read_once(database, framework, names):
+            rows = framework.numbers(database, names, by)
+        if not len(rows):
+            raise NothingToCompare(why_nothing(database, names))
+        return rows
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
         database = database.reopened()
@@ -117,18 +125,6 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
                 find_sums(source)
             advance(len(sources))
     return True
-
-
-def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
-    if by not in LIKE:
-        raise InvalidOption(
-            f"{framework.name} logs no metrics per {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
-        )
-    with read_once(database, framework, names):
-        rows = framework.numbers(database, names, by)
-    if not len(rows):
-        raise NothingToCompare(why_nothing(database, names))
-    return rows
 
 
 def likeness(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from math import fsum, nan, sqrt
 from typing import Any
@@ -30,8 +29,7 @@ from ..tracer.progress import Progress, no_progress
 from .prediction import Prediction, listed, parse_remedies
 from .prediction import predictions as predicted
 from .rows import Rows
-from .statistics.estimators import Array, Totals
-from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
+from .statistics.intervals import Interval, NoInterval, ends, numbered, ratio_interval, unit
 from .trace.columns import tell_sampled
 from .trace.database import Database
 from .trace.macros import quoted
@@ -166,9 +164,8 @@ def _errors(
             advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
-            raise NothingToCompare(
-                f"no token in these steps has a logprob in train, rollout and {name}; choose different steps"
-            )
+            where = f"train, rollout and {name}"
+            raise NothingToCompare(f"no token in these steps has a logprob in {where}; choose different steps")
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
 
@@ -212,7 +209,7 @@ def _measured(
     run: RecordedRun, steps: list[int], errors: dict[str, ErrorSums], held: bool, not_held: str | None
 ) -> Triangulation:
     reference, own = next(iter(errors.items()))
-    found = shares(own.groups, (TRAIN, ROLLOUT))
+    found = {name: share_of_gap(own.groups, name) for name in (TRAIN, ROLLOUT)}
     return Triangulation(
         run=run.store.name,
         reference=reference,
@@ -255,23 +252,17 @@ def _correlation(sums: ErrorSums) -> float:
 
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
-    ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
+    share, interval = share_of_gap(sums.groups, REMOVED)
     left = sums.totals[f"{ROLLOUT} square"] / sums.totals["num_tokens"]
     return name, sqrt(left), share, *(ends(interval) or (None, None))
 
 
-def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return each named column's share of the sum of d^2, with its interval. The share is NaN if that sum is 0."""
-    columns = {name: groups[name] for name in (*names, GAP)}
-    statistics = {name: partial(_share, name) for name in names}
-    intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)
+def share_of_gap(groups: Mapping[str, np.ndarray], name: str) -> tuple[float, Interval | NoInterval]:
+    """Return a column's share of the sum of d^2, with its interval. The share is NaN if that sum is 0."""
+    gap_G = groups[GAP]
     with np.errstate(divide="ignore", invalid="ignore"):
-        totals = {name: np.asarray(values.sum()) for name, values in columns.items()}
-        return {name: (float(_share(name, totals)), intervals[name]) for name in names}
-
-
-def _share(name: str, totals: Totals) -> Array:
-    return totals[name] / totals[GAP]
+        share = float(groups[name].sum() / gap_G.sum())
+    return share, ratio_interval(groups[name], gap_G, np.arange(len(gap_G)), _CONFIDENCE)
 
 
 GAP, REMOVED = "gap", "removed"

@@ -89,13 +89,11 @@ def verification_text(found: Verification, width: int | None = None) -> str:
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
     if found.num_unchecked:
-        have = "has" if found.num_unchecked == 1 else "have"
-        lines.append(
-            f"{counted(found.num_unchecked, 'file')} {have} no checksums, so damage in them cannot be detected"
-        )
+        files = counted(found.num_unchecked, "file has", "files have")
+        lines.append(f"{files} no checksums, so damage in them cannot be detected")
     if found.deviations is not None:
-        lines += [_deviation_text(row) for row in found.deviations.dicts()]
-        lines += [] if found.deviations else [f"conforms to trace format {FORMAT_VERSION}"]
+        deviations = [_deviation_text(row) for row in found.deviations.dicts()]
+        lines += deviations or [f"conforms to trace format {FORMAT_VERSION}"]
     return "\n".join(lines)
 
 
@@ -145,8 +143,8 @@ class _Verifier:
             for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)
         sums = {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}
-        for file in sums.values():
-            yield self._file(SUMS, file.relative, file)
+        for relative, file in sums.items():
+            yield self._file(SUMS, relative, file)
         if outdated := [name for name in self.store.files(SUMS) if f"{SUMS}/{name}" not in sums]:
             self.ignored.append(
                 f"{self.store.shown(SUMS)}: {len(outdated)} files do not match the trace and will be recomputed when needed: "
@@ -158,8 +156,7 @@ class _Verifier:
             for relative in passed_over(self.store)
         ]
         for relative, record in self._records.items():
-            folder = relative.partition("/")[0]
-            if folder in (TOKENIZER, PASSES):
+            if (folder := relative.partition("/")[0]) in (TOKENIZER, PASSES):
                 yield self._document(folder, relative, record)
         yield from self._groups()
         yield from self._weights()
@@ -264,11 +261,8 @@ class _Verifier:
         for relative, result in seen.items():
             read = partial(read_result, self.store, result)
             yield _Part(folder=LOCATE, name=relative, num_bytes=self.store.file_size(relative), read=read)
-        self.ignored += [
-            f"{self.store.shown(f'{LOCATE}/{name}')}: not a result of `locate`; remove it"
-            for name in self.store.files(LOCATE)
-            if f"{LOCATE}/{name}" not in seen
-        ]
+        others = [relative for name in self.store.files(LOCATE) if (relative := f"{LOCATE}/{name}") not in seen]
+        self.ignored += [f"{self.store.shown(relative)}: not a result of `locate`; remove it" for relative in others]
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:

@@ -104,7 +104,7 @@ def export(
 
 
 def _open(
-    trace: str | os.PathLike[str], weights_from: str | os.PathLike[str] | None = None
+    trace: str | os.PathLike[str], weights_from: str | os.PathLike[str] | None
 ) -> WeightReader | CheckpointReader:
     store = Store(trace)
     store.manifest()
@@ -137,9 +137,8 @@ def _by_version(reader: WeightReader) -> Rows:
 
 
 def _share(parts: Sequence[WeightVersion], elements: int) -> float | None:
-    counts = [part.num_changed for part in parts]
-    known = [sum(count.values()) for count in counts if count is not None]
-    return sum(known) / elements if len(known) == len(counts) and elements else None
+    known = [sum(part.num_changed.values()) for part in parts if part.num_changed is not None]
+    return sum(known) / elements if len(known) == len(parts) and elements else None
 
 
 def _by_module(reader: WeightReader) -> Rows:
@@ -192,20 +191,16 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
     return Rows((*rows.columns, "verified"), found)
 
 
-def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None) -> str:
+def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
     """Render the rows. Tensors that agree at every version are counted but not listed."""
-    dicts = rows.dicts()
-    agrees = [row["agrees"] and not row["num_differ"] for row in dicts]
-    agreeing = [row for row, same in zip(dicts, agrees, strict=True) if same]
-    left = [row for row, same in zip(rows.rows, agrees, strict=True) if not same]
-    blocks = [_agreement(agreeing, len(rows), by)] if agreeing else []
+    agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
+    left = [tuple(row.values()) for row in rows.dicts() if not row["agrees"] or row["num_differ"]]
+    blocks = []
+    if agreeing:
+        versions = sorted({row["num_versions"] for row in agreeing})
+        at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
+        num = f"{len(agreeing):,} of {len(rows):,}" if left else f"All {len(rows):,}"
+        blocks.append(f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--csv lists them).")
     if left or not agreeing:
         blocks.append(to_text(Rows(rows.columns, left), width))
     return "\n\n".join(blocks)
-
-
-def _agreement(agreeing: list[dict[str, int]], of: int, by: str) -> str:
-    versions = sorted({row["num_versions"] for row in agreeing})
-    at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
-    num = f"All {of:,}" if len(agreeing) == of else f"{len(agreeing):,} of {of:,}"
-    return f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--csv lists them)."

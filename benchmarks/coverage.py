@@ -40,7 +40,7 @@ from tim_trace.analysis.statistics.estimators import FROM_SUMS, addable
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of
 from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums
 from tim_trace.analysis.trace.ragged import Tokens, blocks
-from tim_trace.analysis.triangulate import GAP, shares
+from tim_trace.analysis.triangulate import GAP, share_of_gap
 from tim_trace.schemas.loss import Loss
 
 NOMINAL, WANTED = 0.95, 0.90
@@ -222,7 +222,7 @@ class Numbers:
         groups_T = self.run.unit_N[self.row_T]
         for command, parts in (("triangulate", self.parts), ("triangulate, arm", self.removed)):
             columns = {name: np.bincount(groups_T, part) for name, part in (parts | {GAP: self.d_T**2}).items()}
-            found |= {(command, name): ends for name, (_, ends) in shares(columns, list(parts)).items()}
+            found |= {(command, name): share_of_gap(columns, name)[1] for name in parts}
         gap_N, left_N = (np.bincount(self.row_T, squares_T) for squares_T in (self.d_T**2, self.left_T))
         found["diagnose, replay", "removed"] = removed_interval(gap_N, left_N, self.run.unit_N)
         figures = estimates(chosen_figures(LOSS, KNOWN), totals_of(self.objective), 1, self.run.unit_N, NOMINAL)

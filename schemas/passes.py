@@ -15,6 +15,11 @@ REPLAY_PREFIX = "replay/"
 _NAME = re.compile(PASS_NAME)
 
 
+def standard_first(name: str) -> tuple[int, str]:
+    """Sort key for pass names: the standard passes in the order of STANDARD, then the others by name."""
+    return (STANDARD.index(name) if name in STANDARD else len(STANDARD)), name
+
+
 def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
     if not isinstance(name, str):
         raise InvalidRecord(f"pass {name!r} is not a string. Use one of {', '.join(STANDARD)}")

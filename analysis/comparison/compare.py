@@ -89,7 +89,9 @@ def compare(
         if shared:
             rollouts_a, rollouts_b = (read_rollouts(database, names).at(shared) for database in (of_a, of_b))
             found += sequence_differences(rollouts_a, rollouts_b, shared)
-            found += logprob_differences(of_a, of_b, shared, _passes(of_a, of_b))
+            passes = [passes_with(database, "logprobs", first_use=True) for database in (of_a, of_b)]
+            names_of_both = sorted(name for name in passes[0] & passes[1] if not name.startswith(REPLAY_PREFIX))
+            found += logprob_differences(of_a, of_b, shared, names_of_both)
         advance(1)
         same, within = list[str](), list[str]()
         found += series_differences(series_a, series_b, same, within)
@@ -113,11 +115,6 @@ def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
         first = alone[0]
         one, two = ("recorded" if first in run else None for run in (of_a, of_b))
         yield RunDifference(kind="steps", name="", step=first, a=one, b=two, values={"num_steps": len(alone)})
-
-
-def _passes(a: Database, b: Database) -> list[str]:
-    of_a, of_b = (passes_with(database, "logprobs", first_use=True) for database in (a, b))
-    return sorted(name for name in of_a & of_b if not name.startswith(REPLAY_PREFIX))
 
 
 def _notes(of_a: Collection[str], of_b: Collection[str], shared: list[int]) -> Iterator[Statement]:

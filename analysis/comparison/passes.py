@@ -20,6 +20,7 @@ from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ..trace.columns import flat_contract
 from ..trace.database import Database
+from ..trace.source import Pair
 from .pass_values import PassValues
 
 SAME_SETTINGS, OTHER_SETTING, INERT_SETTING = "same_settings", "other_setting", "inert_setting"
@@ -33,8 +34,7 @@ CHANCE = 1e-3
 """A token is reported as odd if the expected number of tokens that differ as much, over all classes, is below this. On
 simulated differences (normal, Laplace, t with 2 or 3 degrees of freedom, log-normal; 40 to 20,000 tokens), at most 0.2%
 of the classes had such a token."""
-MOST_ODD = 1000
-"""Maximum number of odd tokens reported per class."""
+MOST_ODD = 1000  # reported per class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,6 @@ class PassComparison(Result):
         return not any(group.odd_tokens or group.contradictions for group in self.groups)
 
 
-_Pair = tuple[str, str]
 _Setting = str | None
 
 
@@ -193,7 +192,7 @@ def _connected(has: Mapping[str, np.ndarray]) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Relation:
-    pair: _Pair
+    pair: Pair
     is_class: bool
     is_same: bool
     """True if the logprobs of all shared tokens are bitwise equal."""
@@ -201,12 +200,12 @@ class _Relation:
     """Setting -> both passes' values, for settings that differ."""
 
 
-_Relations = Mapping[tuple[str, frozenset[_Setting]], Sequence[_Pair]]
+_Relations = Mapping[tuple[str, frozenset[_Setting]], Sequence[Pair]]
 """Pairs of passes that differ in only one setting, keyed by the setting and its two values."""
 
 
 def _by_setting(relations: Iterable[_Relation]) -> _Relations:
-    found: dict[tuple[str, frozenset[_Setting]], list[_Pair]] = {}
+    found: dict[tuple[str, frozenset[_Setting]], list[Pair]] = {}
     for relation in relations:
         if len(relation.settings) == 1:
             ((key, values),) = relation.settings.items()

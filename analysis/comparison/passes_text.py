@@ -78,7 +78,6 @@ def _class_rows(group: PassGroup) -> Rows:
 
 
 def passes_rows(found: PassComparison) -> Rows:
-    """Return one row per pass."""
     return Rows(
         (
             "group", "class", "pass", "num_tokens", "num_shared", "num_equal", "num_not_finite", "mean_abs_d", "max_abs_d",

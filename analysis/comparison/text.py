@@ -65,7 +65,10 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
     parts = [wrapped(sentence(found), "", width), head]
     if found.differences:
         rows = comparison_rows(found).without(["detail"])
-        parts.append(to_text(rows if width is None else _shortened(rows), width, MAIN_COLUMNS["compare"]))
+        if width is not None:
+            longest = [_NAME if name == "name" else _LONGEST for name in rows.columns]
+            rows = Rows(rows.columns, [tuple(map(_cut, row, longest)) for row in rows.rows])
+        parts.append(to_text(rows, width, MAIN_COLUMNS["compare"]))
     if found.same:
         parts.append(wrapped(f"Bitwise equal at every step: {', '.join(found.same)}.", "", width))
     if found.within_scatter:
@@ -85,14 +88,6 @@ def comparison_rows(found: Comparison) -> Rows:
             for one in found.differences
         ],
     )  # fmt: skip
-
-
-def _shortened(rows: Rows) -> Rows:
-    cut = [
-        tuple(_cut(cell, _NAME if name == "name" else _LONGEST) for name, cell in zip(rows.columns, row, strict=True))
-        for row in rows.rows
-    ]
-    return Rows(rows.columns, cut)
 
 
 def _cut(cell: Any, longest: int) -> Any:

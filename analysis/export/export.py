@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, groupby
 from pathlib import Path
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import InvalidOption
 from ...schemas.layout import HYPERPARAMETER, METRICS, SEQUENCES
-from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
+from ...schemas.passes import CURRENT, ROLLOUT, TRAIN, standard_first
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...schemas.tables import SEQUENCES_TABLE
@@ -89,22 +89,21 @@ def export_run(
             with whole_file(folder / files[0]) as path, progress("exporting", total) as advance:
                 num_sequences = write_parquet(path, sequence_tables(database, names), advance)
             with whole_file(folder / files[1]) as path:
-                num_values = write_parquet(path, metric_batches(database))
+                rows = database.connection.batches(_METRICS)
+                num_values = write_parquet(path, chain([pa.RecordBatch.from_pylist([], rows.schema)], rows))
         else:
-            num_values = _write_figures(to, folder, database, names)
+            figures = step_figures(database, names)
+            if to == WANDB:
+                settings = read_hyperparameters(database)
+                num_values = write_wandb(folder, database.sources[0].run, settings, figures)
+            else:
+                with whole_file(folder / EVENTS) as path:
+                    num_values = write_events(path, figures)
             ((texts,),) = database.connection.execute(_TEXTS).fetchall()
     return Exported(
         format=to, output=os.fspath(output), files=files, num_sequences=num_sequences, num_values=num_values,
         num_texts=texts,
     )  # fmt: skip
-
-
-def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
-    figures = step_figures(database, pair)
-    if to == WANDB:
-        return write_wandb(folder, database.sources[0].run, read_hyperparameters(database), figures)
-    with whole_file(folder / EVENTS) as path:
-        return write_events(path, figures)
 
 
 def exported_text(exported: Exported) -> str:
@@ -135,14 +134,16 @@ class StepFigures:
     step: int
     logged_s: float
     """Unix time when the step was logged, or when the trace was created if nothing was logged."""
-    values: dict[str, float] = field(default_factory=dict)
+    values: dict[str, float]
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
     """Yield each step's values, in step order: pair columns as `a-b/NAME`, and logged numbers under their own names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
-    for step, rows in groupby(_logged(database), key=lambda row: row[0]):
+    batches = database.connection.batches(_LOGGED)
+    logged = chain.from_iterable(zip(*map(pa.Array.to_pylist, batch.columns), strict=True) for batch in batches)
+    for step, rows in groupby(logged, key=lambda row: row[0]):
         for earlier in [known for known in of_pair if known < step]:
             yield StepFigures(step=earlier, logged_s=begun_s, values=of_pair.pop(earlier))
         values, logged_s = of_pair.pop(step, {}), begun_s
@@ -154,13 +155,8 @@ def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
         yield StepFigures(step=step, logged_s=begun_s, values=values)
 
 
-def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]]:
-    for batch in database.connection.batches(_LOGGED):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
-
-
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    if not set(pair) <= set(passes_of(database)):
+    if not {*pair} <= {*scored_passes(database)}:
         return {}
     ensure(database, pair, of_run=False)
     rows = database.ask(f"SELECT * FROM pair_steps({quoted_pair(pair)}) ORDER BY step").dicts()
@@ -172,7 +168,6 @@ def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]
 
 EVENTS = "events.out.tfevents.0.tim-trace"
 """TensorBoard recognizes event files by `tfevents` in the name."""
-PROJECT = "tim-trace"
 
 
 def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
@@ -183,20 +178,18 @@ def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
     from tensorboard.plugins.scalar.metadata import create_summary_metadata
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    metadata, num_values, begun = create_summary_metadata(display_name="", description=""), 0, False
+    metadata, num_values = create_summary_metadata(display_name="", description=""), 0
     with path.open("wb") as file:
         records = RecordWriter(file)
-        for step in figures:
-            if not begun:
+        for number, step in enumerate(figures):
+            if not number:
                 records.write(Event(wall_time=step.logged_s, file_version="brain.Event:2").SerializeToString())
-                begun = True
             values = [
                 Summary.Value(tag=tag, metadata=metadata, tensor=TensorProto(dtype=DT_DOUBLE, double_val=[value]))
                 for tag, value in step.values.items()
             ]
-            records.write(
-                Event(wall_time=step.logged_s, step=step.step, summary=Summary(value=values)).SerializeToString()
-            )
+            event = Event(wall_time=step.logged_s, step=step.step, summary=Summary(value=values))
+            records.write(event.SerializeToString())
             num_values += len(values)
         records.flush()
     return num_values
@@ -212,7 +205,7 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
         x_disable_machine_info=True,
     )  # fmt: skip
     run = wandb.init(
-        mode="offline", dir=str(folder), project=PROJECT, name=name, config=dict(settings), settings=quiet,
+        mode="offline", dir=str(folder), project="tim-trace", name=name, config=dict(settings), settings=quiet,
         reinit="create_new",
     )  # fmt: skip
     num_values = 0
@@ -238,21 +231,10 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
+    passes = {name: f"p{place}" for place, name in enumerate(sorted(scored_passes(database), key=standard_first))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
         yield database.connection.sql(_row_query(passes, pair, steps)).to_arrow_table()
-
-
-def metric_batches(database: Database) -> Iterator[pa.RecordBatch]:
-    rows = database.connection.batches(_METRICS)
-    yield pa.RecordBatch.from_pylist([], rows.schema)
-    yield from rows
-
-
-def passes_of(database: Database) -> list[str]:
-    order = {name: place for place, name in enumerate(STANDARD)}
-    return sorted(scored_passes(database), key=lambda name: (order.get(name, len(order)), name))
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:

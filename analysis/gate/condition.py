@@ -97,13 +97,10 @@ def metric_named(condition: Condition, names: list[str]) -> str:
     ends = [name for name in names if name.endswith(f"/{condition.metric}")]
     if len(ends) == 1:
         return ends[0]
-    if ends:
-        raise InvalidOption(
-            f"{condition.text!r} is ambiguous: {' or '.join(ends)}; write the full name", option="fail_on"
-        )
-    raise InvalidOption(
-        f"{condition.source} has no metric {condition.metric!r}; {_near(condition.metric, names)}", option="fail_on"
-    )
+    problem = f"{condition.text!r} is ambiguous: {' or '.join(ends)}; write the full name"
+    if not ends:
+        problem = f"{condition.source} has no metric {condition.metric!r}; {_near(condition.metric, names)}"
+    raise InvalidOption(problem, option="fail_on")
 
 
 def _near(metric: str, names: list[str]) -> str:

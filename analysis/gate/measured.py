@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..alarms.figures import FIGURES, NOT_FINITE, is_of_pair, read_figure
 from ..frameworks.framework import read_once
 from ..frameworks.registry import framework_of
 from ..rows import Rows
-from ..statistics.estimators import FROM_SUMS, Array, Totals
+from ..statistics.estimators import FROM_SUMS, Array
 from ..statistics.intervals import (
     Interval,
     NoInterval,
@@ -26,6 +27,7 @@ from ..statistics.intervals import (
     largest_interval,
     numbered,
     parts_of,
+    ratio_interval,
     unit,
 )
 from ..stats import stats
@@ -133,21 +135,15 @@ class Run:
     def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
+        numbers = partial(framework.numbers, database, self._names)
         with read_once(database, framework, self._names):
-            numbers = framework.numbers(database, self._names, "run")
-            if not len(numbers):
+            whole = numbers("run")
+            if not len(whole):
                 raise NothingToCompare(why_nothing(database, self._names))
-            asked = _Asked(
-                conditions,
-                numbers,
-                lambda metrics: framework.numbers(database, self._names, "step", ("step", *metrics)),
-            )
+            asked = _Asked(conditions, whole, lambda metrics: numbers("step", ("step", *metrics)))
             self.left_out = left_out(database, self._names)
-            only, found = tuple(asked.sampled), list[Measured]()
-            if only:
-                found = self._jackknifed(
-                    database, asked.sampled, lambda: framework.numbers(database, self._names, "run", only)
-                )
+            only = tuple(asked.sampled)
+            found = self._jackknifed(database, asked.sampled, lambda: numbers("run", only)) if only else []
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
@@ -235,12 +231,7 @@ def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
     """Return the probabilities of the two quantiles that bound the interval. Probability 1 means the maximum."""
-
-    def share(totals: Totals) -> Array:
-        return totals["above"] / totals["tokens"]
-
-    columns = {"above": num_above_N, "tokens": num_tokens_N}
-    found = bootstrap({"share": share}, columns, unit_N, confidence, open_ended=True)["share"]
+    found = ratio_interval(num_above_N, num_tokens_N, unit_N, confidence, open_ended=True)
     if isinstance(found, NoInterval):
         return found
     # With ties, the share above the value is not 1 - p, so shift p by the distances from this share to the bounds of

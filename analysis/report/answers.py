@@ -68,12 +68,10 @@ def validity_answer(subject: Subject) -> Answer:
     checked = subject.diagnosis.checked
     assert checked is not None
     first = checked.findings[0]
+    tokens = f"{checked.num_tokens:,} tokens"
+    basis = f"{tokens} (statistics on all, {checked.num_sampled_tokens:,} inspected individually)"
     if checked.num_sampled_tokens >= checked.num_tokens:
-        basis = f"all {checked.num_tokens:,} tokens inspected individually"
-    else:
-        basis = (
-            f"{checked.num_tokens:,} tokens (statistics on all, {checked.num_sampled_tokens:,} inspected individually)"
-        )
+        basis = f"all {tokens} inspected individually"
     return Answer(
         code="valid" if checked.is_valid else first.code, severity=GOOD if checked.is_valid else BAD,
         short="valid" if checked.is_valid else f"not valid: {first.title}",
@@ -138,10 +136,9 @@ def objective_answer(subject: Subject) -> Answer:
             figure=f"mean |d| of {found.value('mean_abs_d') or 0.0:.3g} nats in the ratio", basis=subject.part,
             detail=detail,
         )  # fmt: skip
-    size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
-    unclipped = found.figures.get("unclipped_relative_bias")
-    pushes = not _straddles(relative) and push >= SMALL
-    code = _effect(relative, push, size) if pushes or size >= SMALL else "negligible"
+    size, unclipped = abs(found.value("relative_abs_bias") or 0.0), found.figures.get("unclipped_relative_bias")
+    pushes = not _straddles(relative) and abs(relative.value) >= SMALL
+    code = _effect(relative, abs(relative.value), size) if pushes or size >= SMALL else "negligible"
     if code in ("small_push", "small_push_large_noise", "large_push") and is_opposed(relative, unclipped):
         code = "opposed"
     free = ""

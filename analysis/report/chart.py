@@ -90,9 +90,8 @@ class Heatmap(Chart):
     x_edges: Array
     y_edges: Array
     counts: Array
+    """[Y, X] int64. The outermost rows also count values outside the y axis."""
     curves: tuple[Line, ...] = ()
-    is_open: bool = False
-    """True if the outermost rows also count values outside the y axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

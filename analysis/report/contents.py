@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ... import __version__
 from ...schemas.errors import option
@@ -97,7 +94,7 @@ def report_text(made: Report) -> str:
 
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
-    verdicts = (
+    verdicts = tuple(
         RunSummary(
             headline=_headline(subject), answers=answers(subject), next=_next(subject), recorded=_recorded(subject.info),
             not_recorded=_not_recorded(subject),
@@ -105,7 +102,7 @@ def report_of(subjects: tuple[Subject, ...]) -> Report:
         for subject in subjects
     )  # fmt: skip
     return Report(
-        subjects=subjects, verdicts=tuple(verdicts), run=tuple(run_charts(subjects)), constants=constants(subjects[0]),
+        subjects=subjects, verdicts=verdicts, run=tuple(run_charts(subjects)), constants=constants(subjects[0]),
         mismatch=tuple(mismatch_charts(subjects[0])), provenance=tuple(provenance(subject) for subject in subjects),
     )  # fmt: skip
 
@@ -183,36 +180,27 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 def provenance(subject: Subject) -> Provenance:
     """Compare the contracts of the recorded passes. Replays are left out, because their names describe the change."""
-    columns = _columns(subject)
-    contracts = [flat_contract(contract) for _, _, contract in columns]
+    rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
+    order = {name: place for place, name in enumerate(subject.pair)}
+    rows.sort(key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))
+    passes = [row["pass"] for row in rows]
+    numbered = [(name, passes[: place + 1].count(name)) for place, name in enumerate(passes)]
+    contracts = [flat_contract(json.loads(row["contract_json"])) for row in rows]
     names = sorted({name for contract in contracts for name in contract})
     values = {name: tuple(contract.get(name, "") for contract in contracts) for name in names}
     fields = [Field(name=name, values=of, differs=len({*of} - {""}) > 1) for name, of in values.items()]
     return Provenance(
         facts=_facts(subject),
-        passes=tuple(name for name, _, _ in columns),
-        hashes=tuple(digest[:_SHOWN] for _, digest, _ in columns),
+        passes=tuple(f"{name} {number}" if passes.count(name) > 1 else name for name, number in numbered),
+        hashes=tuple(str(row["contract"])[:_SHOWN] for row in rows),
         fields=tuple(sorted(fields, key=lambda field: not field.differs)),
         settings=tuple((name, field_text(value)) for name, value in sorted(subject.settings.items())),
     )
 
 
-def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
-    rows = [row for row in subject.contracts if not row["pass"].startswith(REPLAY_PREFIX) and row["contract_json"]]
-    order = {name: place for place, name in enumerate(subject.pair)}
-    rows = sorted(rows, key=lambda row: (order.get(row["pass"], len(order)), row["pass"], row["contract"]))
-    num, seen = Counter(row["pass"] for row in rows), Counter[str]()
-    found = []
-    for row in rows:
-        name = row["pass"]
-        seen[name] += 1
-        column = f"{name} {seen[name]}" if num[name] > 1 else name
-        found.append((column, str(row["contract"]), json.loads(row["contract_json"])))
-    return found
-
-
 def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
     held = subject.info
+    size = f"{held.num_parameters:,} parameters" if held.num_parameters else ""
     facts = {
         "trace": held.path,
         "steps": "" if subject.asked_steps == ALL_STEPS else f"selected with {option('steps', subject.asked_steps)}",
@@ -220,11 +208,7 @@ def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
         "recorded": f"{held.created_at[:19]}Z with {created_by(held)}",
         "state": held.state if held.exit_code is None else f"{held.state}, the command exited with {held.exit_code}",
         "command": " ".join(held.command),
-        "model": ", ".join(
-            part
-            for part in (held.model or "", f"{held.num_parameters:,} parameters" if held.num_parameters else "", ", ".join(held.model_dtypes))
-            if part
-        ),
+        "model": ", ".join(filter(None, [held.model, size, *held.model_dtypes])),
         "tokenizer": held.tokenizer or "",
         "versions": ", ".join(f"{name} {version}" for name, version in held.versions.items()),
         "format": f"version {held.format_version}",

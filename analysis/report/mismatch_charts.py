@@ -48,16 +48,13 @@ def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
 
 
 def mismatch_charts(subject: Subject) -> list[Chart]:
-    found: list[Chart] = []
-    if subject.spread is not None:
-        found += _spread_charts(subject, subject.spread)
-    found += _objective_charts(subject)
-    found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
-    return found
+    return [chart for charts in (_spread, _objective, _arms, _corrections) for chart in charts(subject)]
 
 
-def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
-    a, b = subject.pair
+def _spread(subject: Subject) -> Iterator[Chart]:
+    spread, (a, b) = subject.spread, subject.pair
+    if spread is None:
+        return
     rounding = "" if spread.envelope is None else (
         f"Rounded logits change d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{spread.envelope:.3g} "
         "(1 - p) and enclose 99% of tokens below p = 0.99. "
@@ -67,11 +64,16 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
         note=f"Each cell counts tokens. {rounding}A large |d| at p near 1 is not rounding. The outermost rows count everything "
         "beyond the axis.", sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
-        curves=_envelope(spread), is_open=True,
+        curves=_envelope(spread),
     )  # fmt: skip
-    for name in _PROFILES:
-        if name in spread.profiles:
-            yield _profile(spread, name)
+    for name, (title, label, note) in _PROFILES.items():
+        if (profile := spread.profiles.get(name)) is not None:
+            start = profile.start + (1 if name == "position" else 0)
+            yield LineChart(
+                key=f"d-by-{name}", title=title, unit="nats", note=f"{note} The rms gives large |d| more weight.", sql=spread.sql[name],
+                lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
+                x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
+            )  # fmt: skip
 
 
 def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
@@ -84,18 +86,7 @@ def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     return Line(name="99% within", x=x, y=upper), Line(name="99% within", x=x, y=-upper)
 
 
-def _profile(spread: Breakdowns, name: str) -> LineChart:
-    profile = spread.profiles[name]
-    title, label, note = _PROFILES[name]
-    start = profile.start + (1 if name == "position" else 0)
-    return LineChart(
-        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} The rms gives large |d| more weight.", sql=spread.sql[name],
-        lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
-        x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
-    )  # fmt: skip
-
-
-def _objective_charts(subject: Subject) -> Iterator[Chart]:
+def _objective(subject: Subject) -> Iterator[Chart]:
     found = subject.objective
     if found is None or not len(found.steps):
         return
@@ -131,10 +122,10 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         )  # fmt: skip
 
 
-def _arms(subject: Subject) -> BarChart | None:
+def _arms(subject: Subject) -> Iterator[Chart]:
     found = subject.diagnosis
     if found is None or not found.replays:
-        return None
+        return
     shares = tuple(
         Bar(
             name=each.arm, value=each.removed, low=each.low, high=each.high,
@@ -143,7 +134,7 @@ def _arms(subject: Subject) -> BarChart | None:
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair
-    return BarChart(
+    yield BarChart(
         key="arms", title="How much mismatch each replay removes", unit="share of mean d squared",
         note=f"The replay replaces {a}: at 1, the replay agrees with {b}; at 0, it changes nothing; below 0, "
         "the mismatch grows. Lines are 95% CIs over sequence groups.",
@@ -151,19 +142,18 @@ def _arms(subject: Subject) -> BarChart | None:
     )  # fmt: skip
 
 
-def _corrections(subject: Subject) -> BarChart | None:
-    rows = subject.corrections
-    if rows is None:
-        return None
+def _corrections(subject: Subject) -> Iterator[Chart]:
+    if subject.corrections is None:
+        return
     keys = {"cut": "share_tokens_cut", "lowered": "share_tokens_truncated"}
-    weighing = [row for row in rows.dicts() if row["correction"] not in _NOT_SHOWN]
+    weighing = [row for row in subject.corrections.dicts() if row["correction"] not in _NOT_SHOWN]
     chosen = [row for row in weighing if any(row[key] for key in keys.values())]
     idle = [row["correction"] for row in weighing if row not in chosen]
     groups = {
         name: tuple(Bar(name=row["correction"], value=row[key] or 0.0, text=row["rule"]) for row in chosen)
         for name, key in keys.items()
     }
-    return BarChart(
+    yield BarChart(
         key="corrections", title="Share of tokens that each correction would cut", unit="share of tokens",
         note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. See docs/evidence/remedies.md for how much each correction helps.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",

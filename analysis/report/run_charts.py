@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..facts.changes import ChangePoint
 from ..facts.recorded import interval_text
 from ..facts.series import KINDS, LOG, Series
 from ..statistics.location import SHIFT
@@ -23,13 +22,9 @@ _MOST_STEPS = 12
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
     """Chart every series that varies. Marks show where the first run's series change."""
-    found = [_chart(name, term, subjects) for name, term in SERIES.items()]
-    charts = [one for one in found if one is not None]
-    outcome = _evaluation(subjects)
-    if outcome is not None:
-        place = next((i + 1 for i, one in enumerate(charts) if one.key == "reward"), 0)
-        charts.insert(place, outcome)
-    return charts
+    charts = [one for name, term in SERIES.items() if (one := _chart(name, term, subjects)) is not None]
+    place = next((i + 1 for i, one in enumerate(charts) if one.key == "reward"), 0)
+    return [*charts[:place], *_evaluation(subjects), *charts[place:]]
 
 
 def constants(subject: Subject) -> dict[str, float]:
@@ -46,9 +41,10 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
         for subject in subjects
         if (series := subject.series.get(name)) is not None and len(_known(series))
     ]
-    if not lines or all(_is_constant(line.y) for line in lines):
+    known = [line.y[np.isfinite(line.y)] for line in lines]
+    if all((values == values[:1]).all() for values in known):
         return None
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    values = np.concatenate(known)
     is_log = KINDS[name][1] == LOG and values.min() > 0
     if name in _OF_MISMATCH:
         lines += _arms(name, subjects, is_log)
@@ -74,47 +70,37 @@ def _known(series: Series) -> np.ndarray:
     return np.asarray(series.values[series.known])
 
 
-def _is_constant(values: np.ndarray) -> bool:
-    known = values[np.isfinite(values)]
-    return bool(np.all(known == known[0])) if len(known) else True
-
-
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
     """Return one line per replay: the mismatch series `name`, computed with the replay as pass a. On a logarithmic
     axis, 0 becomes NaN."""
-    many = len(subjects) > 1
     found = []
     for subject in subjects:
         for arm, columns in subject.arms.items():
             for column in columns:
                 if column.name == name:
                     y = np.where(column.values > 0, column.values, np.nan) if is_log else column.values
-                    found.append(Line(name=f"{subject.name} {arm}" if many else arm, x=column.steps, y=y, is_side=True))
+                    line_name = f"{subject.name} {arm}" if len(subjects) > 1 else arm
+                    found.append(Line(name=line_name, x=column.steps, y=y, is_side=True))
     return found
 
 
 def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
-    moved = next((one for one in subject.dynamics.series if one.name == name), None) if subject.dynamics else None
-    if moved is None:
-        return ()
-    largest = sorted(moved.changes, key=lambda change: -abs(change.size_in_sd))[:_MOST_MARKS]
-    return tuple(_mark(change) for change in sorted(largest, key=lambda change: change.step))
-
-
-def _mark(change: ChangePoint) -> Mark:
-    what = "jumps" if change.kind == SHIFT else "changes slope"
-    when = f"{what} at step {change.step}{interval_text(change.low, change.high)}"
-    text = f"{when}: {change.before:.3g} to {change.after:.3g}"
-    return Mark(x=change.step, low=change.low, high=change.high, text=text)
+    series = subject.dynamics.series if subject.dynamics else ()
+    changes = [change for one in series if one.name == name for change in one.changes]
+    largest = sorted(changes, key=lambda change: -abs(change.size_in_sd))[:_MOST_MARKS]
+    marks = []
+    for change in sorted(largest, key=lambda change: change.step):
+        what = "jumps" if change.kind == SHIFT else "changes slope"
+        when = f"{what} at step {change.step}{interval_text(change.low, change.high)}"
+        text = f"{when}: {change.before:.3g} to {change.after:.3g}"
+        marks.append(Mark(x=change.step, low=change.low, high=change.high, text=text))
+    return tuple(marks)
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
-    healthy = [
-        figure
-        for figure in (each.figure for each in (subject.diagnosis.figures if subject.diagnosis else ()) if each.fits)
-        if figure.metric == "k3" and figure.is_mixture == is_mixture and not figure.is_fault
-    ]
+    fitting = [each.figure for each in (subject.diagnosis.figures if subject.diagnosis else ()) if each.fits]
+    healthy = [one for one in fitting if one.metric == "k3" and one.is_mixture == is_mixture and not one.is_fault]
     low = min((figure.low for figure in healthy), default=0.0)
     high = max((figure.high for figure in healthy), default=0.0)
     if not low < high:
@@ -123,16 +109,15 @@ def _published_k3(subject: Subject) -> tuple[Band, ...]:
     return (Band(low=low, high=high, text=f"published for these dtypes: {low:g} to {high:g} ({sources})"),)
 
 
-def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
+def _evaluation(subjects: Sequence[Subject]) -> Iterator[LineChart]:
     found = [(subject, subject.evaluation) for subject in subjects if subject.evaluation is not None]
-    if not found:
-        return None
-    lines = [Line(name=subject.name, x=logged.steps, y=logged.values) for subject, logged in found]
-    first, name = found[0][0], found[0][1].name
-    return LineChart(
-        key="evaluation", title=name, unit="", sql=query_of_metric(name, first, 0), lines=tuple(lines), x_label="step",
-        note="An evaluation logged by the run. A faulty reward does not affect it.",
-    )  # fmt: skip
+    if found:
+        lines = [Line(name=subject.name, x=logged.steps, y=logged.values) for subject, logged in found]
+        first, name = found[0][0], found[0][1].name
+        yield LineChart(
+            key="evaluation", title=name, unit="", sql=query_of_metric(name, first, 0), lines=tuple(lines), x_label="step",
+            note="An evaluation logged by the run. A faulty reward does not affect it.",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,11 +104,10 @@ def read_subject(
     moved = ask("dynamics", lambda: dynamics(database, pair=names))
     part, of_part = without_most_steps(database)
     judged = ask("objective", lambda: objective(part))
-    attributed = diagnosed.attribution if diagnosed else None
-    if attributed is None:
-        attributed = ask("attribution", lambda: attribute(database, control=other, pair=names, steps=steps))
-    else:
-        advance(1)
+    attributed = ask(
+        "attribution",
+        lambda: diagnosed.attribution if diagnosed else attribute(database, control=other, pair=names, steps=steps),
+    )
     notable = _notable(moved, attributed)
     num_steps = num_steps_within(held.num_response_tokens, held.num_steps)
     spread = ask("spread", lambda: read_breakdowns(database, pair, notable=notable, max_steps=num_steps))
@@ -142,11 +141,9 @@ def _evaluation(database: Database, attributed: Attribution | None) -> Series | 
 
 
 def _arms(database: Database, pair: Pair) -> dict[str, tuple[Series, ...]]:
-    found = {
-        name: tuple(read_step_mismatch(database, (name, pair[1]), database.sources[0].run).columns)
-        for name in scored_passes(database)
-        if name.startswith(REPLAY_PREFIX) and name not in pair
-    }
+    replays = [name for name in scored_passes(database) if name.startswith(REPLAY_PREFIX) and name not in pair]
+    run = database.sources[0].run
+    found = {name: tuple(read_step_mismatch(database, (name, pair[1]), run).columns) for name in replays}
     return {name: columns for name, columns in found.items() if columns}
 
 
@@ -157,19 +154,13 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     """Limit a large run to evenly spaced steps with about `MOST_TOKENS` tokens. Return the limited run, and a phrase
     that describes the selection."""
     tokens = tokens_by_step(database)
-    total = sum(tokens.values())
+    total, whole = sum(tokens.values()), f"all {len(tokens):,} steps" if len(tokens) > 1 else "its only step"
     if total <= WHOLE:
-        return database, steps_read(len(tokens), len(tokens))
+        return database, whole
     kept = evenly_spaced(list(tokens), max(1, int(len(tokens) * MOST_TOKENS / total)))
     part = open_database(database.sources[0])
     part.keep_steps(kept)
-    return part, steps_read(len(kept), len(tokens))
-
-
-def steps_read(num_read: int, num_steps: int) -> str:
-    if num_read < num_steps:
-        return f"{num_read} of {num_steps} evenly spaced steps"
-    return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
+    return part, f"{len(kept)} of {len(tokens)} evenly spaced steps" if len(kept) < len(tokens) else whole
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:

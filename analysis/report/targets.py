@@ -16,12 +16,10 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     if not there:
         return
     more = f" ({len(there) - 1} more outputs exist)" if len(there) > 1 else ""
-    way = (
-        "pass a file path inside it"
-        if there[0].is_dir()
-        else f"choose another path, or overwrite with {option('force')}"
-    )
-    raise FileThere(f"{there[0]} is {'a folder' if there[0].is_dir() else 'an existing file'}{more}; {way}")
+    kind, way = "an existing file", f"choose another path, or overwrite with {option('force')}"
+    if there[0].is_dir():
+        kind, way = "a folder", "pass a file path inside it"
+    raise FileThere(f"{there[0]} is {kind}{more}; {way}")
 
 
 def local(path: str | os.PathLike[str]) -> Path:
@@ -41,6 +39,5 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written ({error.strerror or error}); choose a folder that you can write to"
-        ) from error
+        why = error.strerror or error
+        raise StorageError(f"{path} cannot be written ({why}); choose a folder that you can write to") from error

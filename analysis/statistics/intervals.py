@@ -91,9 +91,13 @@ def bootstrap(
     return {name: resampling.interval(statistic, open_ended) for name, statistic in statistics.items()}
 
 
-def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
-    columns = {"value": np.asarray(values, np.float64), "one": np.ones(len(values))}
-    return bootstrap({"mean": lambda t: t["value"] / t["one"]}, columns, np.arange(len(values)), confidence)["mean"]
+def ratio_interval(
+    values_N: Array, of_N: Array, unit_N: np.ndarray, confidence: float, *, open_ended: bool = False
+) -> Interval | NoInterval:
+    """Return the bootstrap-t interval for sum(values_N) / sum(of_N)."""
+    columns = {"value": values_N, "of": of_N}
+    statistics = {"ratio": lambda totals: totals["value"] / totals["of"]}
+    return bootstrap(statistics, columns, unit_N, confidence, open_ended=open_ended)["ratio"]
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
@@ -134,7 +138,7 @@ def jackknife(value: float, without_P: Array, confidence: float) -> Interval | N
     if np.count_nonzero(without_P == value) > num_parts / 2:
         return NoInterval.SINGLE
     pseudo = num_parts * value - (num_parts - 1) * without_P
-    found = mean_interval(pseudo, confidence)
+    found = ratio_interval(pseudo, np.ones(len(pseudo)), np.arange(len(pseudo)), confidence)
     if isinstance(found, NoInterval):
         return found
     bias = float(pseudo.mean()) - value

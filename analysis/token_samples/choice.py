@@ -49,11 +49,6 @@ class LookedAt:
     def is_all(self) -> bool:
         return len(self.steps) == self.num_steps
 
-    def with_worst(self, most: int) -> set[int]:
-        first = list(self.notable[:most])
-        others = [step for step in self.steps if step not in first]
-        return {*first, *evenly_within(others, most - len(first))}
-
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
     rows = database.connection.execute(_STEPS, [run]).fetchall()
@@ -107,10 +102,6 @@ class SequenceMismatch:
     sum_abs_d: np.ndarray
     """`sum_abs_d` and `max_abs_d` are in nats, or 0 if no token can be compared."""
     max_abs_d: np.ndarray
-
-    @property
-    def mean_abs_d(self) -> np.ndarray:
-        return np.asarray(self.sum_abs_d / np.maximum(self.num_compared, 1))
 
 
 _MISMATCH = """
@@ -168,9 +159,7 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
     ):
         for row in rows:
             why.setdefault(int(row), []).append(reason)
-    kept: dict[int, tuple[str, ...]] = {}
-    left_out: Counter[str] = Counter()
-    used = 0
+    kept, left_out, used = dict[int, tuple[str, ...]](), Counter[str](), 0
     for row, reasons in why.items():
         shown = min(int(gaps.lengths[row]), wanted.max_sequence_tokens)
         shown += min(int(gaps.prompt_lengths[row]), PROMPT_TOKENS)
@@ -183,7 +172,7 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    mean = gaps.mean_abs_d[rows]
+    mean = gaps.sum_abs_d[rows] / np.maximum(gaps.num_compared[rows], 1)
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
 
@@ -197,7 +186,9 @@ def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wante
     first: dict[int, int] = {}
     for row in worst:
         first.setdefault(int(gaps.steps[row]), int(row))
-    shown = looked.with_worst(wanted.max_steps)
+    notable = looked.notable[: wanted.max_steps]
+    others = [step for step in looked.steps if step not in notable]
+    shown = {*notable, *evenly_within(others, wanted.max_steps - len(notable))}
     return [first[step] for step in dict.fromkeys((*looked.notable, *looked.steps)) if step in shown and step in first]
 
 
@@ -207,16 +198,15 @@ def choice_text(
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
     counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
-    searched = "all steps" if looked.is_all else "the searched steps"
-    evenly = "all steps" if looked.is_all else "the evenly spaced steps"
+    searched, evenly = ("all steps",) * 2 if looked.is_all else ("the searched steps", "the evenly spaced steps")
     if lacking:
         which = " and ".join(repr(name) for name in lacking)
         basis = f"Pass {which} has no logprobs, so d is unknown and sequences are chosen at random."
     elif not (gaps.num_compared > 0).any():
         basis = f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
     else:
-        d = f"d = {pair[0]} - {pair[1]}, nats"
-        basis = f"{d}, over tokens that count toward the loss and have a logprob in both passes."
+        counted = "tokens that count toward the loss and have a logprob in both passes"
+        basis = f"d = {pair[0]} - {pair[1]}, nats, over {counted}."
     sorts = {
         WORST: f"largest single-token |d| in {'all steps' if looked.has_all_worst else searched}",
         TYPICAL: f"mean |d| closest to the median of the sequences in {evenly}",

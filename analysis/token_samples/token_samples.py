@@ -19,14 +19,7 @@ from ..trace.macros import quoted
 from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
-from .choice import (
-    PROMPT_TOKENS,
-    Wanted,
-    choice_text,
-    choose,
-    look_at,
-    read_sequence_mismatch,
-)
+from .choice import PROMPT_TOKENS, Wanted, choice_text, choose, look_at, read_sequence_mismatch
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16

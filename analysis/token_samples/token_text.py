@@ -147,13 +147,9 @@ def read_vocabulary(content: bytes) -> Vocabulary:
     try:
         document = msgspec.json.decode(content, type=_Document)
         vocab = document.model.vocab
-        pieces = (
-            {number: piece for piece, number in vocab.items()}
-            if isinstance(vocab, dict)
-            else {number: piece for number, (piece, _) in enumerate(vocab)}
-        )
+        items = vocab.items() if isinstance(vocab, dict) else ((piece, place) for place, (piece, _) in enumerate(vocab))
         return Vocabulary(
-            pieces=pieces,
+            pieces={number: piece for piece, number in items},
             added={token.id: token.content for token in document.added_tokens},
             decoding=decoding_of(document.decoder),
         )
@@ -171,11 +167,8 @@ class TokenText:
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        known = self._known
-        for token_id in token_ids:
-            if token_id not in known:
-                known[token_id] = self._text(token_id)
-        return [known[token_id] for token_id in token_ids]
+        self._known |= {token_id: self._text(token_id) for token_id in {*token_ids} - self._known.keys()}
+        return [self._known[token_id] for token_id in token_ids]
 
     def _text(self, token_id: int) -> str:
         found = self._vocabulary
@@ -198,7 +191,10 @@ def read_token_text(source: Source) -> TokenText:
         vocabulary = read_vocabulary(_content(source))
     except (DamagedTrace, ValueError, OSError) as error:
         return TokenText(None, f"Token ids only: {store.shown(_FILE)} is unreadable ({first_line(error)}).")
-    return TokenText(vocabulary, f"Text decoded with the trace's tokenizer: {_name(source, vocabulary)}.")
+    said = next((state.tokenizer for state in source.writers if state.tokenizer), {})
+    words = [str(said[key]) for key in ("name", "class") if said.get(key)]
+    name = ", ".join([*words, f"{len(vocabulary):,} tokens"])
+    return TokenText(vocabulary, f"Text decoded with the trace's tokenizer: {name}.")
 
 
 def _content(source: Source) -> bytes:
@@ -210,12 +206,6 @@ def _content(source: Source) -> bytes:
     if accounts and whole_hash(content) not in accounts:
         raise ValueError("the file's checksum differs from the recorded one")
     return content
-
-
-def _name(source: Source, vocabulary: Vocabulary) -> str:
-    said = next((state.tokenizer for state in source.writers if state.tokenizer), {})
-    words = [str(said[key]) for key in ("name", "class") if said.get(key)]
-    return ", ".join([*words, f"{len(vocabulary):,} tokens"])
 
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"

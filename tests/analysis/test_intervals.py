@@ -16,13 +16,17 @@ from tim_trace.analysis.statistics.intervals import (
     bootstrap,
     jackknife,
     largest_interval,
-    mean_interval,
     numbered,
     parts_of,
+    ratio_interval,
     student_quantile,
 )  # fmt: skip
 from tim_trace.analysis.statistics.moments import centred, co_moment, off_median
-from tim_trace.analysis.triangulate import GAP, shares
+from tim_trace.analysis.triangulate import GAP, share_of_gap
+
+
+def mean_interval(values):
+    return ratio_interval(values, np.ones(len(values)), np.arange(len(values)), 0.95)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def test_sequences_as_groups_of_their_own_would_not_hold_it():
         for name, groups in units.items():
             parts = {"train": trainer * (trainer - engine), GAP: (trainer - engine) ** 2}
             columns = {part: np.bincount(groups, values) for part, values in parts.items()}
-            ((_, (low, high)),) = shares(columns, ["train"]).values()
+            _, (low, high) = share_of_gap(columns, "train")
             # Both sides are alike: each carries half.
             held[name] += low <= 0.5 <= high
     assert held["prompts"] >= 180
@@ -94,7 +98,7 @@ def test_means_of_skewed_values_are_covered(num_groups):
     held = 0
     for number in range(300):
         values = np.random.default_rng(number).lognormal(0.0, 1.0, num_groups)
-        low, high = mean_interval(values, 0.95)
+        low, high = mean_interval(values)
         held += low <= math.exp(0.5) <= high
     assert held >= 0.9 * 300
 
@@ -102,7 +106,7 @@ def test_means_of_skewed_values_are_covered(num_groups):
 def test_no_end_is_nearer_than_student_s():
     for number in range(20):
         values = np.random.default_rng(number).normal(5, 1, 10)
-        low, high = mean_interval(values, 0.95)
+        low, high = mean_interval(values)
         reach = 2.262 * values.std(ddof=1) / math.sqrt(10)
         assert low <= values.mean() - 0.999 * reach
         assert high >= values.mean() + 0.999 * reach
@@ -111,7 +115,7 @@ def test_no_end_is_nearer_than_student_s():
 
 def test_many_groups_give_the_normal_interval():
     values = np.random.default_rng(0).normal(0, 1, 20 * MOST_UNITS)
-    low, high = mean_interval(values, 0.95)
+    low, high = mean_interval(values)
     error = values.std() / math.sqrt(len(values))
     assert [low, high] == pytest.approx([values.mean() - 1.96 * error, values.mean() + 1.96 * error], abs=0.25 * error)
 
@@ -180,7 +184,7 @@ def test_the_jackknife_leaves_out_parts_of_whole_groups():
 def test_the_jackknife_of_a_mean_of_few_groups_is_the_interval_of_that_mean():
     values = np.random.default_rng(6).exponential(1, PARTS)
     found = jackknife(values.mean(), np.array([np.delete(values, place).mean() for place in range(PARTS)]), 0.95)
-    low, high = mean_interval(values, 0.95)
+    low, high = mean_interval(values)
     assert found == pytest.approx((low, high), abs=1e-9)
 
 

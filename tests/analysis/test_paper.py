@@ -1,5 +1,4 @@
 import csv
-import dataclasses
 import io
 import os
 import re
@@ -191,7 +190,7 @@ def test_widths_stay_within_what_a_number_may_be():
 
 
 def test_bins_that_hold_what_is_beyond_say_so():
-    cells = dataclasses.replace(density([[0, 3], [1, 900], [2, 2]]), is_open=True)
+    cells = density([[0, 3], [1, 900], [2, 2]])
     assert [text.get_text() for text in draw(cells).axes[0].texts] == ["beyond, above", "beyond, below"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,12 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
 
 
 def single(one: Chart) -> figure:
-    if isinstance(one, Heatmap):
-        return _heatmap(one)
-    if isinstance(one, BarChart):
-        return _bar_chart(one)
-    assert isinstance(one, LineChart)
-    return _line_chart(one)
+    drawn: dict[type[Chart], Callable[[Any], figure]] = {
+        Heatmap: _heatmap,
+        BarChart: _bar_chart,
+        LineChart: _line_chart,
+    }
+    return drawn[type(one)](one)
 
 
 def _of_series(one: LineChart, steps: Range1d) -> figure:
@@ -79,7 +79,8 @@ def _of_series(one: LineChart, steps: Range1d) -> figure:
     )  # fmt: skip
     plot.add_tools(ResetTool())
     _add_marks(plot, one)
-    if _is_near_one(one):
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in one.lines])
+    if len(values) and np.all(np.abs(1 - values) < _NEAR_ONE):
         plot.yaxis.formatter = CustomJSTickFormatter(code=_DISTANCE)
     elif one.y_scale == LINEAR:
         plot.yaxis.formatter = CustomJSTickFormatter(code=_SHORT)
@@ -103,11 +104,6 @@ def _line_chart(one: LineChart) -> figure:
         plot.js_on_event("tap", CustomJS(code=_CLICK))
         plot.add_layout(Span(name="chosen", dimension="height", line_color="#E69F00", line_width=2, visible=False))
     return _styled(plot)
-
-
-def _is_near_one(one: LineChart) -> bool:
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in one.lines])
-    return bool(len(values)) and bool(np.all(np.abs(1 - values) < _NEAR_ONE))
 
 
 def _add_marks(plot: figure, one: LineChart) -> None:
@@ -165,15 +161,13 @@ def _heatmap(one: Heatmap) -> figure:
         major_label_text_color=_INK, title_text_color=_INK, bar_line_color=_LINE,
     )  # fmt: skip
     plot.add_layout(bar, "right")
-    if one.is_open:
-        for edge, text, baseline in ((y[-2], "all above", "top"), (y[1], "all below", "bottom")):
-            plot.add_layout(Span(location=float(edge), dimension="width", line_color="#888888", line_dash="dotted"))
-            plot.add_layout(
-                Label(
-                    x=float(x[-1]), y=float(edge), text=text, text_color=_INK, text_font_size="11px", text_align="right",
-                    text_baseline=baseline, x_offset=-4,
-                )
-            )  # fmt: skip
+    for edge, text, baseline in ((y[-2], "all above", "top"), (y[1], "all below", "bottom")):
+        plot.add_layout(Span(location=float(edge), dimension="width", line_color="#888888", line_dash="dotted"))
+        label = Label(
+            x=float(x[-1]), y=float(edge), text=text, text_color=_INK, text_font_size="11px", text_align="right",
+            text_baseline=baseline, x_offset=-4,
+        )  # fmt: skip
+        plot.add_layout(label)
     return _styled(plot)
 
 

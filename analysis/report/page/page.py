@@ -32,17 +32,16 @@ _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), ke
 
 
 def page(report: Report) -> str:
+    first = report.subjects[0]
     groups = [
         _embedded(stacked(report.run)),
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
     ]
-    first = report.subjects[0]
     figures = {"groups": [group for group in groups if group["items"][0]["roots"]]}
     return str(
         _template().render(
             report=report,
             first=first,
-            element_of=element_of,
             colours=COLOURS,
             series=SERIES,
             questions={code: question for code, (question, *_) in QUESTIONS.items()},
@@ -68,11 +67,10 @@ def bokeh_script() -> str:
 
 
 def _embedded(plots: list[Any]) -> dict[str, Any]:
-    document = Document()
+    document, name = Document(), plots[0].name if plots else ""
     with document.models.freeze():  # otherwise Bokeh collects all models again after each figure
         for plot in plots:
             document.add_root(plot)
-    name = plots[0].name if plots else ""
     roots = {plot.id: element_of(plot.name) for plot in plots}
     return {
         "docs": {name: document.to_json(deferred=False)},
@@ -97,12 +95,9 @@ def _names(charts: tuple[LineChart, ...]) -> list[tuple[str, bool]]:
 @cache
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = _number
-    environment.filters["sorted_by"] = _sorted_by
-    environment.filters["shell"] = shlex.quote
-    environment.filters["explained"] = explained
-    environment.globals["term"] = term
-    environment.globals["summary_sentences"] = summary_sentences
+    filters = {"number": _number, "sorted_by": _sorted_by, "shell": shlex.quote, "explained": explained}
+    environment.filters.update(filters)
+    environment.globals.update(term=term, element_of=element_of, summary_sentences=summary_sentences)
     return environment.from_string(_own("report.html"))
 
 
@@ -159,30 +154,25 @@ def floats(values: Any) -> str:
 
 
 def sequences_of(subject: Subject) -> dict[str, Any]:
-    excerpts = subject.excerpts
+    excerpts, spread = subject.excerpts, subject.spread
     return {
         "pair": list(subject.pair),
         "passes": list(excerpts.passes),
-        "full": full_colour(subject),
+        # The |d| (nats) at which the colour scale saturates: the run's 99.9% quantile, but at least 0.001.
+        "full": max(float(spread.d_edges[-1]), 1e-3) if spread is not None else 1.0,
         "sequences": [_sequence(one) for one in excerpts.sequences],
     }
 
 
-def full_colour(subject: Subject) -> float:
-    """Return the |d| (nats) at which the colour scale saturates: the run's 99.9% quantile, but at least 0.001."""
-    return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
-
-
 def _sequence(one: TokenSample) -> dict[str, Any]:
-    states = {name: values.tolist() for name, values in one.state.items()}
     holes = np.any([np.full(len(one.ids), FINITE), *one.state.values()], axis=0)
     return {
         "step": one.step, "seq_id": one.seq_id, "facts": facts_of(one), "num_tokens": one.num_tokens,
         "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,
         "prompt": [[token, text] for token, text in one.prompt], "ids": one.ids.tolist(), "texts": list(one.texts),
         "mask": [int(kept) for kept in one.mask], "advantage": None if one.advantage is None or not math.isfinite(one.advantage) else one.advantage,
-        "logprobs": {name: floats(values) for name, values in one.logprobs.items()}, "states": states,
-        "holes": [int(hole) for hole in holes],
+        "logprobs": {name: floats(values) for name, values in one.logprobs.items()},
+        "states": {name: values.tolist() for name, values in one.state.items()}, "holes": [int(hole) for hole in holes],
     } | {
         name: floats(values)
         for name, values in (("entropy", one.entropy), ("advantages", one.advantages))

@@ -207,7 +207,7 @@ def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
         (curves[curve.name],) = axes.plot(curve.x, curve.y, color=MARK, linestyle=dash(1 + names.index(curve.name)))
     axes.set(xlim=one.x_edges[[0, -1]], ylim=one.y_edges[[0, -1]])
     axes.grid(False)
-    for edge, side, sign in ((-2, "above", -1), (1, "below", 1)) if one.is_open else ():
+    for edge, side, sign in ((-2, "above", -1), (1, "below", 1)):
         y = float(one.y_edges[edge])
         axes.axhline(y, color="#777777", linestyle="dotted", linewidth=0.6)
         _note(axes, f"beyond, {side}", (1.0, y), "y", (-2, 1.5 * sign), ha="right", va="top" if sign < 0 else "bottom")

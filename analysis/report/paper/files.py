@@ -41,14 +41,10 @@ def write_figures(
             for kind in kinds:
                 with whole_file(target / f"{one.key}.{kind}") as temporary, style.settings():
                     draw(one, style).savefig(temporary, format=kind, dpi=DPI, metadata=_METADATA[kind])
-            _write_csv(one, target / f"{one.key}.csv")
+            text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
+            # Write a lone surrogate (from a damaged name) as an escape sequence, because UTF-8 cannot encode it.
+            write_whole(target / f"{one.key}.csv", text.encode("utf-8", "backslashreplace"))
     return sorted(paths)
-
-
-def _write_csv(one: Chart, path: Path) -> None:
-    text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
-    # Write a lone surrogate (from a damaged name) as an escape sequence, because UTF-8 cannot encode it.
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
 
 
 _LINES = ("what", "line", "x", "y", "low", "high", "text")
