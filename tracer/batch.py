@@ -179,10 +179,9 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
         return None
-    for side, run_B, edge_B in (
-        ("begin", _leading_run_lengths(cells), cells[:, 0]),
-        ("end", _leading_run_lengths(cells[:, ::-1]), cells[:, -1]),
-    ):
+    for side, outward in (("begin", cells), ("end", cells[:, ::-1])):
+        edge_B, other = outward[:, 0], outward != outward[:, :1]
+        run_B = np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])
         repeats = run_B >= MIN_RUN
         if not repeats.any() or repeats.all():
             continue
@@ -197,8 +196,3 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
                 f"lists without padding"
             )
     return None
-
-
-def _leading_run_lengths(cells: np.ndarray) -> np.ndarray:
-    other = cells != cells[:, :1]
-    return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

@@ -27,13 +27,6 @@ _MIN_COSINE_SCORE = 6.0
 """Minimum z-score of the cosine similarity between a copy and its original, relative to unrelated tensors."""
 
 
-_PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
-_NO_OWN = (
-    "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this TRL release "
-    "cannot gather them (no VLLMGeneration._iter_named_params)"
-)
-
-
 class EngineWeights:
     """Compares the trainer's weights with those of an engine in the same process.
 
@@ -136,7 +129,10 @@ class EngineWeights:
                 self._is_whole = is_whole(model)
                 packed = [name for name, parameter in model.named_parameters() if is_quantised(parameter)]
                 if packed:
-                    self._session.note(_PACKED.format(len(packed), packed[0]))
+                    self._session.note(
+                        f"the engine's weights are not compared for {len(packed)} quantised tensors, which the trainer "
+                        f"stores packed ({packed[0]}, ...)"
+                    )
             self._version, self._trainer = version, weakref.ref(trainer)
             self._own, self._unmerged = {}, {}
             if self._is_whole:
@@ -159,7 +155,10 @@ class EngineWeights:
         given, self._given = read_digests(self._given), {}
         self._last |= given
         if given and not own and not self._is_whole:
-            self._session.note(_NO_OWN)
+            self._session.note(
+                "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this TRL "
+                "release cannot gather them (no VLLMGeneration._iter_named_params)"
+            )
         for name, value in own.items():
             self._known.setdefault(name, set()).add(value)
         held = self._held(own)

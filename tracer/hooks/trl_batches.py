@@ -80,19 +80,20 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    if len(generation.engine_calls) != 1 or generation.response_lengths is None:
+    if len(generation.engine_calls) != 1 or generation.rows is None:
         return None
     call = generation.engine_calls[0]
-    return call if call.lengths == generation.response_lengths.tolist() else None
+    return call if call.lengths == generation.rows.response_lengths.tolist() else None
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    if generation.response_lengths is None:
+    if generation.rows is None:
         return None
+    lengths = generation.rows.response_lengths.tolist()
     if len(generation.server_logprobs) != 1:
-        return sampled_logprobs(generation.returned, generation.response_lengths.tolist())
+        return sampled_logprobs(generation.returned, lengths)
     given = generation.server_logprobs[0]
-    if [len(positions) for positions in given] != generation.response_lengths.tolist():
+    if [len(positions) for positions in given] != lengths:
         return None
     return [[float("nan") if first is None else first for first, *_ in positions] for positions in given]
 

@@ -23,7 +23,6 @@ SCORED = (
 )  # fmt: skip
 """Columns read before verl computes advantages, because rejection sampling in that step shrinks the response mask."""
 ESTIMATED = ("advantages",)
-_OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 
 UPDATE_KEY = "tim_trace_update"
@@ -110,13 +109,8 @@ def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
     for index, uid in enumerate(map(str, batch.non_tensor_batch["uid"])):
-        rows.append(
-            Row(
-                index=index,
-                key=f"{uid}_{seen[uid]}_0",
-                oldest_weights=sampled_by if sampled_by is not None or oldest is None else oldest[index],
-            )
-        )
+        oldest_weights = sampled_by if sampled_by is not None or oldest is None else oldest[index]
+        rows.append(Row(index=index, key=f"{uid}_{seen[uid]}_0", oldest_weights=oldest_weights))
         seen[uid] += 1
     return rows
 
@@ -129,7 +123,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
         return list(to_numpy(batch.batch[name]))
     values, attention_BW = to_numpy(batch.batch[name]), to_numpy(batch.batch["attention_mask"]).astype(bool)
     width = batch.batch["prompts"].shape[1]
-    kept = attention_BW[:, :width] if name in _OF_PROMPT else attention_BW[:, width:]
+    kept = attention_BW[:, :width] if name == "prompts" else attention_BW[:, width:]
     return [row[mask] for row, mask in zip(values, kept, strict=True)]
 
 
@@ -170,12 +164,11 @@ def progress_of(trainer: Any) -> Progress:
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # The v1 trainer's separate_async mode computes `old_log_probs` with the weights from the start of the step.
-    is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
         version=begin + done,
-        old_version=begin if is_separate else begin + done,
+        # The v1 trainer's separate_async mode computes `old_log_probs` with the weights from the start of the step.
+        old_version=begin if hasattr(trainer, "standalone_checkpoint_manager") else begin + done,
         updates_a_transfer=updates,
         # OneStepOffRayTrainer increments its step counter before the transfer, so transfer numbers are one ahead.
         transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
