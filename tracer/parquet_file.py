@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -255,4 +254,4 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         file = self._files[self._strip_protocol(path)]
-        return FileCursor(file) if isinstance(file, VerifiedFile) else BytesIO(file)
+        return FileCursor(file) if isinstance(file, VerifiedFile) else io.BytesIO(file)

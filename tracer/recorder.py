@@ -109,8 +109,6 @@ class Recorder:
         Rows recorded after a resume, or by a process that replaces a dead one, belong to a new attempt. Views show the
         newest attempt at each step.
 
-        If the file system does not respond for `max_wait` seconds, recording stops and training continues.
-
         Raises TraceExists if neither `force` nor `resume` is set and the path already contains files (with `join`:
         files other than an unfinished trace), or if another process records this rank. Raises StorageStalled if the
         file system does not respond.

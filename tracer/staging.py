@@ -41,10 +41,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor, and any other value unchanged.
-
-    Raises InvalidRecord if a DTensor's rows are split across processes.
-    """
+    """Return this process's part of a DTensor, or any other value. Raises InvalidRecord if its rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):

@@ -214,10 +214,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values in a row of `coarse`.
-
-    Returns None if `coarse` is not a rounded copy of the original, `own`.
-    """
+    """Return the most distinct values in a row of `coarse`, or None if it is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

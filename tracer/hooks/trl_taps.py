@@ -93,8 +93,7 @@ class RoutingTap(RouterTap):
     def routing(self) -> Routing | None:
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
-        heard = self.forwards()
-        found = of_cells(heard, mask_BW) if heard else None
+        found = of_cells(self.forwards(), mask_BW)
         if found is None:
             why = self.problem or "the model's routers did not process each token exactly once"
             self._session.note(f"{_WHAT}: {why}")

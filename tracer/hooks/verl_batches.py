@@ -65,10 +65,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return one value per row [B], or None if the unmasked tokens of any row have different values.
-
-    Fully masked rows get 0.0.
-    """
+    """Return one value per row [B], 0.0 if fully masked, or None if a row's unmasked tokens have different values."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -80,9 +77,8 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
     """Infer finish reasons [B]: `stop` for a final end token, `length` for at least `most` tokens, otherwise None."""
-    ends = {*end_ids}
     return [
-        "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
+        "stop" if len(ids) and int(ids[-1]) in end_ids else "length" if len(ids) >= most else None for ids in responses
     ]
 
 
@@ -101,10 +97,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys of the form `<uid>_<sample>_0`.
-
-    `sampled_by` is the number of the last weight transfer before sampling, or None to read it from the batch.
-    """
+    """Return a DataProto's rows. `sampled_by` is the last weight transfer before sampling, None if unknown."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -177,10 +170,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return the progress of a fully asynchronous trainer.
-
-    The trainer's `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
-    """
+    """Count from `global_steps`, here the actor updates from 1. The trainer's logged steps are its weight transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps

@@ -99,8 +99,8 @@ class VerlEngineWeights(EngineWeights):
             except Exception as error:
                 self._reads_held = False
                 self._session.note(
-                    f"the engine's own weights cannot be read ({type(error).__name__}: {error}), but the weights sent to "
-                    "it are still compared"
+                    f"the engine's own weights cannot be read ({type(error).__name__}: {error}), but the weights sent "
+                    "to it are still compared"
                 )
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
@@ -137,8 +137,8 @@ def _why_not(worker: Any) -> str | None:
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return (
-            f"verl's checkpoint engine {backend} sends them to other processes; use trainer.v1.trainer_mode=sync to send "
-            "them from the worker itself"
+            f"verl's checkpoint engine {backend} sends them to other processes; use trainer.v1.trainer_mode=sync to "
+            "send them from the worker itself"
         )
     engine = worker.actor.engine
     strategy = getattr(engine.engine_config, "strategy", None)

@@ -177,8 +177,8 @@ class WorkerHooks:
                 attended = {} if is_packed else attended_tokens(made[0][0]["loss_mask"])
                 if attended and attended != self._attended:
                     self.session.tell(
-                        f"in verl {version('verl')}, attention sees only the first {attended['attended_tokens']} tokens "
-                        "of a padded row; set actor_rollout_ref.model.use_remove_padding=True"
+                        f"in verl {version('verl')}, attention sees only the first {attended['attended_tokens']} "
+                        "tokens of a padded row; set actor_rollout_ref.model.use_remove_padding=True"
                     )
                 self._attended = attended
         return made
@@ -227,8 +227,8 @@ class WorkerHooks:
             self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
         elif self.session.order.weights != "none":
             self.session.note(
-                f"weights are not recorded: verl's strategy {strategy} uses its own tensor names and shards. To replay, "
-                "let verl save the weights (hf_model in actor.checkpoint.save_contents), and attach each version after "
+                f"weights are not recorded: verl's strategy {strategy} uses its own tensor names and shards. To "
+                "replay, let verl save the weights (hf_model in actor.checkpoint.save_contents), and attach each version after "
                 "the run: tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
             )
 

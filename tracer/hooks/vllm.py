@@ -119,10 +119,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and the caller's own request for each prompt.
-
-        Returns ({}, []) if the call is not recorded.
-        """
+        """Return arguments that also request logprobs, and the prompts' own requests, or ({}, []) if not recorded."""
         call = arguments(original, llm, *args, **kwargs)
         prompts = call["prompts" if "prompts" in call else "messages"]
         if has_embeddings(prompts):

@@ -144,8 +144,8 @@ class AsyncEngineHooks(EngineHooks):
         is_rejected = reason == ERROR and request.prompt_token_ids is None
         if len(request.outputs) < request.requested.params.n and not is_rejected:
             self.session.note(
-                "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the caller "
-                "received any token"
+                "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the "
+                "caller received any token"
             )
         if not request.outputs:
             return

@@ -17,7 +17,7 @@ from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Se
 from ..create import grown_trace
 from ..hooks.models import described, tokenizer_identity
 from ..snapshot import Snapshot, take_snapshot
-from ..store import Store, first_line
+from ..store import Store, first_line, listed
 from ..verified_file import FileCursor
 from ..whole_file import remove, write_part
 from ..writer import TraceWriter
@@ -130,7 +130,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
-                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it contains a complete {name}"
+                f"{path} {words} {listed(sorted(map(str, names)), _TOLD)}; check that it contains a complete {name}"
             )
     with torch.no_grad():
         _put_own_dtypes(model, path)
@@ -236,8 +236,3 @@ def _remove(store: Store, folder: Path, name: str) -> None:
         if (segment := Segment.parse(stem)) is not None and segment.writer == name:
             remove(folder / WEIGHTS / file)
     (folder / path).unlink(missing_ok=True)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return f"{', '.join(names[:_TOLD])}{more}"

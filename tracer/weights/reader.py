@@ -376,17 +376,13 @@ def _layout(content: bytes, expected: str) -> WeightLayout:
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])
     if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
         raise ValueError("a tensor is listed twice")
-    _check_room(found)
-    return found
-
-
-def _check_room(layout: WeightLayout) -> None:
-    for tensor in layout.tensors:
+    for tensor in found.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{tensor.name} has an invalid layout: {tensor.dtype} of shape {tensor.shape}")
-    num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in layout.tensors]
+    num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in found.tensors]
     # Tensors are read one by one, so they need not fit into memory together.
     needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)
     if (said := too_large(needed, times=1)) is not None:
         raise ValueError(said)
+    return found
