@@ -37,7 +37,7 @@ class EngineWeights:
     def __init__(self, session: Any):
         self._session = session
         self._level = session.order.engine_weights
-        self._patches = Patches()
+        self._hooked: set[type] = set()
         self._model: Any = None
         self._dtype: Any = None
         self._device: Any = None
@@ -76,8 +76,8 @@ class EngineWeights:
             model = None if runner is None else runner.get_model()
             if model is None:
                 return
-            if not any(type(model) is owner for owner, _ in self._patches.wrapped):
-                self._patches.wrap(type(model), "load_weights", self._load)
+            if type(model) not in self._hooked and Patches().wrap(type(model), "load_weights", self._load):
+                self._hooked.add(type(model))
             self._model = weakref.ref(model)
             self._dtype = llm.llm_engine.vllm_config.model_config.dtype
             self._device = next(model.parameters()).device

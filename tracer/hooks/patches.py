@@ -47,10 +47,6 @@ class Patches:
                 missing[f"{owner.__qualname__}.{name}"] = lost
         return missing
 
-    @property
-    def wrapped(self) -> list[tuple[Any, str]]:
-        return [(owner, name) for owner, name, _ in self._originals]
-
     def restore(self) -> None:
         while self._originals:
             _put_back(*self._originals.pop())

@@ -70,7 +70,6 @@ class Generation:
 @dataclass(slots=True, kw_only=True)
 class Recorded:
     batch: Batch
-    policy_version: int
     generated: TrainRows
     prompt_width: int
     response_width: int

@@ -303,8 +303,8 @@ class TrainerHooks:
             **trl_batches.local_rewards(trainer, generation, rows), **trl_contract.sampling_columns(trainer),
         )  # fmt: skip
         recorded = Recorded(
-            batch=batch, policy_version=generation.policy_version, generated=generated,
-            prompt_width=output["prompt_ids"].shape[1], response_width=width, train_scored=np.zeros(rows, bool),
+            batch=batch, generated=generated, prompt_width=output["prompt_ids"].shape[1], response_width=width,
+            train_scored=np.zeros(rows, bool),
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
         )  # fmt: skip
         self._record_rollout(trainer, generation, batch, call, output)
@@ -355,7 +355,7 @@ class TrainerHooks:
                 state, recorded, pass_name, contract, scoring,
                 rows=np.arange(len(recorded.batch)),
                 scored_mask=output["completion_mask"] if recorded.masks_attention else None,
-                policy_version=recorded.policy_version if pass_name == TRAIN else None,
+                policy_version=generation.policy_version if pass_name == TRAIN else None,
             )  # fmt: skip
 
     def _record_loss(self, trainer: Any, state: TrainerState, loss: Loss) -> None:

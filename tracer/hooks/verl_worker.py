@@ -228,8 +228,8 @@ class WorkerHooks:
         elif self.session.order.weights != "none":
             self.session.note(
                 f"weights are not recorded: verl's strategy {strategy} uses its own tensor names and shards. To "
-                "replay, let verl save the weights (hf_model in actor.checkpoint.save_contents), and attach each version after "
-                "the run: tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
+                "replay, let verl save the weights (hf_model in actor.checkpoint.save_contents), and attach each version "
+                "after the run: tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
             )
 
     def _begin_training(self) -> None:
