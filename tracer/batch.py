@@ -142,14 +142,12 @@ MIN_LONGEST_RUN = 4
 MIN_SHARE = 0.25
 """Warn only if at least this share of rows start or end with the same repeated token."""
 
-Warn = Callable[[str, str], None]
-"""Function that takes a key and a warning text. Each key is reported once."""
 
-
-def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
+def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Callable[[str, str], None] | None) -> Padding | None:
     """Return the padding that a mask describes, or None if there is no mask. Warns if ids without a mask look padded.
 
-    `side` is `response` or `prompt`. If `warn` is None, as for framework data, empty rows are not reported.
+    `side` is `response` or `prompt`. `warn` takes a key, reported once, and a text. If it is None, as for framework
+    data, empty rows are not reported.
     """
     name = f"{side}_attention_mask"
     if mask is None:

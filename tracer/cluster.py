@@ -32,8 +32,6 @@ TRIES = 3
 """Give up once this many actors have died while running the same unit of work, or before they were ready."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether an actor fits on any node."""
-_REASON_CHARACTERS = 300
-_UNIT_CHARACTERS = 200
 PATIENCE = 6
 """Give up after this many consecutive checks without room for an actor. The wait leaves time for autoscaling."""
 
@@ -169,7 +167,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def _on_one_line(error: Exception) -> str:
-    return shorten(str(error), _REASON_CHARACTERS) or type(error).__name__
+    return shorten(str(error), 300) or type(error).__name__
 
 
 class _Pool:
@@ -227,7 +225,7 @@ class _Pool:
                             f"{__version__} and all packages that the options name are installed on every node"
                             if unit is None
                             else f"{TRIES} actors died while running the same unit "
-                            f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check whether a node ran out of memory"
+                            f"({shorten(str(units[unit]), 200)}). Check whether a node ran out of memory"
                         )
                         raise ClusterFailed(message) from error
                     if unit is not None:

@@ -13,8 +13,6 @@ import numpy as np
 
 from ..schemas.errors import InvalidRecord
 
-_FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
-
 
 def is_tensor(value: Any) -> bool:
     """Return True if a value is a torch tensor, without importing torch."""
@@ -34,7 +32,7 @@ def to_numpy(value: Any) -> np.ndarray:
     """Return a host tensor or array as a NumPy array, without copying if possible. 16-bit floats become float32."""
     if is_tensor(value):
         value = value.detach()
-        if str(value.dtype) in _FLOATS_TO_WIDEN:
+        if str(value.dtype) in ("torch.bfloat16", "torch.float16"):
             value = value.float()
         return np.asarray(value.numpy())
     return np.asarray(value)

@@ -16,8 +16,6 @@ from .patches import arguments
 from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, find, sampled_logprobs
 from .trl_state import Generation, Loss, Recorded, Scoring
 
-_SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""Positional arguments that follow the model in a scoring call."""
 ROW_KEY = "tim_trace_row"
 """Batch key for row indices or encoded samples, used to identify rows after shuffling."""
 
@@ -35,7 +33,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return a scoring call's arguments by name. TRL 1.14 passes some of them as *args."""
     call = arguments(original, trainer, *args, **kwargs)
-    return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
+    return dict(zip(("input_ids", "attention_mask", "logits_to_keep"), call.pop("args", ()), strict=False)) | call
 
 
 def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:

@@ -27,7 +27,6 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-mean": "sequence_mean",
 }
-_KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
@@ -112,7 +111,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
     if mode not in ("vanilla", "gspo") or aggregation is None:
         return None, {}
     with_kl = bool(actor.use_kl_loss)
-    if with_kl and actor.kl_loss_type not in _KL_TYPES:
+    if with_kl and actor.kl_loss_type not in ("low_var_kl", "k3"):
         return None, {}
     weights = correction.get("rollout_is")
     others = {

@@ -19,9 +19,6 @@ from .verl_contract import FSDP
 ASKED = "tim_trace_digests"
 """Name of the method added to vLLM's worker class. The method writes digests of the worker's weights."""
 
-NAIVE = "naive"
-"""verl's name for a direct transfer of weights to an engine on the same devices."""
-
 
 class VerlEngineWeights(EngineWeights):
     def __init__(self, session: Session):
@@ -135,7 +132,7 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 def _why_not(worker: Any) -> str | None:
     backend = worker.config.rollout.checkpoint_engine.backend
-    if not hasattr(worker, "rollout") or backend != NAIVE:
+    if not hasattr(worker, "rollout") or backend != "naive":  # "naive" transfers to an engine on the same devices
         return (
             f"verl's checkpoint engine {backend} sends them to other processes; use trainer.v1.trainer_mode=sync to "
             "send them from the worker itself"
