@@ -247,7 +247,7 @@ class _ArrayStore(ZarrStore):
     async def exists(self, key: str) -> bool:
         return self._group.read(f"{self._name}/{key}", 0, 0) is not None
 
-    def _unsupported(self, *_: Any) -> Any:
+    def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
     set = delete = list = list_prefix = list_dir = _unsupported

@@ -97,7 +97,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows. `sampled_by` is the last weight transfer before sampling, None if unknown."""
+    """Return a DataProto's rows. `sampled_by` is the last weight transfer before sampling (None: see the batch)."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")

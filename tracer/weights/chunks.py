@@ -24,7 +24,8 @@ from ...schemas.weights import ITEM_BYTES, StoredTensor
 from ..whole_file import write_whole
 from ..worker import Worker
 
-_Given, _T = TypeVar("_Given"), TypeVar("_T")
+_Given = TypeVar("_Given")
+_T = TypeVar("_T")
 
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
