@@ -54,7 +54,7 @@ from .schemas.errors import (
     telling_missing,
 )  # fmt: skip
 from .schemas.layout import FORMAT_VERSION
-from .schemas.passes import ROLLOUT, STANDARD
+from .schemas.passes import REPLAY_PREFIX, ROLLOUT, STANDARD
 from .schemas.steps import ALL_STEPS
 
 if TYPE_CHECKING:
@@ -871,7 +871,6 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     arm are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
-    from .tracer.scored_passes import replayed_pair
 
     results = _asked(analysis.replay, trace, held_back=True, **options)
     if options["dry_run"]:
@@ -879,7 +878,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         _tell(estimate_sentence(results.plan))
         return
     form.table(table(results), text=lambda width: replay_text(results, width))
-    for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
+    for line in _replayed(trace, results):
         _tell(line)
 
 
@@ -1332,13 +1331,13 @@ def _nothing_recorded(output: str, recording: Any) -> str:
     )
 
 
-def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
+def _replayed(trace: str, results: ReplayedSteps) -> Iterator[str]:
     if (sample := results.sample) is not None:
         where = f", in {len(sample.steps):,} of {sample.num_steps:,} steps"
         drawn = f"sampled {sample.num_drawn:,} of {sample.num_groups:,} groups"
         yield f"{drawn} (share {sample.share:.3g}, seed {sample.seed}){where}"
     broken = [result for result in results if result.differs]
-    if pair.endswith(f":{ROLLOUT}"):
+    if results.replayed_pass == ROLLOUT:
         yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
     elif broken:
         from .analysis.replay_text import not_held_reason
@@ -1350,7 +1349,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
         )
     elif any(not result.identity_held for result in results):
         yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
-    yield f"next: tim-trace stats {trace} --pair {pair} --by step"
+    yield f"next: tim-trace stats {trace} --pair {REPLAY_PREFIX}{results[-1].arm}:{results.replayed_pass} --by step"
 
 
 def _brought_in(output: str, imported: Any) -> str:

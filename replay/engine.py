@@ -103,7 +103,7 @@ def replay(
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     wanted = _pending_arms(run, arms, chosen, force, drawn, device, dry_run=dry_run)
     plan = _plan(run, wanted, drawn)
-    results = ReplayedSteps(sample=drawn, plan=plan)
+    results = ReplayedSteps(sample=drawn, plan=plan, replayed_pass=run.replayed_pass)
     if dry_run:
         _measure(run, wanted, plan, drawn)
         return results

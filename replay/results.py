@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import nan
 from typing import Any
 
+from ..schemas.passes import TRAIN
 from ..schemas.results import Table
 from .backends.trusted import REFUSED
 from .sample import Sample
@@ -85,10 +86,10 @@ class ReplayedArm:
 
 
 class ReplayedSteps(list[ReplayedStep], Table):
-    def __init__(
-        self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
-    ):
-        super().__init__(steps)
+    def __init__(self, *, sample: Sample | None = None, plan: ReplayPlan | None = None, replayed_pass: str = TRAIN):
+        super().__init__()
+        self.replayed_pass = replayed_pass
+        """The recorded pass that d compares the replayed logprobs with."""
         self.plan = ReplayPlan() if plan is None else plan
         """Planned work. Includes time estimates after a dry run."""
         self.sample = sample

@@ -142,14 +142,12 @@ MIN_LONGEST_RUN = 4
 MIN_SHARE = 0.25
 """Warn only if at least this share of rows start or end with the same repeated token."""
 
-Warn = Callable[[str, str], None]
-"""Function that takes a key and a warning text. Each key is reported once."""
 
-
-def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
+def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Callable[[str, str], None] | None) -> Padding | None:
     """Return the padding that a mask describes, or None if there is no mask. Warns if ids without a mask look padded.
 
-    `side` is `response` or `prompt`. If `warn` is None, as for framework data, empty rows are not reported.
+    `side` is `response` or `prompt`. `warn` takes a key, reported once, and a text. If it is None, as for framework
+    data, empty rows are not reported.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -179,10 +177,9 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
         return None
-    for side, run_B, edge_B in (
-        ("begin", _leading_run_lengths(cells), cells[:, 0]),
-        ("end", _leading_run_lengths(cells[:, ::-1]), cells[:, -1]),
-    ):
+    for side, outward in (("begin", cells), ("end", cells[:, ::-1])):
+        edge_B, other = outward[:, 0], outward != outward[:, :1]
+        run_B = np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])
         repeats = run_B >= MIN_RUN
         if not repeats.any() or repeats.all():
             continue
@@ -197,8 +194,3 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
                 f"lists without padding"
             )
     return None
-
-
-def _leading_run_lengths(cells: np.ndarray) -> np.ndarray:
-    other = cells != cells[:, :1]
-    return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

@@ -32,8 +32,6 @@ TRIES = 3
 """Give up once this many actors have died while running the same unit of work, or before they were ready."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether an actor fits on any node."""
-_REASON_CHARACTERS = 300
-_UNIT_CHARACTERS = 200
 PATIENCE = 6
 """Give up after this many consecutive checks without room for an actor. The wait leaves time for autoscaling."""
 
@@ -165,17 +163,11 @@ def connected(address: str | None) -> Iterator[Any]:
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
     host, _, port = address.rpartition(":")
-    is_place = host and port.isdigit() and "/" not in host
-    return (host, int(port)) if is_place else None
+    return (host, int(port)) if host and port.isdigit() and "/" not in host else None
 
 
 def _on_one_line(error: Exception) -> str:
-    return shorten(str(error), _REASON_CHARACTERS) or type(error).__name__
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return shorten(str(error), 300) or type(error).__name__
 
 
 class _Pool:
@@ -227,12 +219,13 @@ class _Pool:
                     self._replace(actor)
                     deaths[unit] += 1
                     if deaths[unit] >= TRIES:
+                        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
                         message = (
-                            f"{TRIES} actors died before they were ready ({_last_line(error)}). Check that tim-trace "
+                            f"{TRIES} actors died before they were ready ({reason}). Check that tim-trace "
                             f"{__version__} and all packages that the options name are installed on every node"
                             if unit is None
                             else f"{TRIES} actors died while running the same unit "
-                            f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}). Check whether a node ran out of memory"
+                            f"({shorten(str(units[unit]), 200)}). Check whether a node ran out of memory"
                         )
                         raise ClusterFailed(message) from error
                     if unit is not None:
@@ -282,10 +275,5 @@ class _Pool:
     @property
     def room(self) -> int:
         """Number of actors that would fit if the cluster were idle."""
-        total = 0
-        for node in self._nodes():
-            slots = node.get("CPU", 0.0) // self._num_cpus
-            if self._num_gpus:
-                slots = min(slots, node.get("GPU", 0.0) // self._num_gpus)
-            total += int(slots)
-        return total
+        needed = {"CPU": self._num_cpus} | ({"GPU": self._num_gpus} if self._num_gpus else {})
+        return sum(int(min(node.get(kind, 0.0) // count for kind, count in needed.items())) for node in self._nodes())

@@ -7,12 +7,11 @@ a manifest still has the old trace, in parts or in `.tmp-replaced-*`, and `put_b
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import uuid
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..schemas.documents import Manifest
@@ -29,10 +28,8 @@ from ..schemas.layout import (
     is_own,
 )
 from .liveness import liveness
-from .store import Store
+from .store import Store, listed
 from .whole_file import alone, check_inside, check_no_links, is_held, write_once, write_part
-
-_MAX_LISTED = 3
 
 
 @contextmanager
@@ -125,7 +122,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
             while not is_there:
                 claim.close()
                 folder.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileNotFoundError):  # another process removed the folder before it was locked
+                with suppress(FileNotFoundError):  # another process removed the folder before it was locked
                     is_there = claim.enter_context(alone(folder))
         try:
             yield folder
@@ -170,13 +167,12 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
             f"{path}: a trace already exists there. Use another folder, or replace it with {option('force')}"
         )
     refuse_live(store, path, "is not replaced")
-    listed = tokenizer_files(store)
-    foreign = [name for name in names(folder) if not (is_own(name) or name in listed)]
+    of_tokenizer = tokenizer_files(store)
+    foreign = [name for name in names(folder) if not (is_own(name) or name in of_tokenizer)]
     if foreign:
-        more = f" and {len(foreign) - _MAX_LISTED} more" if len(foreign) > _MAX_LISTED else ""
         raise TraceExists(
-            f"{path} contains files that do not belong to a trace ({', '.join(foreign[:_MAX_LISTED])}{more}) "
-            "and will not be replaced. Move them elsewhere, or use another folder"
+            f"{path} contains files that do not belong to a trace ({listed(foreign, 3)}) and will not be replaced. "
+            "Move them elsewhere, or use another folder"
         )
 
 
@@ -305,7 +301,7 @@ def remove_unfinished(folder: Path) -> None:
 def tokenizer_files(store: Store) -> set[str]:
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
-    with contextlib.suppress(TimTraceError):
+    with suppress(TimTraceError):
         return {name for state in store.writers()[0] for name in state.files if name.startswith(f"{TOKENIZER}/")}
     return set()
 
@@ -313,7 +309,7 @@ def tokenizer_files(store: Store) -> set[str]:
 def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
     for name in [*names(folder)]:
         if is_own(name) or name in listed:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 (folder / name).unlink()
     for base, _, _ in os.walk(folder, topdown=False):
         if Path(base) != folder and not os.path.relpath(base, folder).startswith(WHOLE_TRACES):
@@ -321,5 +317,5 @@ def remove_own(folder: Path, listed: Collection[str] = ()) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         folder.rmdir()

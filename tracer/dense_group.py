@@ -16,16 +16,14 @@ from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, read_journal
 from .liveness import journaled_segments
 from .store import Store, first_line
 
-Rows = Callable[[int, int], np.ndarray]
-"""Function that takes the first row and the number of rows, and returns the bits of those rows."""
-
 
 @dataclass(frozen=True, slots=True)
 class DenseArray:
     dtype: str
     """dtype that the bits represent. bfloat16 is stored as uint16."""
     width: int
-    bits: Rows
+    bits: Callable[[int, int], np.ndarray]
+    """Function that takes the first row and the number of rows, and returns the bits of those rows."""
 
 
 @dataclass(frozen=True, slots=True)

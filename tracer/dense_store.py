@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,17 +247,7 @@ class _ArrayStore(ZarrStore):
     async def exists(self, key: str) -> bool:
         return self._group.read(f"{self._name}/{key}", 0, 0) is not None
 
-    async def set(self, key: str, value: Any) -> None:
+    def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    async def delete(self, key: str) -> None:
-        raise NotImplementedError
-
-    def list(self) -> AsyncIterator[str]:
-        raise NotImplementedError
-
-    def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        raise NotImplementedError
-
-    def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        raise NotImplementedError
+    set = delete = list = list_prefix = list_dir = _unsupported

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,7 +131,7 @@ def record(
         output = sender.folder
     # Only the worker touches the folder, so a file system that hangs does not stop this thread from forwarding
     # signals.
-    files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
+    files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
         """Start or join a recording.
@@ -196,7 +195,7 @@ def record(
         if not files.is_busy:
             files.submit(launcher.give_sign, 0)
 
-    with contextlib.nullcontext() if sender is None else sender.sending():
+    with nullcontext() if sender is None else sender.sending():
         exit_code = child.wait(give_sign, SIGN_S)
 
     def finish() -> Recording:
@@ -253,14 +252,14 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
 
 class Launcher:
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
-        self.folder, self.run_id = folder, run_id
+        self.folder = folder
         self.state = WriterState(
             writer=LAUNCHER if is_alone else f"{LAUNCHER}-{uuid.uuid4().hex[:8]}", run_id=run_id, **this_process(),
             attempt_key=session, opened_at=now(), program=tuple(command),
         )  # fmt: skip
 
     def give_sign(self) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
@@ -268,19 +267,19 @@ class Launcher:
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock so that if two launchers end at the same time, the second one sees that the first has ended.
-        with contextlib.suppress(OSError), alone(self.folder):
+        with suppress(OSError), alone(self.folder):
             self.save()
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
             beside = {state.writer for state in same if state.state == OPEN}
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
 
     def save(self) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
 
 def _is_there(folder: Path, run_id: str) -> bool:
-    with contextlib.suppress(TimTraceError):
+    with suppress(TimTraceError):
         return Store(folder).manifest().run_id == run_id
     return False
 

@@ -125,8 +125,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     All ranks restart together, but torchrun's restart count may differ between nodes, so each rank counts its own
     earlier writers. A new rank takes its attempt number from rank 0, or from a driver that has no rank.
     """
-    rank = environment.rank()
-    own = _states_with_attempt(store, rank)
+    own = _states_with_attempt(store, environment.rank())
     base = f"{session}/{restarts()}/{ordinal}"
     before = [state for state in own if str(state.attempt_key).rpartition(".")[0] == base]
     beside = next((state for state in before if _can_be_joined(state, store, resumes)), None)

@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-PREFIX = "optimizer/"
-
 CHUNK_BYTES = 56 << 20
 """Maximum chunk size on a GPU (bytes). A CPU chunk is a third as large, because it needs three temporary tensors."""
 
@@ -41,16 +39,13 @@ def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
         if moments:
             found["second_moment"] = _sum_of_scalars(torch, moments) / num_elements
         found |= _settings(optimizer.param_groups)
-        return {PREFIX + name: value for name, value in found.items()}
-
-
-_SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
+        return {f"optimizer/{name}": value for name, value in found.items()}
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
-    for name in _SETTINGS:
+    for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum"):
         values = [group[name] for group in flat if group.get(name) is not None]
         if values:
             found[name] = max(values) if all(isinstance(value, (int, float)) for value in values) else values[0]
@@ -65,10 +60,8 @@ def _chunks(optimizer: Any) -> Iterator[Chunk]:
     for group in optimizer.param_groups:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if not state or not (
-                ("exp_avg_sq" in state and "exp_avg" in state) or state.get("momentum_buffer") is not None
-            ):
+            state = optimizer.state.get(parameter) or {}
+            if not {"exp_avg_sq", "exp_avg"} <= state.keys() and state.get("momentum_buffer") is None:
                 continue
             key = (parameter.device, parameter.dtype, tuple(state), _known_step(state))
             item = parameter.element_size()

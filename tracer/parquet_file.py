@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,6 @@ class ParquetFooter:
 
 
 def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
-    where = store.shown(relative)
     try:
         content = _read_tail(store, relative, num_bytes, tail_bytes)
         found = pq.read_metadata(pa.BufferReader(MAGIC + content))
@@ -164,7 +162,7 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
     except (DamagedTrace, StorageError, FileNotFoundError):
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise damaged(f"{where} cannot be read as Parquet ({first_line(error)})") from error
+        raise damaged(f"{store.shown(relative)} cannot be read as Parquet ({first_line(error)})") from error
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
@@ -193,8 +191,7 @@ def _check_counts(found: Any, num_bytes: int) -> None:
     if min(rows, default=0) < 0 or sum(rows) != found.num_rows or found.num_rows > most:
         raise ValueError(f"the footer claims {found.num_rows:,} rows in {num_bytes:,} bytes")
     for index in range(found.num_columns):
-        columns = [group.column(index) for group in groups]
-        values = [column.num_values for column in columns]
+        values = [group.column(index).num_values for group in groups]
         if min(values, default=0) < 0 or sum(values) > most:
             raise ValueError(f"the footer claims {sum(values):,} values in {num_bytes:,} bytes")
 
@@ -250,12 +247,11 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         return [path] if self.exists(path) else []
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        found = [self.info(path)]
-        return found if detail else [entry["name"] for entry in found]
+        return [self.info(path) if detail else self.info(path)["name"]]
 
     def modified(self, path: str) -> Any:
         return datetime.fromtimestamp(0.0, UTC)  # a trace's finished files never change
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         file = self._files[self._strip_protocol(path)]
-        return FileCursor(file) if isinstance(file, VerifiedFile) else BytesIO(file)
+        return FileCursor(file) if isinstance(file, VerifiedFile) else io.BytesIO(file)

@@ -99,8 +99,8 @@ def _stop_until_continued() -> None:
 class Child:
     """A running command. Signals to this process are blocked until `wait` returns, so that `wait` can forward them."""
 
-    def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
-        self._process, self._unblock = process, unblock
+    def __init__(self, process: subprocess.Popen[bytes], unblocked: Collection[int]):
+        self._process, self._unblocked = process, unblocked
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Child:
@@ -114,21 +114,14 @@ class Child:
                 if os.getppid() != parent:  # the parent died before prctl took effect
                     os.kill(os.getpid(), signal.SIGTERM)
 
-        def unblock() -> None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
         try:
-            process = subprocess.Popen(list(command), env=dict(environment), preexec_fn=in_child)
+            return cls(subprocess.Popen(list(command), env=dict(environment), preexec_fn=in_child), before)
         except BaseException:
-            unblock()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             raise
-        return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Wait for the command and return its exit code, or 128 + the number of the signal that killed it.
-
-        Signals that other processes send to this process are forwarded to the command.
-        """
+        """Return the command's exit code, or 128 + the number of its signal. Other processes' signals are forwarded."""
         try:
             while (code := self._process.poll()) is None:
                 found = signal.sigtimedwait(_WATCHED, every_s)
@@ -141,5 +134,5 @@ class Child:
             while signal.sigtimedwait(_WATCHED, 0) is not None:  # discard signals meant for the finished command
                 pass
         finally:
-            self._unblock()
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
         return 128 - code if code < 0 else code

@@ -85,10 +85,9 @@ class Padding:
         if given.ndim != 2:
             raise InvalidRecord(f"{what}: got shape {given.shape}; pass [B, T], the same shape as the batch")
         flat = _narrow(given.reshape(-1), np.dtype(bool), what, np.full(*given.shape))
-        cells: np.ndarray = flat.reshape(given.shape)
+        cells, width = flat.reshape(given.shape), given.shape[1]
         lengths = cells.sum(axis=1, dtype=np.int64)
-        starts = cells.argmax(axis=1).astype(np.int64) if cells.shape[1] else np.zeros(len(cells), np.int64)
-        width = cells.shape[1]
+        starts = cells.argmax(axis=1).astype(np.int64) if width else np.zeros(len(cells), np.int64)
         last = width - cells[:, ::-1].argmax(axis=1) if width else starts
         contiguous = bool(np.all((last - starts == lengths) | (lengths == 0)))
         return cls(width, lengths, starts if contiguous else None, cells)
@@ -126,7 +125,15 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
     cells = _cells(data, what, dtype)
     if cells.ndim != 2:
         raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; pass a batch [B, T] with its mask, or B lists")
-    return _flatten_padded(cells, dtype, padding, what)
+    if padding is None:
+        lengths = np.full(len(cells), cells.shape[1], np.int64)
+        return Ragged(_narrow(cells.reshape(-1), dtype, what, lengths), lengths)
+    if cells.shape != padding.mask.shape:
+        raise InvalidRecord(
+            f"{what}: got shape {cells.shape}, but the attention mask has shape {padding.mask.shape}. Pad both the "
+            "same way, or pass this batch's own attention mask"
+        )
+    return Ragged(_narrow(padding.flatten(cells), dtype, what, padding.lengths), padding.lengths)
 
 
 def is_padded(data: Any) -> bool:
@@ -149,18 +156,6 @@ def shown(value: Any) -> str:
     text = " ".join(repr(value).split())
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "None" if value is None else f"{text} ({type(value).__name__})"
-
-
-def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None, what: str) -> Ragged:
-    if padding is None:
-        lengths = np.full(len(cells), cells.shape[1], np.int64)
-        return Ragged(_narrow(cells.reshape(-1), dtype, what, lengths), lengths)
-    if cells.shape != padding.mask.shape:
-        raise InvalidRecord(
-            f"{what}: got shape {cells.shape}, but the attention mask has shape {padding.mask.shape}. Pad both the "
-            "same way, or pass this batch's own attention mask"
-        )
-    return Ragged(_narrow(padding.flatten(cells), dtype, what, padding.lengths), padding.lengths)
 
 
 def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:

@@ -109,8 +109,6 @@ class Recorder:
         Rows recorded after a resume, or by a process that replaces a dead one, belong to a new attempt. Views show the
         newest attempt at each step.
 
-        If the file system does not respond for `max_wait` seconds, recording stops and training continues.
-
         Raises TraceExists if neither `force` nor `resume` is set and the path already contains files (with `join`:
         files other than an unfinished trace), or if another process records this rank. Raises StorageStalled if the
         file system does not respond.
@@ -147,17 +145,13 @@ class Recorder:
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
-        recorder._start(writer)
-        recorder._checks_logprobs = False
-        recorder._ordered = ordered
+        recorder._start(writer, checks_logprobs=False, ordered=ordered)
         return recorder
 
-    def _start(self, writer: TraceWriter) -> None:
-        self.writer = writer
-        self.folder = writer.folder
+    def _start(self, writer: TraceWriter, *, checks_logprobs: bool = True, ordered: bool = True) -> None:
+        self.writer, self.folder = writer, writer.folder
         self._contracts: dict[str, tuple[Contract, str]] = {}
-        self._checks_logprobs = True
-        self._ordered = True
+        self._checks_logprobs, self._ordered = checks_logprobs, ordered
         self._names = {split: SequenceNames() for split in SPLITS}
         self._metric_step: int | None = None
         self._warned: set[str] = set()
@@ -415,8 +409,7 @@ class Recorder:
             check_num_rows(dense, int(batch.lengths(captured).sum()), what)
             self._check_kinds(pass_name, dense, f"{what}, distribution")
             chosen_experts = dict(zip(routed, values["routing"] or [], strict=True))
-            experts = self._routing(pass_name, batch, chosen, chosen_experts)
-            return scores, dense, captured, experts
+            return scores, dense, captured, self._routing(pass_name, batch, chosen, chosen_experts)
 
         self._submit(
             staged,
@@ -513,8 +506,7 @@ class Recorder:
         keys, logged_at = list(values), datetime.now(UTC)
 
         def prepare() -> Any:
-            given = dict(zip(keys, staged.values()["values"], strict=True))
-            return metric_columns(step, given, logged_at)
+            return metric_columns(step, dict(zip(keys, staged.values()["values"], strict=True)), logged_at)
 
         self._submit(staged, prepare, lambda columns: self.writer.append(METRICS, columns, len(keys)))
 

@@ -37,11 +37,10 @@ from .index import Index, read_index
 from .journal import read_journal
 from .liveness import Liveness, journal_of, journaled_segments, liveness
 from .parquet_file import ParquetFooter, read_footer
-from .store import Store, first_line
+from .store import Store, first_line, listed
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _MAX_TRIES = 100
-_MAX_LISTED = 8
 _RESTORE = "Restore the file from a backup"
 _FOREIGN = "is not a trace file, so it is ignored. Remove it"
 _UNLISTED = "is not listed in its writer's state, so its rows are ignored. Remove it"
@@ -151,11 +150,10 @@ def _read_all(snapshot: Snapshot) -> None:
         snapshot._suspects.add(writer)
         if writer in arriving:
             continue
-        more = f" and {len(files) - _MAX_LISTED} more" if len(files) > _MAX_LISTED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')} is missing or damaged, so this writer's files cannot be "
-            f"verified. Excluded from results: {', '.join(files[:_MAX_LISTED])}{more}. Restore the state from a "
-            "backup, or remove these files"
+            f"verified. Excluded from results: {listed(files, 8)}. Restore the state from a backup, or remove these "
+            "files"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
@@ -457,10 +455,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return each step's newest attempt with sequences, or with metrics if no attempt has sequences at the step.
-
-    Returns an empty dict if the run has only one attempt.
-    """
+    """Return each step's newest attempt with sequences (else with metrics), or {} if the run has only one attempt."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}

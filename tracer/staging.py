@@ -13,8 +13,6 @@ import numpy as np
 
 from ..schemas.errors import InvalidRecord
 
-_FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
-
 
 def is_tensor(value: Any) -> bool:
     """Return True if a value is a torch tensor, without importing torch."""
@@ -34,17 +32,14 @@ def to_numpy(value: Any) -> np.ndarray:
     """Return a host tensor or array as a NumPy array, without copying if possible. 16-bit floats become float32."""
     if is_tensor(value):
         value = value.detach()
-        if str(value.dtype) in _FLOATS_TO_WIDEN:
+        if str(value.dtype) in ("torch.bfloat16", "torch.float16"):
             value = value.float()
         return np.asarray(value.numpy())
     return np.asarray(value)
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor, and any other value unchanged.
-
-    Raises InvalidRecord if a DTensor's rows are split across processes.
-    """
+    """Return this process's part of a DTensor, or any other value. Raises InvalidRecord if its rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):

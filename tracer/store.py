@@ -6,7 +6,7 @@ import errno
 import os
 import shlex
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -152,17 +152,16 @@ class Store:
 
     def checked_path(self, relative: str) -> str:
         """Like `path`, but raises DamagedTrace for a link that points outside the folder."""
-        path = self.path(relative)
         if "\0" in relative:
             raise DamagedTrace(f"{self.shown(relative)} is not a valid file name. The trace may be damaged")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(self.link_problem(relative, real))
-        return path
+        return self.path(relative)
 
     def link_problem(self, relative: str, real: str) -> str:
-        where = self.shown(relative)
         return (
-            f"{where} is a link that points outside the trace, to {real}, and is not followed. Replace it with a copy"
+            f"{self.shown(relative)} is a link that points outside the trace, to {real}, and is not followed. Replace "
+            "it with a copy"
         )
 
     def exists(self, relative: str) -> bool:
@@ -399,10 +398,7 @@ class Store:
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
 
     def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield the names and contents of regular files in a local folder.
-
-        The folder's path is checked for links only once. Files that are links are skipped.
-        """
+        """Yield a local folder's regular files, by name. Its path is checked for links only once. Links are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -468,6 +464,11 @@ def too_large(size: int, times: int = 2) -> str | None:
     if size * times <= memory:
         return None
     return f"reading it would take about {size * times:,} bytes of memory, but this machine has {memory:,}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def first_line(error: BaseException) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -109,7 +108,7 @@ class Upload:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 
     def put(self, path: str, content: bytes | None = None, *, tries: int = _TRIES) -> None:
@@ -215,7 +214,7 @@ class Sender:
             self._upload.send(tries=1)
             if self._upload.has_grown:
                 self._upload.send_index()
-        except (StorageError, OSError) as error:
+        except OSError as error:
             if not self._has_failed:
                 say(f"{error}. Recording continues in {self.folder}, and the upload is retried later")
             self._has_failed = True
@@ -230,7 +229,7 @@ class Sender:
             error = worker.error
         if self._is_stuck:
             error = StorageError(f"{self.url} accepted no data for {self._max_wait:.0f} s")
-        if isinstance(error, (StorageError, OSError)):
+        if isinstance(error, OSError):
             raise StorageError(
                 f"{error}. The complete trace is in {self.folder}. Upload it with `{self.remedy}`"
             ) from error

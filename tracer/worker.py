@@ -191,10 +191,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Call a function on its own thread and return its result.
-
-    If the function returns only after StorageStalled was raised, `late` is called with the result.
-    """
+    """Return the result of a call on its own thread. `late` gets a result that comes after StorageStalled."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

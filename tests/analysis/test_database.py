@@ -20,6 +20,7 @@ from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace import large_tables, source
+from tim_trace.analysis.trace.columns import num_scored
 from tim_trace.analysis.trace.macros import LISTING
 from tim_trace.analysis.trace.source import MADE_OF, sums_file
 from tim_trace.analysis.verify import verify
@@ -29,7 +30,6 @@ from tim_trace.schemas.tables import TABLES, Column
 from tim_trace.tracer import snapshot
 from tim_trace.tracer.parquet_file import write_checked
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.scored_passes import scored_passes
 from tim_trace.tracer.store import Store
 
 PAIR = ("train", "rollout")
@@ -307,7 +307,7 @@ def read_again(trace, tmp_path):
     assert len(read_series(open_database(trace))["k3"].steps) == len(steps)
     assert Watcher(trace).look().num_sequences == counts["sequences"]
     assert "<html" in page(report(trace))
-    assert scored_passes(trace) == ["rollout", "train"]
+    assert list(num_scored(open_database(trace))) == ["rollout", "train"]
     assert verify(trace).damaged == ()
     return counts, steps
 
@@ -369,7 +369,7 @@ def test_a_file_without_a_column_has_it_as_null_or_is_damaged_where_it_is_never_
         return
     assert found == ()
     assert rows(trace_v2, "SELECT count(*), count(logprobs) FROM scores") == [(12, 0)]
-    assert scored_passes(trace_v2) == []
+    assert list(num_scored(open_database(trace_v2))) == []
     assert Watcher(trace_v2).look().num_sequences == 6
 
 

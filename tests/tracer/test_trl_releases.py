@@ -182,6 +182,6 @@ def test_tensors_that_are_sent_one_by_one_are_heard(session, hooked, monkeypatch
 
 def test_rollouts_without_logprobs_are_noted(session, capsys):
     """As RLOO's with vLLM's tensor parallelism."""
-    generation = SimpleNamespace(server_logprobs=[], response_lengths=None)
+    generation = SimpleNamespace(server_logprobs=[], rows=None)
     TrainerHooks(session)._record_rollout(SimpleNamespace(use_vllm=True), generation, None, None, {})
     assert "rollout logprobs are not recorded for types.SimpleNamespace" in capsys.readouterr().err

@@ -35,9 +35,8 @@ def asking(params: Any, capture: Capture | None) -> Any:
         return params
     asked = params.clone()
     asked.logprobs = wanted
-    is_delta = getattr(getattr(params, "output_kind", None), "name", None) == DELTA
     if params.prompt_logprobs is None and hasattr(asked, "flat_logprobs"):
-        asked.flat_logprobs = not is_delta
+        asked.flat_logprobs = getattr(getattr(params, "output_kind", None), "name", None) != DELTA
     return asked
 
 

@@ -27,13 +27,6 @@ _MIN_COSINE_SCORE = 6.0
 """Minimum z-score of the cosine similarity between a copy and its original, relative to unrelated tensors."""
 
 
-_PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
-_NO_OWN = (
-    "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this TRL release "
-    "cannot gather them (no VLLMGeneration._iter_named_params)"
-)
-
-
 class EngineWeights:
     """Compares the trainer's weights with those of an engine in the same process.
 
@@ -44,7 +37,7 @@ class EngineWeights:
     def __init__(self, session: Any):
         self._session = session
         self._level = session.order.engine_weights
-        self._patches = Patches()
+        self._hooked: set[type] = set()
         self._model: Any = None
         self._dtype: Any = None
         self._device: Any = None
@@ -83,8 +76,8 @@ class EngineWeights:
             model = None if runner is None else runner.get_model()
             if model is None:
                 return
-            if not any(type(model) is owner for owner, _ in self._patches.wrapped):
-                self._patches.wrap(type(model), "load_weights", self._load)
+            if type(model) not in self._hooked and Patches().wrap(type(model), "load_weights", self._load):
+                self._hooked.add(type(model))
             self._model = weakref.ref(model)
             self._dtype = llm.llm_engine.vllm_config.model_config.dtype
             self._device = next(model.parameters()).device
@@ -136,7 +129,10 @@ class EngineWeights:
                 self._is_whole = is_whole(model)
                 packed = [name for name, parameter in model.named_parameters() if is_quantised(parameter)]
                 if packed:
-                    self._session.note(_PACKED.format(len(packed), packed[0]))
+                    self._session.note(
+                        f"the engine's weights are not compared for {len(packed)} quantised tensors, which the trainer "
+                        f"stores packed ({packed[0]}, ...)"
+                    )
             self._version, self._trainer = version, weakref.ref(trainer)
             self._own, self._unmerged = {}, {}
             if self._is_whole:
@@ -159,7 +155,10 @@ class EngineWeights:
         given, self._given = read_digests(self._given), {}
         self._last |= given
         if given and not own and not self._is_whole:
-            self._session.note(_NO_OWN)
+            self._session.note(
+                "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this TRL "
+                "release cannot gather them (no VLLMGeneration._iter_named_params)"
+            )
         for name, value in own.items():
             self._known.setdefault(name, set()).add(value)
         held = self._held(own)
@@ -215,10 +214,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values in a row of `coarse`.
-
-    Returns None if `coarse` is not a rounded copy of the original, `own`.
-    """
+    """Return the most distinct values in a row of `coarse`, or None if it is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -39,20 +39,13 @@ class Patches:
         return True
 
     def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
-        """Wrap a class's functions with methods of `hooks`. If given, `around(method, ...)` is called instead.
-
-        Returns the missing functions, mapped to the data lost without them.
-        """
+        """Wrap functions with methods of `hooks`, or `around(method, ...)`. Return the data lost by missing ones."""
         missing = {}
         for name, (method, lost) in points.items():
             hook = getattr(hooks, method)
             if not self.wrap(owner, name, hook if around is None else functools.partial(around, hook)):
                 missing[f"{owner.__qualname__}.{name}"] = lost
         return missing
-
-    @property
-    def wrapped(self) -> list[tuple[Any, str]]:
-        return [(owner, name) for owner, name, _ in self._originals]
 
     def restore(self) -> None:
         while self._originals:
@@ -77,10 +70,7 @@ def _put_back(owner: Any, name: str, original: Any) -> None:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, including those in **kwargs, but without `self`.
-
-    Raises TypeError if the arguments do not match the function's signature.
-    """
+    """Return a call's arguments by name, without `self`. Raises TypeError if they do not match the signature."""
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
@@ -107,10 +97,7 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a note if the release is untested or functions are missing, otherwise None.
-
-    `missing` maps each missing function to the data lost without it.
-    """
+    """Return a note if the release is untested or functions are missing (mapped to the data lost), otherwise None."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

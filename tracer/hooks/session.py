@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,7 +74,6 @@ class Session:
         self.is_sampled_for_trainer = False
         """True while a trainer records the samples that this process's engine generates."""
         self.num_engine_steps = 0
-        self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
         self._num_trainings = 0
@@ -111,13 +110,11 @@ class Session:
             self._close_at_exit()
         return self._recorder
 
-    @property
+    @cached_property
     def engine_weights(self) -> Any:
-        if self._engine_weights is None:
-            from .engine_weights import EngineWeights
+        from .engine_weights import EngineWeights
 
-            self._engine_weights = EngineWeights(self)
-        return self._engine_weights
+        return EngineWeights(self)
 
     def next_engine_step(self) -> int:
         self.num_engine_steps += 1
@@ -255,10 +252,7 @@ _HOOKS = {
 
 
 def activate() -> Session | None:
-    """Hook supported libraries as soon as they are imported.
-
-    Returns None if `tim-trace record` did not start this process.
-    """
+    """Hook supported libraries when they are imported. Return None if `tim-trace record` did not start this process."""
     order = Order.from_environment()
     if order is None:
         return None

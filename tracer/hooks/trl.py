@@ -45,8 +45,7 @@ class TrainerClasses:
         version = trl_version()
         if version:
             self._session.hooks["trl"] = version
-        is_async = is_asynchronous(trainer_class)
-        hooks, points = (self._async_hooks, ASYNC_POINTS) if is_async else (self._hooks, POINTS)
+        hooks, points = (self._async_hooks, ASYNC_POINTS) if is_asynchronous(trainer_class) else (self._hooks, POINTS)
         missing = self._patches.wrap_points(trainer_class, hooks, points, partial(self._of_class, trainer_class))
         if not self._hears:
             self._hears = True

@@ -6,7 +6,6 @@ Shapes: S samples per row, T tokens in the longest response, M loss terms.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -121,10 +120,9 @@ class AsyncTrainerHooks(TrainerHooks):
                 self._describe(trainer)
         return result
 
-    def send_weights(self, original: Original, trainer: Any) -> Iterator[tuple[str, Any]]:
+    def send_weights(self, original: Original, trainer: Any) -> Any:
         account = self.session.engine_weights
-        weights: Iterator[tuple[str, Any]] = account.heard(account.gathered(original(trainer)))
-        return weights
+        return account.heard(account.gathered(original(trainer)))
 
     def compute_loss(self, original: Original, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         packed = inputs.pop(ROW_KEY, None)
@@ -139,11 +137,8 @@ class AsyncTrainerHooks(TrainerHooks):
         state = self._state(trainer)
         self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state)
         outputs: list[Any] = []
-        handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-        try:
+        with model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output)):
             result = original(trainer, model, inputs, *args, **kwargs)
-        finally:
-            handle.remove()
         with self.session.guard("a packed row"):
             self._record_row(trainer, state, of_bytes(packed[0]), inputs, outputs)
         return result

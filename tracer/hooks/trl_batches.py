@@ -16,8 +16,6 @@ from .patches import arguments
 from .trl_release import PAD_TOKEN, REWARD_NAMES, REWARD_WEIGHTS, end_tokens, find, sampled_logprobs
 from .trl_state import Generation, Loss, Recorded, Scoring
 
-_SCORED = ("input_ids", "attention_mask", "logits_to_keep")
-"""Positional arguments that follow the model in a scoring call."""
 ROW_KEY = "tim_trace_row"
 """Batch key for row indices or encoded samples, used to identify rows after shuffling."""
 
@@ -35,7 +33,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return a scoring call's arguments by name. TRL 1.14 passes some of them as *args."""
     call = arguments(original, trainer, *args, **kwargs)
-    return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
+    return dict(zip(("input_ids", "attention_mask", "logits_to_keep"), call.pop("args", ()), strict=False)) | call
 
 
 def scoring_of(trainer: Any, call: dict[str, Any], result: Any) -> Scoring:
@@ -80,19 +78,20 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    if len(generation.engine_calls) != 1 or generation.response_lengths is None:
+    if len(generation.engine_calls) != 1 or generation.rows is None:
         return None
     call = generation.engine_calls[0]
-    return call if call.lengths == generation.response_lengths.tolist() else None
+    return call if call.lengths == generation.rows.response_lengths.tolist() else None
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    if generation.response_lengths is None:
+    if generation.rows is None:
         return None
+    lengths = generation.rows.response_lengths.tolist()
     if len(generation.server_logprobs) != 1:
-        return sampled_logprobs(generation.returned, generation.response_lengths.tolist())
+        return sampled_logprobs(generation.returned, lengths)
     given = generation.server_logprobs[0]
-    if [len(positions) for positions in given] != generation.response_lengths.tolist():
+    if [len(positions) for positions in given] != lengths:
         return None
     return [[float("nan") if first is None else first for first, *_ in positions] for positions in given]
 

@@ -10,8 +10,6 @@ from ..weights.layout import model_parameters, num_elements
 from .models import class_path, described, dtypes, numerics, trained_model
 from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
 
-_SERVER_TIMEOUT_S = 10
-
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
     """Return the settings that produced logprobs. `source` is `loss`, or `recomputed` for a separate forward pass."""
@@ -64,8 +62,7 @@ def reference_contract(trainer: Any) -> Contract:
 
 def generation_contract(trainer: Any) -> Contract:
     continuous = bool(getattr(trainer, "use_transformers_continuous_batching", False))
-    contract = _rollouts(trainer, "transformers", "generate_batch" if continuous else "generate")
-    return contract | {
+    return _rollouts(trainer, "transformers", "generate_batch" if continuous else "generate") | {
         "logprobs": None,
         "logprobs_note": "generation with transformers returns no logprobs, so this pass has no scores",
         "device": environment.device_name(trainer.accelerator.device),
@@ -76,8 +73,7 @@ def generation_contract(trainer: Any) -> Contract:
 
 def server_info(trainer: Any) -> Any:
     """Fetch a vLLM server's configuration from its development endpoint. Raises OSError."""
-    url = f"{find(trainer, SERVER_URL)}/server_info?config_format=json"
-    with urlopen(url, timeout=_SERVER_TIMEOUT_S) as response:
+    with urlopen(f"{find(trainer, SERVER_URL)}/server_info?config_format=json", timeout=10) as response:
         return json.load(response)["vllm_config"]
 
 
@@ -86,8 +82,7 @@ def server_contract(trainer: Any, server: Any) -> Contract:
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    engine = "vllm" if uses_server(trainer) else None
-    return _rollouts(trainer, engine, class_path(trainer.rollout_worker)) | {
+    return _rollouts(trainer, "vllm" if uses_server(trainer) else None, class_path(trainer.rollout_worker)) | {
         "server": server,
         "weights_note": "policy_version is from a group's first request; in-flight requests switch to newer weights",
     }
@@ -125,10 +120,6 @@ def model_identity(trainer: Any) -> dict[str, Any]:
         identity |= {"num_parameters": sum(dtypes(model).values()), "dtypes": dtypes(model), "adapters": configs}
         identity |= {"active_adapter": str(model.active_adapter), "num_trained_parameters": trained}
     return identity
-
-
-def has_adapters(trainer: Any) -> bool:
-    return bool(getattr(trained_model(trainer), "peft_config", None))
 
 
 def autocast_dtype(accelerator: Any) -> Any:

@@ -35,11 +35,6 @@ ASYNC_POINTS = _ALWAYS | {
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions required to record a trainer's sequences."""
 
-NEEDED_ASYNC = ("_sync_weight", "_streaming_iter")
-
-OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
-"""Keys that the output of `_generate_and_score_completions` must have."""
-
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
 """Modules with TRL's vLLM clients. The last one exists only before TRL 0.28."""
 
@@ -128,7 +123,7 @@ def trl_version() -> str | None:
 
 
 def is_asynchronous(trainer_class: type) -> bool:
-    return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
+    return all(callable(getattr(trainer_class, name, None)) for name in ("_sync_weight", "_streaming_iter"))
 
 
 def unrecorded(trainer_class: type) -> str | None:
@@ -140,7 +135,8 @@ def unrecorded(trainer_class: type) -> str | None:
 
 def unknown_output(trainer_class: type, output: Any) -> str | None:
     if isinstance(output, dict):
-        lacking = [name for name in OUTPUT if name not in output]
+        needed = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
+        lacking = [name for name in needed if name not in output]
         found = f"a dict without {', '.join(lacking)}" if lacking else None
     else:
         found = f"a {type(output).__name__} instead of a dict"

@@ -54,8 +54,8 @@ class Generation:
     seq_ids: list[str]
     group_ids: list[str]
     captured: np.ndarray
-    prompt_lengths: np.ndarray | None = None
-    response_lengths: np.ndarray | None = None
+    rows: TrainRows | None = None
+    """Set once the responses have been generated."""
     last_tokens: list[int | None] = field(default_factory=list)
     """[B] last token of each response, or None for an empty response."""
     returned: Any = ()
@@ -66,17 +66,10 @@ class Generation:
     server_logprobs: list[Any] = field(default_factory=list)
     """[B][T][1] logprobs (nats) requested from the server only for recording. None stands for NaN."""
 
-    @property
-    def rows(self) -> TrainRows | None:
-        if self.prompt_lengths is None or self.response_lengths is None:
-            return None
-        return TrainRows(self.captured, self.prompt_lengths, self.response_lengths)
-
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
     batch: Batch
-    policy_version: int
     generated: TrainRows
     prompt_width: int
     response_width: int

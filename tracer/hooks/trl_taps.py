@@ -37,7 +37,6 @@ class HeadTap:
         self._rows_a_forward = call.get("batch_size") or len(call["input_ids"])
         self._hidden: dict[int, Any] = {}
         self._num_forwards = 0
-        self._handle: Any = None
 
     @staticmethod
     def problem(trainer: Any, model: Any) -> str | None:
@@ -49,13 +48,9 @@ class HeadTap:
             return "trainer distributions are not captured: the model's head is sharded across processes (FSDP, ZeRO-3)"
         return None
 
-    def __enter__(self) -> HeadTap:
+    def listening(self) -> Any:
         keep = partial(self._session.record, Part.DISTRIBUTIONS, self._keep)
-        self._handle = self._model.base_model.register_forward_hook(keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
+        return self._model.base_model.register_forward_hook(keep)
 
     def _keep(self, _module: Any, _inputs: Any, outputs: Any) -> None:
         first = self._num_forwards * self._rows_a_forward
@@ -98,8 +93,7 @@ class RoutingTap(RouterTap):
     def routing(self) -> Routing | None:
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
-        heard = self.forwards()
-        found = of_cells(heard, mask_BW) if heard else None
+        found = of_cells(self.forwards(), mask_BW)
         if found is None:
             why = self.problem or "the model's routers did not process each token exactly once"
             self._session.note(f"{_WHAT}: {why}")

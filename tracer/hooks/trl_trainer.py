@@ -79,10 +79,9 @@ class TrainerHooks:
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("prompt and response lengths"):
-                prompt_ids, response_ids = result[0], result[1]
-                generation.prompt_lengths = np.array([len(ids) for ids in prompt_ids], np.int64)
-                generation.response_lengths = np.array([len(ids) for ids in response_ids], np.int64)
-                generation.last_tokens = [ids[-1] if len(ids) else None for ids in response_ids]
+                prompts, responses = (np.array([len(ids) for ids in side], np.int64) for side in result[:2])
+                generation.rows = TrainRows(generation.captured, prompts, responses)
+                generation.last_tokens = [ids[-1] if len(ids) else None for ids in result[1]]
                 generation.returned = result
         return result
 
@@ -106,7 +105,7 @@ class TrainerHooks:
             rows = self._train_rows(trainer, state, call)
             tap = self.session.record(Part.DISTRIBUTIONS, self._tap, trainer, rows, call)
             routers = self.session.record(Part.ROUTING, routing_tap, self.session, trainer, rows, call)
-        with tap or nullcontext(), routers or nullcontext():
+        with nullcontext() if tap is None else tap.listening(), routers or nullcontext():
             result = original(trainer, *args, **kwargs)
         with self.session.guard("a pass"):
             scoring = trl_batches.scoring_of(trainer, call, result)
@@ -200,9 +199,10 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        if adapted in (None, trl_contract.has_adapters(trainer)):
+        model = trained_model(trainer)
+        if adapted in (None, bool(getattr(model, "peft_config", None))):
             is_first = trainer.accelerator.process_index == 0
-            state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
+            state.weights.keep(int(trainer.state.global_step), model, is_first=is_first)
 
     def _begin(self, trainer: Any, split: str, rows: int) -> Generation:
         state = self._state(trainer)
@@ -303,8 +303,8 @@ class TrainerHooks:
             **trl_batches.local_rewards(trainer, generation, rows), **trl_contract.sampling_columns(trainer),
         )  # fmt: skip
         recorded = Recorded(
-            batch=batch, policy_version=generation.policy_version, generated=generated,
-            prompt_width=output["prompt_ids"].shape[1], response_width=width, train_scored=np.zeros(rows, bool),
+            batch=batch, generated=generated, prompt_width=output["prompt_ids"].shape[1], response_width=width,
+            train_scored=np.zeros(rows, bool),
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
         )  # fmt: skip
         self._record_rollout(trainer, generation, batch, call, output)
@@ -355,7 +355,7 @@ class TrainerHooks:
                 state, recorded, pass_name, contract, scoring,
                 rows=np.arange(len(recorded.batch)),
                 scored_mask=output["completion_mask"] if recorded.masks_attention else None,
-                policy_version=recorded.policy_version if pass_name == TRAIN else None,
+                policy_version=generation.policy_version if pass_name == TRAIN else None,
             )  # fmt: skip
 
     def _record_loss(self, trainer: Any, state: TrainerState, loss: Loss) -> None:

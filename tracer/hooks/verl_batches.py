@@ -23,7 +23,6 @@ SCORED = (
 )  # fmt: skip
 """Columns read before verl computes advantages, because rejection sampling in that step shrinks the response mask."""
 ESTIMATED = ("advantages",)
-_OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
 
 UPDATE_KEY = "tim_trace_update"
@@ -66,10 +65,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return one value per row [B], or None if the unmasked tokens of any row have different values.
-
-    Fully masked rows get 0.0.
-    """
+    """Return one value per row [B], 0.0 if fully masked, or None if a row's unmasked tokens have different values."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -81,9 +77,8 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
     """Infer finish reasons [B]: `stop` for a final end token, `length` for at least `most` tokens, otherwise None."""
-    ends = {*end_ids}
     return [
-        "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
+        "stop" if len(ids) and int(ids[-1]) in end_ids else "length" if len(ids) >= most else None for ids in responses
     ]
 
 
@@ -102,21 +97,13 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys of the form `<uid>_<sample>_0`.
-
-    `sampled_by` is the number of the last weight transfer before sampling, or None to read it from the batch.
-    """
+    """Return a DataProto's rows. `sampled_by` is the last weight transfer before sampling (None: see the batch)."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
     for index, uid in enumerate(map(str, batch.non_tensor_batch["uid"])):
-        rows.append(
-            Row(
-                index=index,
-                key=f"{uid}_{seen[uid]}_0",
-                oldest_weights=sampled_by if sampled_by is not None or oldest is None else oldest[index],
-            )
-        )
+        oldest_weights = sampled_by if sampled_by is not None or oldest is None else oldest[index]
+        rows.append(Row(index=index, key=f"{uid}_{seen[uid]}_0", oldest_weights=oldest_weights))
         seen[uid] += 1
     return rows
 
@@ -129,7 +116,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
         return list(to_numpy(batch.batch[name]))
     values, attention_BW = to_numpy(batch.batch[name]), to_numpy(batch.batch["attention_mask"]).astype(bool)
     width = batch.batch["prompts"].shape[1]
-    kept = attention_BW[:, :width] if name in _OF_PROMPT else attention_BW[:, width:]
+    kept = attention_BW[:, :width] if name == "prompts" else attention_BW[:, width:]
     return [row[mask] for row, mask in zip(values, kept, strict=True)]
 
 
@@ -170,12 +157,11 @@ def progress_of(trainer: Any) -> Progress:
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # The v1 trainer's separate_async mode computes `old_log_probs` with the weights from the start of the step.
-    is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
         version=begin + done,
-        old_version=begin if is_separate else begin + done,
+        # The v1 trainer's separate_async mode computes `old_log_probs` with the weights from the start of the step.
+        old_version=begin if hasattr(trainer, "standalone_checkpoint_manager") else begin + done,
         updates_a_transfer=updates,
         # OneStepOffRayTrainer increments its step counter before the transfer, so transfer numbers are one ahead.
         transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
@@ -184,10 +170,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return the progress of a fully asynchronous trainer.
-
-    The trainer's `global_steps` counts actor updates from 1, and its logged steps count weight transfers.
-    """
+    """Count from `global_steps`, here the actor updates from 1. The trainer's logged steps are its weight transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps

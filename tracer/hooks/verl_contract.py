@@ -27,7 +27,6 @@ _AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-mean": "sequence_mean",
 }
-_KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
@@ -112,7 +111,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
     if mode not in ("vanilla", "gspo") or aggregation is None:
         return None, {}
     with_kl = bool(actor.use_kl_loss)
-    if with_kl and actor.kl_loss_type not in _KL_TYPES:
+    if with_kl and actor.kl_loss_type not in ("low_var_kl", "k3"):
         return None, {}
     weights = correction.get("rollout_is")
     others = {
@@ -122,8 +121,8 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
     }
     loss = Loss(
         kind=PPO, level=SEQUENCE_MEAN if mode == "gspo" else TOKEN,
-        clip_low=_first(actor.clip_ratio_low, actor.clip_ratio),
-        clip_high=_first(actor.clip_ratio_high, actor.clip_ratio),
+        clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         clip_hard=actor.get("clip_ratio_c") if mode == "vanilla" else None,
         denominator="rollout" if correction.get("bypass_mode") else "train", aggregation=aggregation,
         kl_coefficient=actor.kl_loss_coef if with_kl else 0.0,
@@ -142,7 +141,3 @@ def _world_size() -> int:
     import torch
 
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def _first(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value

@@ -19,17 +19,6 @@ from .verl_contract import FSDP
 ASKED = "tim_trace_digests"
 """Name of the method added to vLLM's worker class. The method writes digests of the worker's weights."""
 
-NAIVE = "naive"
-"""verl's name for a direct transfer of weights to an engine on the same devices."""
-
-_APART = (
-    "the engine's weights are not compared: verl's checkpoint engine {} sends them to other processes; use "
-    "trainer.v1.trainer_mode=sync to send them from the worker itself"
-)
-_ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
-_STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own tensor names and shards"
-_NOT_HELD = "the engine's own weights cannot be read ({}), but the weights sent to it are still compared"
-
 
 class VerlEngineWeights(EngineWeights):
     def __init__(self, session: Session):
@@ -77,7 +66,7 @@ class VerlEngineWeights(EngineWeights):
             why = _why_not(worker)
             if why is not None:
                 self._level = NONE
-                self._session.note(why)
+                self._session.note(f"the engine's weights are not compared: {why}")
                 return
             import torch
             from verl.utils.device import get_device_name
@@ -106,7 +95,10 @@ class VerlEngineWeights(EngineWeights):
                 self._found = await _held_of(worker.rollout, self._shapes, self._session.order.max_wait)
             except Exception as error:
                 self._reads_held = False
-                self._session.note(_NOT_HELD.format(f"{type(error).__name__}: {error}"))
+                self._session.note(
+                    f"the engine's own weights cannot be read ({type(error).__name__}: {error}), but the weights sent "
+                    "to it are still compared"
+                )
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
         return self._found
@@ -140,13 +132,18 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 def _why_not(worker: Any) -> str | None:
     backend = worker.config.rollout.checkpoint_engine.backend
-    if not hasattr(worker, "rollout") or backend != NAIVE:
-        return _APART.format(backend)
+    if not hasattr(worker, "rollout") or backend != "naive":  # "naive" transfers to an engine on the same devices
+        return (
+            f"verl's checkpoint engine {backend} sends them to other processes; use trainer.v1.trainer_mode=sync to "
+            "send them from the worker itself"
+        )
     engine = worker.actor.engine
     strategy = getattr(engine.engine_config, "strategy", None)
     if strategy not in FSDP:
-        return _STRATEGY.format(strategy)
-    return _ADAPTER if hasattr(_inner(engine), "peft_config") else None
+        return f"verl's strategy {strategy} uses its own tensor names and shards"
+    return (
+        "verl transfers an adapter separately from its base model" if hasattr(_inner(engine), "peft_config") else None
+    )
 
 
 def _inner(engine: Any) -> Any:

@@ -28,16 +28,6 @@ from .verl_engine_weights import VerlEngineWeights
 
 _COMPOSITION = "how verl grouped rows into forward passes"
 
-_BLIND = (
-    "in verl {}, attention sees only the first {} tokens of a padded row; set "
-    "actor_rollout_ref.model.use_remove_padding=True"
-)
-_OTHER_STRATEGY = (
-    "weights are not recorded: verl's strategy {} uses its own tensor names and shards. To replay, let verl save the "
-    "weights (hf_model in actor.checkpoint.save_contents), and attach each version after the run: "
-    "tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
-)
-
 
 @dataclass(slots=True, kw_only=True)
 class Update:
@@ -186,7 +176,10 @@ class WorkerHooks:
                 self._forwards.add(made[0], is_packed=is_packed)
                 attended = {} if is_packed else attended_tokens(made[0][0]["loss_mask"])
                 if attended and attended != self._attended:
-                    self.session.tell(_BLIND.format(version("verl"), attended["attended_tokens"]))
+                    self.session.tell(
+                        f"in verl {version('verl')}, attention sees only the first {attended['attended_tokens']} "
+                        "tokens of a padded row; set actor_rollout_ref.model.use_remove_padding=True"
+                    )
                 self._attended = attended
         return made
 
@@ -199,8 +192,11 @@ class WorkerHooks:
         self.session.note(f"{_COMPOSITION} is not recorded: {type(error).__name__}: {error}")
 
     def _begin(self, meta: Any, data: Any, told: dict[str, Any]) -> Update:
-        keys = keys_of(meta)
-        rows = [(index, key) for index, key in enumerate(keys) if key not in set(told["left_out"])]
+        if not hasattr(meta, "keys"):
+            from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
+
+            meta = batch_meta2kv_batch_meta(meta)
+        rows = [(index, key) for index, key in enumerate(meta.keys) if key not in set(told["left_out"])]
         lengths = np.array([len(ids) for ids in data["responses"].unbind()], np.int64)
         return self._update_of(data, told, rows, lengths)
 
@@ -230,7 +226,11 @@ class WorkerHooks:
         if strategy in FSDP:
             self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
         elif self.session.order.weights != "none":
-            self.session.note(_OTHER_STRATEGY.format(strategy))
+            self.session.note(
+                f"weights are not recorded: verl's strategy {strategy} uses its own tensor names and shards. To "
+                "replay, let verl save the weights (hf_model in actor.checkpoint.save_contents), and attach each version "
+                "after the run: tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
+            )
 
     def _begin_training(self) -> None:
         if not self._is_training:
@@ -293,14 +293,6 @@ class WorkerHooks:
 
 
 _hooks_of = lru_cache(maxsize=1)(WorkerHooks)
-
-
-def keys_of(meta: Any) -> list[str]:
-    if hasattr(meta, "keys"):
-        return list(meta.keys)
-    from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
-
-    return list(batch_meta2kv_batch_meta(meta).keys)
 
 
 def _arange(length: int) -> Any:

@@ -26,19 +26,13 @@ _POINTS = {
     "chat": ("generate", "rollouts of LLM.chat"),
 }
 
-UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-
-_NO_ROUTING = (
-    "vLLM's router choices (enable_return_routed_experts) are not recorded, because tim-trace cannot read them yet"
-)
-_NO_TOKENIZER = "tokens are shown as ids, because the engine has no tokenizer (skip_tokenizer_init)"
 EMBEDDED = "rollouts from embedded prompts (prompt_embeds) are not recorded, because their token ids are unknown"
 
 
 def install(session: Session, module: Any) -> Patches:
     hooks = OfflineHooks(session)
     patches = hooked(session, module.LLM, hooks, _POINTS, session.note)
-    for name in UNRECORDED:
+    for name in ("enqueue", "enqueue_chat", "beam_search"):
         patches.wrap(module.LLM, name, partial(hooks.tell_of, name))
     return patches
 
@@ -76,7 +70,7 @@ class EngineHooks:
         recorder = self.session.recorder
         recorder.describe(model={"name": config.model, "config": config.hf_config.to_dict()})
         if getattr(config, "skip_tokenizer_init", False):
-            self.session.note(_NO_TOKENIZER)
+            self.session.note("tokens are shown as ids, because the engine has no tokenizer (skip_tokenizer_init)")
             return
         tokenizer = get_tokenizer()
         recorder.describe(tokenizer=tokenizer_identity(tokenizer))
@@ -125,13 +119,9 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return arguments that also request logprobs, and the caller's own request for each prompt.
-
-        Returns ({}, []) if the call is not recorded.
-        """
+        """Return arguments that also request logprobs, and the prompts' own requests, or ({}, []) if not recorded."""
         call = arguments(original, llm, *args, **kwargs)
-        prompts_name = "prompts" if "prompts" in call else "messages"
-        prompts = call[prompts_name]
+        prompts = call["prompts" if "prompts" in call else "messages"]
         if has_embeddings(prompts):
             self.session.note(EMBEDDED)
             return {}, []
@@ -177,11 +167,13 @@ class OfflineHooks(EngineHooks):
             for sentence in conditions.sentences:
                 self.session.note(sentence)
             if self.session.order.routing and llm.llm_engine.vllm_config.model_config.is_moe:
-                self.session.note(_NO_ROUTING)
+                self.session.note(
+                    "vLLM's router choices (enable_return_routed_experts) are not recorded, because tim-trace cannot "
+                    "read them yet"
+                )
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _record(self, llm: Any, call: EngineCall, lora_requests: Any) -> None:
-        recorder = self.session.recorder
         generation: Generation | None = self.session.generation
         if generation is None or generation.split == TRAIN_SPLIT:
             self.session.record(Part.CONTRACTS, self._declare, llm, call, lora_requests)
@@ -192,8 +184,7 @@ class OfflineHooks(EngineHooks):
             return
         step = self.session.next_engine_step()
         self._describe(llm.llm_engine.vllm_config.model_config, llm.get_tokenizer)
-        names = [str(prompt) for prompt in range(len(call.outputs))]
-        call.record(recorder, step=step, names=names)
+        call.record(self.session.recorder, step=step, names=[str(prompt) for prompt in range(len(call.outputs))])
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,16 +36,6 @@ _POINTS = {
     "generate": ("generate", "rollouts of AsyncLLM"),
     "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }
-
-_STREAMED = "rollouts from streamed prompts (AsyncLLM.generate) are not recorded, because the prompt keeps growing"
-_BARE = (
-    "AsyncLLM.generate: an EngineCoreRequest has its own sampling parameters, so no logprobs are recorded for it "
-    "unless it requests them"
-)
-_LOST = (
-    "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the caller received "
-    "any token"
-)
 
 
 def install(session: Session, module: Any) -> Patches:
@@ -118,7 +108,9 @@ class AsyncEngineHooks(EngineHooks):
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
-            self.session.note(_STREAMED)
+            self.session.note(
+                "rollouts from streamed prompts (AsyncLLM.generate) are not recorded, because the prompt keeps growing"
+            )
             return call, None
         if has_embeddings(prompt):
             self.session.note(EMBEDDED)
@@ -127,7 +119,10 @@ class AsyncEngineHooks(EngineHooks):
         if own is not None:
             asked = params = own
             if params.logprobs is None:
-                self.session.note(_BARE)
+                self.session.note(
+                    "AsyncLLM.generate: an EngineCoreRequest has its own sampling parameters, so no logprobs are "
+                    "recorded for it unless it requests them"
+                )
         if not self._num_running:
             self._step, self._names = self.session.next_engine_step(), Counter()
         self._names[name] += 1
@@ -148,7 +143,10 @@ class AsyncEngineHooks(EngineHooks):
         request.end(reason)
         is_rejected = reason == ERROR and request.prompt_token_ids is None
         if len(request.outputs) < request.requested.params.n and not is_rejected:
-            self.session.note(_LOST)
+            self.session.note(
+                "AsyncLLM.generate: completions are not recorded if the request was aborted or failed before the "
+                "caller received any token"
+            )
         if not request.outputs:
             return
         self._describe(engine.vllm_config.model_config, engine.get_tokenizer)
@@ -208,21 +206,21 @@ class GivenCompletion:
         self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
 
 
+@dataclass(slots=True, kw_only=True)
 class AsyncRequest:
-    def __init__(self, *, name: str, step: int, requested: Requested, conditions: Conditions):
-        self.name = name
-        self.step = step
-        self.conditions = conditions
-        self.requested = requested
-        self.prompt_token_ids: Sequence[int] | None = None
-        self._is_delta = requested.params.output_kind.name == DELTA
-        self._completions: dict[int, GivenCompletion] = {}
+    name: str
+    step: int
+    requested: Requested
+    conditions: Conditions
+    prompt_token_ids: Sequence[int] | None = None
+    _completions: dict[int, GivenCompletion] = field(default_factory=dict)
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
         self.prompt_token_ids = output.prompt_token_ids
+        is_delta = self.requested.params.output_kind.name == DELTA
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
-            (held.add if self._is_delta else held.replace)(completion, logprobs)
+            (held.add if is_delta else held.replace)(completion, logprobs)
             held.finish_reason = completion.finish_reason
 
     def end(self, reason: str) -> None:

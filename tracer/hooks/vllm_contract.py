@@ -68,8 +68,7 @@ class Conditions:
 
     @property
     def contract(self) -> Contract:
-        names = ("name", "number", "path")
-        adapters = [dict(zip(names, adapter, strict=True)) for adapter in self.adapters]
+        adapters = [dict(zip(("name", "number", "path"), adapter, strict=True)) for adapter in self.adapters]
         return {"adapters": adapters, "structured_outputs": self.has_grammar}
 
 
@@ -151,8 +150,7 @@ def _said(value: Any) -> Any:
 
 def model_runner(llm: Any) -> Any:
     """Return the model runner, or None if the engine runs in another process."""
-    executor = getattr(llm.llm_engine, "model_executor", None)
-    worker = getattr(executor, "driver_worker", None)
+    worker = getattr(getattr(llm.llm_engine, "model_executor", None), "driver_worker", None)
     return getattr(worker, "model_runner", None) or getattr(getattr(worker, "worker", None), "model_runner", None)
 
 

@@ -17,7 +17,7 @@ from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Se
 from ..create import grown_trace
 from ..hooks.models import described, tokenizer_identity
 from ..snapshot import Snapshot, take_snapshot
-from ..store import Store, first_line
+from ..store import Store, first_line, listed
 from ..verified_file import FileCursor
 from ..whole_file import remove, write_part
 from ..writer import TraceWriter
@@ -78,8 +78,7 @@ def attach(
             writer.state.tokenizer = tokenizer_identity(of_tokenizer)
         if has_tokenizer:
             writer.save_tokenizer(of_tokenizer)
-        tensors = model.state_dict()
-        writer.keep_weights(version, tensors)
+        writer.keep_weights(version, model.state_dict())
         writer.close()
         writer.check(there)
         for name in replaced:
@@ -131,7 +130,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
-                f"{path} {words} {_listed(sorted(map(str, names)))}; check that it contains a complete {name}"
+                f"{path} {words} {listed(sorted(map(str, names)), _TOLD)}; check that it contains a complete {name}"
             )
     with torch.no_grad():
         _put_own_dtypes(model, path)
@@ -146,8 +145,7 @@ def _put_own_dtypes(model: Any, path: Path) -> None:
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as content:  # type: ignore[no-untyped-call]
             for name in tensors.keys() & set(content.keys()):
-                dtype = DTYPES.get(content.get_slice(name).get_dtype())
-                if dtype != str(tensors[name].dtype).removeprefix("torch."):
+                if DTYPES.get(content.get_slice(name).get_dtype()) != str(tensors[name].dtype).removeprefix("torch."):
                     tensors[name].data = content.get_tensor(name)
 
 
@@ -215,10 +213,8 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
     states = {state.writer: state for state in store.writers()[0]}
-    reader = WeightReader(store, tuple(states.values()))
-    writers = [record.writer for record in reader.parts.get(version, ())]
-    recorded = [name for name in writers if name not in states or states[name].attached_from is None]
-    if recorded:
+    writers = [record.writer for record in WeightReader(store, tuple(states.values())).parts.get(version, ())]
+    if any(name not in states or states[name].attached_from is None for name in writers):
         raise InvalidOption(
             f"{store.url} has recorded weights of version {version}, which cannot be replaced. To attach other "
             "weights, import or copy the run without weights"
@@ -240,8 +236,3 @@ def _remove(store: Store, folder: Path, name: str) -> None:
         if (segment := Segment.parse(stem)) is not None and segment.writer == name:
             remove(folder / WEIGHTS / file)
     (folder / path).unlink(missing_ok=True)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return f"{', '.join(names[:_TOLD])}{more}"

@@ -24,6 +24,7 @@ from ...schemas.weights import ITEM_BYTES, StoredTensor
 from ..whole_file import write_whole
 from ..worker import Worker
 
+_Given = TypeVar("_Given")
 _T = TypeVar("_T")
 
 DOCUMENT = "zarr.json"
@@ -47,8 +48,7 @@ def chunk_elements(dtype: str, num_elements: int) -> int:
 
 
 def group_document(attributes: dict[str, Any]) -> bytes:
-    document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    return json.dumps(document, indent=1).encode()
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": attributes}, indent=1).encode()
 
 
 def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
@@ -85,39 +85,37 @@ def write_row(
 
     def write(index: int) -> int:
         part_C = bits_E[index * size : (index + 1) * size]
-        return _write_chunk(folder / chunk_key(row, index), part_C, size) if part_C.any() else 0
+        if not part_C.any():
+            return 0
+        if len(part_C) < size:
+            part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
+        encoded = _CODEC.encode(np.ascontiguousarray(part_C))
+        write_whole(folder / chunk_key(row, index), encoded)
+        return len(encoded)
 
-    return written_chunks(map_chunks(write, -(-len(bits_E) // size), encoders))
+    return written_chunks(map_chunks(write, range(-(-len(bits_E) // size)), encoders))
 
 
 def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
     return [index for index, size in enumerate(num_bytes) if size], sum(num_bytes)
 
 
-def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
-    if num_chunks <= 1:
+def map_chunks(work: Callable[[_Given], _T], given: Sequence[_Given], encoders: Sequence[Worker]) -> list[_T]:
+    if len(given) <= 1:
         # For a small model, waking another thread would slow training more than encoding the chunk in this thread.
-        return [work(0)]
+        return [work(one) for one in given]
     found: dict[int, _T] = {}
 
     def keep(index: int) -> None:
-        found[index] = work(index)
+        found[index] = work(given[index])
 
-    for index in range(num_chunks):
+    for index in range(len(given)):
         encoders[index % len(encoders)].submit(partial(keep, index), 0)
     for encoder in encoders:
         encoder.drain()
         if encoder.error is not None:
             raise encoder.error
-    return [found[index] for index in range(num_chunks)]
-
-
-def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
-    if len(part_C) < size:
-        part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
-    encoded = _CODEC.encode(np.ascontiguousarray(part_C))
-    write_whole(path, encoded)
-    return len(encoded)
+    return [found[index] for index in range(len(given))]
 
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
@@ -155,7 +153,6 @@ _LONGEST = 255
 """A distance is stored as one or more bytes that add up to it. After a byte with this value, another one follows."""
 
 _DISTANCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.NOSHUFFLE)
-_DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
@@ -185,7 +182,7 @@ def write_changes(path: Path, changes: Changes) -> int:
     distances_G = np.full(len(distances_K) + int(num_longest_K.sum()), _LONGEST, np.uint8)
     distances_G[np.cumsum(num_longest_K + 1) - 1] = distances_K - num_longest_K * _LONGEST
     distances = bytes(_DISTANCES.encode(distances_G))
-    encoded = len(distances).to_bytes(8, "little") + distances + bytes(_DIFFERENCES.encode(_folded(differences_K)))
+    encoded = len(distances).to_bytes(8, "little") + distances + bytes(_CODEC.encode(_folded(differences_K)))
     write_whole(path, encoded)
     return len(encoded)
 

@@ -23,16 +23,7 @@ from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing, optio
 from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ..store import Store, damaged, first_line, too_large, unreadable
-from .chunks import (
-    DOCUMENT,
-    apply_changes,
-    bits_type,
-    changes_key,
-    chunk_elements,
-    chunk_key,
-    decode_changes,
-    decode_chunk,
-)
+from . import chunks
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
 
@@ -138,7 +129,7 @@ class WeightReader:
 
     def layout(self, record: WeightVersion) -> WeightLayout:
         if record.segment not in self._layouts:
-            relative = f"{WEIGHTS}/{record.segment}/{DOCUMENT}"
+            relative = f"{WEIGHTS}/{record.segment}/{chunks.DOCUMENT}"
             where = self.store.shown(relative)
             try:
                 found = _layout(self.store.read_json(relative), record.layout_hash)
@@ -217,7 +208,7 @@ class WeightReader:
         first = parts[0][1]
         if first.whole_shape is None:
             return self._read(*parts[0]).reshape(first.shape)
-        whole = np.zeros(first.whole_shape, bits_type(first.dtype))
+        whole = np.zeros(first.whole_shape, chunks.bits_type(first.dtype))
         for record, tensor in parts:
             # An FSDP1 shard is a contiguous range of the flattened tensor's elements.
             target = whole if len(tensor.offsets or ()) == whole.ndim else whole.reshape(-1)
@@ -228,7 +219,7 @@ class WeightReader:
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
         size = self._chunk_size(record, tensor.dtype)
-        found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
+        found_N = np.zeros(tensor.numel, chunks.bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
         for index in range(tensor.start // size, -(-end // size)):
             first, last = max(tensor.start, index * size), min(end, (index + 1) * size)
@@ -283,7 +274,7 @@ class WeightReader:
         return self.store.shown(f"{WEIGHTS}/{record.segment}")
 
     def _chunk_size(self, record: WeightVersion, dtype: str) -> int:
-        return chunk_elements(dtype, self._elements(record)[dtype])
+        return chunks.chunk_elements(dtype, self._elements(record)[dtype])
 
     def _elements(self, record: WeightVersion) -> dict[str, int]:
         if record.segment not in self._counts:
@@ -292,7 +283,7 @@ class WeightReader:
 
     def _empty(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
         size = self._chunk_size(record, dtype)
-        return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
+        return np.zeros(min(size, self._elements(record)[dtype] - index * size), chunks.bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
         key = record.segment, record.row
@@ -320,12 +311,12 @@ class WeightReader:
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)
-            for dtype, chunks in record.chunks.items():
+            for dtype, indexes in record.chunks.items():
                 num_chunks = -(-max(counts[dtype], 1) // self._chunk_size(record, dtype)) if dtype in counts else 0
-                if len(set(chunks)) != len(chunks) or not all(0 <= index < num_chunks for index in chunks):
+                if len(set(indexes)) != len(indexes) or not all(0 <= index < num_chunks for index in indexes):
                     where = f"{self._shown(record)}: version {record.version}"
                     raise damaged(f"{where} has duplicate chunks of {dtype}, or chunks beyond its tensors")
-            self._chunk_sets[key] = {dtype: frozenset(chunks) for dtype, chunks in record.chunks.items()}
+            self._chunk_sets[key] = {dtype: frozenset(indexes) for dtype, indexes in record.chunks.items()}
         return self._chunk_sets[key]
 
     def _apply(self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, *, undo: bool = False) -> None:
@@ -334,16 +325,16 @@ class WeightReader:
             return
         size = self._chunk_size(record, dtype)
         is_changes = record.base_row is not None and not record.is_keyframe
-        key = (changes_key if is_changes else chunk_key)(record.row, index)
+        key = (chunks.changes_key if is_changes else chunks.chunk_key)(record.row, index)
         relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
         # A full-size keyframe chunk is decoded straight into the target.
         in_place = record.is_keyframe and len(target) == size
         try:
             encoded = self.store.read_bytes(relative)
             if is_changes:
-                apply_changes(target, decode_changes(encoded, dtype, len(target)), undo=undo)
+                chunks.apply_changes(target, chunks.decode_changes(encoded, dtype, len(target)), undo=undo)
                 return
-            part_C = decode_chunk(encoded, dtype, size, target if in_place else None)
+            part_C = chunks.decode_chunk(encoded, dtype, size, target if in_place else None)
         except (OSError, ValueError) as error:
             what = "keyframe" if record.is_keyframe else "delta"
             raise DamagedTrace(
@@ -386,17 +377,13 @@ def _layout(content: bytes, expected: str) -> WeightLayout:
     found = msgspec.convert(json.loads(content)["attributes"]["layout"], WeightLayout)
     if len({tensor.name for tensor in found.tensors}) != len(found.tensors):
         raise ValueError("a tensor is listed twice")
-    _check_room(found)
-    return found
-
-
-def _check_room(layout: WeightLayout) -> None:
-    for tensor in layout.tensors:
+    for tensor in found.tensors:
         sizes = (*tensor.shape, *(tensor.whole_shape or ()), *(tensor.offsets or ()), tensor.start)
         if any(size < 0 for size in sizes) or tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"{tensor.name} has an invalid layout: {tensor.dtype} of shape {tensor.shape}")
-    num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in layout.tensors]
+    num_bytes = [math.prod(t.whole_shape or t.shape) * ITEM_BYTES[t.dtype] for t in found.tensors]
     # Tensors are read one by one, so they need not fit into memory together.
     needed = max(2 * max(num_bytes, default=0), sum(num_bytes) // 16)
     if (said := too_large(needed, times=1)) is not None:
         raise ValueError(said)
+    return found

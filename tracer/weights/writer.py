@@ -21,22 +21,8 @@ from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_ha
 from ..patience import Patience
 from ..whole_file import write_part
 from ..worker import Worker
-from .chunks import (
-    DOCUMENT,
-    Bits,
-    Changes,
-    added,
-    array_document,
-    changes_key,
-    changes_of,
-    chunk_elements,
-    group_document,
-    map_chunks,
-    part,
-    write_changes,
-    write_row,
-    written_chunks,
-)
+from . import chunks
+from .chunks import Bits, Changes
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
@@ -140,7 +126,7 @@ class WeightWriter:
         last, known = self._last, self._written
         # The delta overwrites the previous copy. The next copy reuses that memory.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
-        num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
+        num_changed = {t.name: int(np.count_nonzero(chunks.part(delta, t))) for t in layout.tensors} if delta else None
         plan = None
         if known is not None and num_changed is not None:
             is_few = sum(num_changed.values()) <= FEW * sum(layout.num_elements.values())
@@ -153,21 +139,21 @@ class WeightWriter:
         hashes = {
             tensor.name: known.hashes[tensor.name]
             if known is not None and num_changed is not None and not num_changed[tensor.name]
-            else sha256(part(bits, tensor).data).hexdigest()
+            else sha256(chunks.part(bits, tensor).data).hexdigest()
             for tensor in layout.tensors
         }
-        chunks, num_bytes = {}, 0
+        indexes, num_bytes = {}, 0
         for dtype, row_E in (delta if follows else bits).items():
             folder = self.folder / self._segment.name / dtype
             if changes is not None:
-                chunks[dtype], size = self._write_changes(folder, row, changes[dtype])
+                indexes[dtype], size = self._write_changes(folder, row, changes[dtype])
             else:
-                chunks[dtype], size = write_row(folder, dtype, row, row_E, self._encoders)
+                indexes[dtype], size = chunks.write_row(folder, dtype, row, row_E, self._encoders)
             num_bytes += size
         record = WeightVersion(
             version=version, segment=self._segment.name, row=row,
             previous=known.version if known is not None and follows else None, hashes=hashes, num_changed=num_changed,
-            chunks=chunks, chain=chain_hash(known.chain if known is not None else None, hashes), num_bytes=num_bytes,
+            chunks=indexes, chain=chain_hash(known.chain if known is not None else None, hashes), num_bytes=num_bytes,
             stored_at=now(), base_row=base_row, layout_hash=self._layout_hash,
         )  # fmt: skip
         self._write_document(f"{self._segment.name}.{version}.json", record.to_json().encode())
@@ -190,8 +176,8 @@ class WeightWriter:
             together = [*self._recent[level], changes]
             self._recent[level] = []
             for dtype in delta:
-                several = [one[dtype] for one in together]
-                changes[dtype] = map_chunks(partial(_added, several), len(several[0]), self._encoders)
+                by_chunk = list(zip(*(one[dtype] for one in together), strict=True))
+                changes[dtype] = chunks.map_chunks(chunks.added, by_chunk, self._encoders)
             level += 1
         base_row = row - STRIDE**level
         on_the_way = self._on_the_way[base_row] + sum(len(k) for of_dtype in changes.values() for k, _ in of_dtype)
@@ -203,38 +189,34 @@ class WeightWriter:
         return base_row, changes
 
     def _by_chunk(self, delta_E: np.ndarray, bits_E: np.ndarray, dtype: str) -> list[Changes]:
-        size = chunk_elements(dtype, len(bits_E))
+        size = chunks.chunk_elements(dtype, len(bits_E))
 
         def find(index: int) -> Changes:
             within = slice(index * size, (index + 1) * size)
-            return changes_of(delta_E[within], bits_E[within])
+            return chunks.changes_of(delta_E[within], bits_E[within])
 
-        return map_chunks(find, -(-len(bits_E) // size), self._encoders)
+        return chunks.map_chunks(find, range(-(-len(bits_E) // size)), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
         def write(index: int) -> int:
             changes = of_chunks[index]
-            return write_changes(folder / changes_key(row, index), changes) if len(changes[0]) else 0
+            return chunks.write_changes(folder / chunks.changes_key(row, index), changes) if len(changes[0]) else 0
 
-        return written_chunks(map_chunks(write, len(of_chunks), self._encoders))
+        return chunks.written_chunks(chunks.map_chunks(write, range(len(of_chunks)), self._encoders))
 
     def _begin_segment(self, layout: WeightLayout) -> None:
         self._is_few, self._recent, self._on_the_way = True, [[]], [0]
         self._segment = Segment(self._segment.writer, self._segment.number + 1)
-        document = group_document({"layout": asdict(layout)})
+        document = chunks.group_document({"layout": asdict(layout)})
         self._layout_hash = whole_hash(document)
-        self._write_document(f"{self._segment.name}/{DOCUMENT}", document)
+        self._write_document(f"{self._segment.name}/{chunks.DOCUMENT}", document)
         for dtype, count in layout.num_elements.items():
-            name = f"{self._segment.name}/{dtype}/{DOCUMENT}"
-            self._write_document(name, array_document(dtype, self.most_rows, count))
+            name = f"{self._segment.name}/{dtype}/{chunks.DOCUMENT}"
+            self._write_document(name, chunks.array_document(dtype, self.most_rows, count))
 
     def _write_document(self, name: str, content: bytes) -> None:
         write_part(self._trace, f"{WEIGHTS}/{name}", content)
         self._account({f"{WEIGHTS}/{name}": sealed(content)})
-
-
-def _added(several: list[list[Changes]], index: int) -> Changes:
-    return added([one[index] for one in several])
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
