@@ -214,12 +214,8 @@ def _where(sums: Sums, kept_G: np.ndarray) -> Sums:
 
 
 def size_of(metric: str, sums: Sums, place_G: np.ndarray | None = None) -> Array:
-    """Return a statistic for each index in `place_G`, over the groups with this index.
-
-    If `place_G` is None, return a single value over all groups, [1].
-
-    The statistic is NaN if there are no tokens, or if it needs advantages and none were recorded.
-    """
+    """Return a statistic for each index in `place_G`, over the groups with this index (default: over all groups, [1]).
+    NaN without tokens, or if it needs advantages that were not recorded."""
     place_G = np.zeros(len(sums["unit"]), int) if place_G is None else place_G
     if metric == BIAS and "w_size_positive" not in sums:
         return np.full(1, nan)

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow.dataset as ds
@@ -35,14 +36,6 @@ class ArmPass:
     def steps(self) -> list[int]:
         return self.run.steps(self.name)
 
-    @property
-    def is_sample(self) -> bool:
-        return any("sample" in found for found in self.run.arms(self.name))
-
-    @property
-    def has_other_changes(self) -> bool:
-        return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
-
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
         """Return the stored scores of `rows`, skipping rows without scores. With `contract`, return None unless all
         rows have scores, and every contract setting that affects logprobs is the same."""
@@ -61,10 +54,9 @@ class ArmPass:
         """Add a step's scores as one record, so that a killed replay never leaves a partial step. Sequences already
         scored by a concurrent replay are skipped."""
         with alone(self.run.folder):
-            scored_now = self._scored_now(step)
-            unscored = {row.seq_id for row in scored.rows} - scored_now
+            unscored = {row.seq_id for row in scored.rows} - self._scored_now(step)
             if unscored:
-                self._record(step, scored.only(unscored) if scored_now else scored, contract)
+                self._record(step, scored.only(unscored), contract)
 
     def _scored_now(self, step: int) -> set[str]:
         own = set() if self._recorder is None else {self._recorder.writer.name}
@@ -82,12 +74,15 @@ class ArmPass:
         batch = Batch(step, [row.seq_id for row in scored.rows], attempt=scored.rows[0].attempt)
         responses_B = np.array([len(row.response_ids) for row in scored.rows])
         batch.resolve(responses_B, None, np.array([len(row.prompt_ids) for row in scored.rows]))
-        stale = self.arm.weights_version
+        stale, forward = self.arm.weights_version, None
+        if scored.batches:
+            paddings = [batch.padding() for batch in scored.batches]
+            forward = forward_of(paddings, (step << 20) % 2**63, scored.kept)
         self._recorder.add_scores(
             self.name, batch, logprobs=[value.astype(np.float32) for value in scored.logprobs],
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
-            forward=_forward(step, scored) if scored.batches else None, routing=joined(scored.routing),
+            forward=forward, routing=joined(scored.routing),
         )  # fmt: skip
         self._recorder.flush()
 
@@ -116,14 +111,14 @@ class ArmPass:
             self._recorder.close()
 
 
-def _forward(step: int, scored: Scored) -> Forward:
-    padding = [batch.padding() for batch in scored.batches]
-    sizes = [len(batch.rows) for batch in scored.batches]
-    kept = slice(None) if scored.kept is None else scored.kept
+def forward_of(paddings: Sequence[tuple[Any, Any]], first_id: int = 0, kept: Any = slice(None)) -> Forward:
+    """Describe consecutive forward passes, given each one's left and right padding [B]. `kept` selects rows."""
+    sizes = [len(left) for left, _ in paddings]
+    left, right = (np.concatenate(side)[kept] for side in zip(*paddings, strict=True))
     return Forward(
-        ids=(np.repeat(np.arange(len(sizes)), sizes).astype(np.int64) + (step << 20) % 2**63)[kept],
-        places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32)[kept],
-        rows=np.repeat(sizes, sizes).astype(np.int32)[kept],
-        pad_left=np.concatenate([left for left, _ in padding]).astype(np.int32)[kept],
-        pad_right=np.concatenate([right for _, right in padding]).astype(np.int32)[kept],
+        ids=first_id + np.repeat(np.arange(len(sizes)), sizes)[kept],
+        places=np.concatenate([*map(np.arange, sizes)])[kept],
+        rows=np.repeat(sizes, sizes)[kept],
+        pad_left=left,
+        pad_right=right,
     )

@@ -105,15 +105,11 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the column boundaries of the chunks that run one by one through a KV cache.
-
-    The first chunk is the prompt. Later chunks have `cached_tokens` columns, but the last may be shorter.
-    """
+    """Return the column boundaries of passes through a KV cache: the prompt, then chunks of `cached_tokens`."""
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
     prompt = batch.width - batch.num_kept
-    ends = [0, prompt, *range(prompt + cached_tokens, batch.width, cached_tokens), batch.width]
-    return sorted(set(ends))
+    return sorted({0, prompt, *range(prompt + cached_tokens, batch.width, cached_tokens), batch.width})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,11 +159,11 @@ def forwards(
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
         longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # so that rows of similar length run together
-        if batch_size is not None:
-            packs = grouped(longest_first, lambda group: len(group) <= batch_size)
-        else:
-            packs = grouped(longest_first, lambda group: sum(row.num_tokens for row in group) <= most)
-        return [packed_batch(group) for group in packs]
+
+        def fits(group: list[RecordedRow]) -> bool:
+            return sum(row.num_tokens for row in group) <= most if batch_size is None else len(group) <= batch_size
+
+        return [packed_batch(group) for group in grouped(longest_first, fits)]
     if batch_tokens is not None:
         longest_first = sorted(rows, key=lambda row: (-row.num_tokens, -len(row.prompt_ids)))
         bounded = grouped(longest_first, lambda group: len(group) * _width(group, padding) <= most)
@@ -202,17 +198,15 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         ids_BW[index, first_B[index] : stop] = row.response_ids
         # Like the trainer, hide a response from attention if all its tokens are masked.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
-    starts = first_B + np.arange(len(rows)) * width
     places_B = tuple(
         np.arange(start - len(row.prompt_ids), start + len(row.response_ids))
-        for start, row in zip(starts.tolist(), rows, strict=True)
+        for start, row in zip((first_B + np.arange(len(rows)) * width).tolist(), rows, strict=True)
     )
     return PaddedBatch(rows=tuple(rows), ids_BW=ids_BW, places_B=places_B, mask_BW=mask_BW, first_B=first_B)
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Split rows, in order, into groups for which `fits` is true. A row that is too large by itself forms its own
-    group."""
+    """Split rows, in order, into groups for which `fits` is true. A row that is too large runs alone."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):
@@ -243,8 +237,7 @@ def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBat
 
 
 def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None:
-    text = config.get("text_config") or config
-    vocab_size = int(text.get("vocab_size", 1 << 31))
+    vocab_size = int((config.get("text_config") or config).get("vocab_size", 1 << 31))
     for row in rows:
         if not len(row.prompt_ids):
             raise CannotReplay(

@@ -150,13 +150,14 @@ def _pending_arms(
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
         is_replaced = force and not serves_others
+        contracts = [] if is_replaced else run.arms(target.name)
         scored_before: dict[int, set[str] | None] = {}
-        if not is_replaced and target.is_sample:
+        if any("sample" in found for found in contracts):
             whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
             scored_before = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
         elif not is_replaced:
             scored_before = dict.fromkeys(target.steps)
-        if not is_replaced and target.steps and target.has_other_changes:
+        if target.steps and any(found.get("arm") != arm.changes for found in contracts):
             raise InvalidOption(
                 f"{target.name} already exists with different changes; choose another name ({option('name', 'NAME')}), "
                 f"or replace it with {option('force')}"
@@ -211,8 +212,7 @@ def _measure(run: RecordedRun, wanted: list[_PendingArm], plan: ReplayPlan, samp
                 scorer, step = entry.scorer, entry.steps[0]
                 rows = run.step(step)
                 check_tokens(rows, run.model["config"])
-                drawn = rows if sample is None else sample.drawn(step, rows)
-                first = scorer.first(scorer.together(drawn, rows))
+                first = scorer.first(scorer.together(rows if sample is None else sample.drawn(step, rows), rows))
                 loaded.score(scorer, first, unheard)  # warm-up
                 start = perf_counter()
                 loaded.score(scorer, first, unheard)
@@ -253,10 +253,7 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Scores units (one step under a set of arms) in this process or in a Ray actor.
-
-    An actor opens the trace when its first unit arrives.
-    """
+    """Scores units (one step under a set of arms) here, or in a Ray actor that opens the trace at its first unit."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_PendingArm], sample: Sample | None, device: str, advance: Advance | None
@@ -363,20 +360,15 @@ def _scored(
             step, scored_before, entry.scorer.made_by() if entry.scorer.arm.is_identity else None
         )
     if known is None:
-        unscored, scored_before, known = wanted, [], Scored()
+        unscored, known = wanted, Scored()
     if not unscored:
         return known
     scored = loaded.score(entry.scorer, entry.scorer.together(unscored, rows), advance)
-    scored = scored if sample is None and not scored_before else scored.only({row.seq_id for row in unscored})
+    scored = scored.only({row.seq_id for row in unscored})
     if new:
         own = {} if sample is None else {"sample": sample.contract}
-        entry.target.add(
-            step,
-            scored.only(new) if new < {row.seq_id for row in scored.rows} else scored,
-            entry.scorer.made_by() | own,
-        )
-    if scored_before:
-        scored = Scored(rows=[*scored.rows, *known.rows], logprobs=[*scored.logprobs, *known.logprobs])
+        entry.target.add(step, scored.only(new), entry.scorer.made_by() | own)
+    scored.extend(known)
     return scored
 
 

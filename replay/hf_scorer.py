@@ -178,8 +178,7 @@ class HfScorer:
         )  # fmt: skip
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`. If the arm keeps recorded batches, these are all rows in `of`
-        that share a forward pass with any of `rows`."""
+        """Return the rows to run for `rows`. With recorded batches: all in `of` that share their forward passes."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
@@ -189,10 +188,8 @@ class HfScorer:
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights. If memory runs out, try again with half as many rows per forward pass.
-
-        Raises CannotReplay if memory runs out in the as-recorded arm, or in an arm that sets the batch shape.
-        """
+        """Score rows, with half as many per forward pass whenever memory runs out. Raises CannotReplay if it runs out
+        in the as-recorded arm, or in an arm that sets the batch shape."""
         return self._within_memory(rows, partial(self._score, rows, advance))
 
     def _within_memory(self, rows: Sequence[RecordedRow], work: Callable[[], _Found]) -> _Found:
@@ -254,8 +251,8 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding side. The default is left with a KV cache, right with a token limit (right padding needs
-        fewer columns), and otherwise the recorded side."""
+        """The arm's padding side, by default left with a KV cache, right with a token limit (right padding needs fewer
+        columns), and otherwise the recorded side."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 

@@ -15,10 +15,8 @@ _MOST_LINES = 40
 
 @contextmanager
 def library_output_held_back() -> Iterator[TextIO]:
-    """Capture stdout and stderr, including output from C code. Yield a stream to the real stderr.
-
-    If the block raises an exception, the last lines are printed, since they often explain the error.
-    """
+    """Capture stdout and stderr, including output from C code. Yield a stream to the real stderr. If the block raises
+    an exception, the last lines are printed, since they often explain the error."""
     with tempfile.TemporaryFile() as kept:
         try:
             with _redirected(kept) as stream:

@@ -45,8 +45,7 @@ class LoadedModel:
         for version in sorted({row.policy_version for row in rows}):
             stale = scorer.arm.weights_version
             self.ready(scorer, version if stale is None else stale, rows[0].attempt)
-            chosen = [row for row in rows if row.policy_version == version]
-            whole.extend(scorer.score(chosen, advance))
+            whole.extend(scorer.score([row for row in rows if row.policy_version == version], advance))
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:

@@ -45,8 +45,7 @@ class Numerics:
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype to which FSDP rounded the logprobs. None if FSDP did not round them, or if the model returned
-        logits."""
+        """torch dtype to which FSDP rounded the logprobs. None if it did not, or if the model returned logits."""
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:

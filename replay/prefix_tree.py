@@ -17,10 +17,8 @@ _Pair = tuple[int, int | None]
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
-    """Pack rows like TRL 1.16's trl.experimental.async_grpo.packing.TreeRow.
-
-    Rows share a node for token t if their tokens 0 to t + 1 are equal. The tree is laid out depth first.
-    """
+    """Pack rows like TRL 1.16's trl.experimental.async_grpo.packing.TreeRow. Rows share a node for token t if their
+    tokens 0 to t + 1 are equal. The tree is laid out depth first."""
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}
     children: list[dict[_Pair, int]] = []

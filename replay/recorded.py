@@ -139,14 +139,12 @@ class RecordedRun:
         )
 
     def steps(self, pass_name: str) -> list[int]:
-        table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
-        return sorted(set(table["step"].to_pylist()))
+        return sorted(set(self.table(SCORES, ds.field("pass") == pass_name, ["step"])["step"].to_pylist()))
 
     @cached_property
     def longest(self) -> int:
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
-        total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
-        return int(pc.max(total).as_py() or 0)
+        return int(pc.max(pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
         """Return, for each step, the ids of the sequences that a pass has scored. Unsealed scores are included."""
@@ -179,10 +177,8 @@ class RecordedRun:
         return digest
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
-        """Return a trainer pass's contract, with gaps filled from the model's config or defaults. Raises CannotReplay.
-
-        An engine's contract is ignored, since a replay does not run the engine's code.
-        """
+        """Return a trainer pass's contract, with gaps filled from the model's config or defaults. An engine's contract
+        is ignored, since a replay does not run its code. Raises CannotReplay."""
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
         config = self.model["config"]

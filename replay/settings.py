@@ -23,22 +23,17 @@ _cuda_began: list[str | None] = []
 
 def switches() -> dict[str, Callable[[Any], object]]:
     """Return a setter for each recorded setting, in the order in which to apply them."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-
+    cuda, cudnn, matmul = torch.backends.cuda, torch.backends.cudnn, torch.backends.cuda.matmul
     return {
         "fp32_precision": partial(setattr, torch.backends, "fp32_precision"),
-        "cuda_matmul_fp32_precision": partial(setattr, cuda.matmul, "fp32_precision"),
+        "cuda_matmul_fp32_precision": partial(setattr, matmul, "fp32_precision"),
         "float32_matmul_precision": torch.set_float32_matmul_precision,
         "deterministic_algorithms": torch.use_deterministic_algorithms,
         "num_threads": torch.set_num_threads,
         "mkldnn": partial(setattr, torch.backends.mkldnn, "enabled"),
         "cudnn_allow_tf32": partial(setattr, cudnn, "allow_tf32"),
-        "cuda_bf16_reduced_precision_reduction": partial(
-            setattr, cuda.matmul, "allow_bf16_reduced_precision_reduction"
-        ),
-        "cuda_fp16_reduced_precision_reduction": partial(
-            setattr, cuda.matmul, "allow_fp16_reduced_precision_reduction"
-        ),
+        "cuda_bf16_reduced_precision_reduction": partial(setattr, matmul, "allow_bf16_reduced_precision_reduction"),
+        "cuda_fp16_reduced_precision_reduction": partial(setattr, matmul, "allow_fp16_reduced_precision_reduction"),
         "cudnn_deterministic": partial(setattr, cudnn, "deterministic"),
         "cudnn_benchmark": partial(setattr, cudnn, "benchmark"),
         "cuda_preferred_blas": cuda.preferred_blas_library,
@@ -62,8 +57,7 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set CUBLAS_WORKSPACE_CONFIG as recorded, or as deterministic algorithms require. CUDA reads the
-    variable only once, at startup."""
+    """Set CUBLAS_WORKSPACE_CONFIG as recorded, or for determinism. CUDA reads it only once, at startup."""
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
@@ -103,8 +97,7 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
             if arm.deterministic:
                 torch.use_deterministic_algorithms(True)
             if arm.dtype is not None:
-                tf32 = arm.dtype == "tf32"
-                torch.set_float32_matmul_precision("high" if tf32 else "highest")
+                torch.set_float32_matmul_precision("high" if arm.dtype == "tf32" else "highest")
             yield
         finally:
             _apply(before)

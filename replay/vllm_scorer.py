@@ -28,8 +28,7 @@ class VllmScorer:
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.numerics = Numerics(arm, contract)
         run.check_adapter(arm.adapter)
-        rollouts = run.arms(ROLLOUT)
-        self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
+        self.rollout: Contract = next((found for found in run.arms(ROLLOUT) if found.get("engine") == "vllm"), {})
         self._engine: VllmEngine | None = None
 
     @cached_property

@@ -41,8 +41,7 @@ class Head:
     """torch dtype of logits and all values computed from them. None means float32 (float64 for a float64 head)."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
-        """Return the log-probabilities [N] of `ids_N` in nats, each computed from the preceding token's hidden
-        state."""
+        """Return the log-probabilities [N] of `ids_N` (nats), given the preceding tokens' hidden states."""
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
@@ -52,8 +51,7 @@ class Head:
         return torch.cat([self.taken(logits_CV.to(result), ids_C) for logits_CV, ids_C in parts])
 
     def taken(self, logits_CV: Any, ids_C: Any) -> Any:
-        """Return the log-probabilities [C] of `ids_C` in nats. Overwrites the logits unless a backward pass needs
-        them."""
+        """Return the log-probabilities [C] of `ids_C` (nats). Overwrites the logits unless they need a gradient."""
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
@@ -69,8 +67,7 @@ def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))
     if top_p is not None and top_p < 1:
         ascending_CV, order_CV = logits_CV.sort(dim=-1)
-        mass_CV = ascending_CV.softmax(dim=-1).cumsum(dim=-1)
-        outside_CV = mass_CV <= 1 - top_p
+        outside_CV = ascending_CV.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
         outside_CV[..., -1] = False
         logits_CV = logits_CV.masked_fill(torch.zeros_like(outside_CV).scatter(-1, order_CV, outside_CV), float("-inf"))
     return logits_CV

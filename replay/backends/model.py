@@ -94,8 +94,7 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return a function that converts recorded tensors to the built model's tensors. `adapter` is `merged`, `off`, or
-    None to keep adapters separate."""
+    """Return a function from recorded tensors to the model's. `adapter`: `merged`, `off`, or None (kept separate)."""
     if not identity.get("adapters"):
         return lambda tensors: tensors
     if adapter is None:
@@ -155,12 +154,8 @@ def _within_memory(device: str) -> Iterator[None]:
             )
 
     with ExitStack() as stack:
-        for register in (
-            modules.register_module_parameter_registration_hook,
-            modules.register_module_buffer_registration_hook,
-            modules.register_module_module_registration_hook,
-        ):
-            stack.callback(register(count).remove)
+        for part in ("parameter", "buffer", "module"):
+            stack.callback(getattr(modules, f"register_module_{part}_registration_hook")(count).remove)
         yield
 
 
@@ -225,10 +220,8 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round expert and linear-layer weights (but not the head) to values that a quantised engine can represent.
-
-    Shapes: E experts, O outputs, I inputs, G inputs per group.
-    """
+    """Round expert and linear-layer weights (not the head) to a quantised engine's values. Shapes: E experts, O
+    outputs, I inputs, G inputs per group."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     with torch.no_grad():
         for module in model.modules():

@@ -73,8 +73,7 @@ def _attention(
             )
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             mask = mask.tril(key.shape[2] - query.shape[2])
-        is_causal = mask is None and query.shape[2] > 1
-        parts.append(attend(query, key, value, attn_mask=mask, is_causal=is_causal))
+        parts.append(attend(query, key, value, attn_mask=mask, is_causal=mask is None and query.shape[2] > 1))
     packed.num_attentions += 1
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 

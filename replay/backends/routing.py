@@ -21,12 +21,9 @@ def followed(
     known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, into: list[Routing], *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:  # fmt: skip
-    """Append each row's router choices to `into`. With `recorded`, force the model to use the recorded choices. Raises
-    CannotReplay if they do not fit the model.
-
-    Padding tokens always keep the router's own choice. With `keeps_same_sets`, so do tokens for which the router
-    selects the recorded experts in any order.
-    """
+    """Append each row's router choices to `into`. With `recorded`, force these choices, except for padding tokens and
+    (with `keeps_same_sets`) where the router selects the same experts in any order. Raises CannotReplay if they do not
+    fit."""
     if not known:
         yield
         return
@@ -35,8 +32,7 @@ def followed(
         if recorded is not None:
             table = Table(known, batch, recorded, keeps_same_sets)
             for index, router in enumerate(known):
-                handle = router.module.register_forward_hook(partial(table.replace, index))
-                stack.callback(handle.remove)
+                stack.callback(router.module.register_forward_hook(partial(table.replace, index)).remove)
         stack.enter_context(tap)  # registered last, to read the choices that the experts receive
         yield
     parts = tap.forwards()

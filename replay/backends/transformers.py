@@ -37,8 +37,7 @@ class TransformersScorer(BatchScorer):
         self._compiled = torch.compile(model.base_model, dynamic=True) if compile else None
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        double = next(self._model.parameters()).dtype == torch.float64
-        with KeepDouble() if double else nullcontext():
+        with KeepDouble() if next(self._model.parameters()).dtype == torch.float64 else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
             # Move indices to the device of the indexed tensor: the last layer may be on another device than the first.
@@ -90,8 +89,7 @@ class TransformersScorer(BatchScorer):
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return a KV cache. With `fp8`, keys and values are rounded to e4m3 with scale 1, vLLM's default scale (vLLM docs,
-    "Quantized KV cache")."""
+    """Return a KV cache. `fp8` rounds keys and values to e4m3 with scale 1 (vLLM docs, "Quantized KV cache")."""
     from transformers import DynamicCache
 
     if kv_dtype is None:
@@ -113,8 +111,7 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Scores by calling `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or an object
-    with `.logits`."""
+    """Scores with a `model(input_ids=[B, W], attention_mask=[B, W])` that returns logits [B, W, V], or `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

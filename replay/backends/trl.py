@@ -20,8 +20,7 @@ from .head import BatchScorer
 
 class TrlScorer(BatchScorer):
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Add TRL's fused head to the model. Raises CannotReplay if a recorded function is not TRL's or is not
-        installed."""
+        """Add TRL's fused head to the model. Raises CannotReplay if a recorded function is missing or not TRL's."""
         trusted.check_scoring(contract)
         self.name = str(contract["scoring_function"])
         self._score = None if self.name in trusted.PACKED_LOSSES else _function(self.name)

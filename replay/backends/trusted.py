@@ -26,8 +26,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way, without calling these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""transformers function that checks whether an attention's package is installed. If not, transformers uses a hub
-kernel."""
+"""Maps an attention to transformers' check that its package is installed. Without it, a hub kernel is used."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable that allows more hub kernels (comma-separated names)."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -164,8 +163,7 @@ def check_attention(
 ) -> None:
     """Raise CannotReplay unless the attention is built in or `allowed`, and the experts use torch's own code. A model
     from the user's factory may use any attention that is not a hub path."""
-    known = (*ATTENTIONS, *allowed)
-    if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
+    if name not in (*ATTENTIONS, *allowed) and not (is_own_model and re.fullmatch(r"\w+", name)):
         raise CannotReplay(
             f"the recorded attention {_named(name)} is not trusted, so it is not loaded; {_factory()[3:]}"
         )

@@ -270,8 +270,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. The logprobs are unaffected, because vLLM computes
-    them first."""
+    """Return a logits processor that forces a token. vLLM computes the logprobs first, so they stay the same."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

@@ -87,5 +87,4 @@ def _unpacked(weight: Any, experts: Any) -> Any:
         found += cpu_prepack_moe_weight(of_digit.to(value.dtype), kernel.isa).flatten().long() * _DIGIT**digit
     loaded = torch.empty_like(value)
     loaded.flatten(1)[:, found] = value.flatten(1)
-    is_back = bool((cpu_prepack_moe_weight(loaded, kernel.isa) == value).all())
-    return loaded if is_back else None
+    return loaded if bool((cpu_prepack_moe_weight(loaded, kernel.isa) == value).all()) else None

@@ -49,6 +49,11 @@ class Batch:
     def width(self) -> int:
         return self.before + self.after
 
+    def padding(self) -> tuple[list[int], list[int]]:
+        """Return the padding tokens on the left and right of each row."""
+        before, after = self.before, self.after
+        return [before - len(prompt) for prompt, _ in self.rows], [after - len(response) for _, response in self.rows]
+
     def fits(self, max_batch: int) -> bool:
         num = len(self.rows)
         return num <= max_batch and (num == 1 or num * self.width <= MOST_TOKENS)

@@ -25,10 +25,10 @@ from ...schemas.passes import TRAIN
 from ...tracer.hooks.models import described
 from ...tracer.progress import Progress, no_progress, unheard
 from ...tracer.recorder import Recorder
-from ...tracer.rows import Forward
 from ...tracer.store import first_line
 from ...tracer.weights.attach import load_folder
 from ..arm_option import EXACT, HF, VLLM
+from ..arm_pass import forward_of
 from ..arms import parse_arm
 from ..backends.model import to_torch
 from ..loaded import LoadedModel, Scorer, device_here, scorer_of
@@ -171,9 +171,9 @@ class _Execution:
                 seq_id=str(place), prompt_ids=np.array(prompt, np.int32), response_ids=np.array(response, np.int32),
                 logprobs=np.zeros(len(response), np.float32), scored=np.ones(len(response), bool),
                 policy_version=self._version, contract="", writer="", forward_id=0, forward_row=place,
-                pad_left=batch.before - len(prompt), pad_right=batch.after - len(response),
+                pad_left=left, pad_right=right,
             )
-            for place, (prompt, response) in enumerate(batch.rows)
+            for place, ((prompt, response), left, right) in enumerate(zip(batch.rows, *batch.padding(), strict=True))
         ]  # fmt: skip
         if empties and isinstance(scorer, VllmScorer):
             self.loaded.ready(scorer, self._version, None)
@@ -217,16 +217,12 @@ class _Search:
         self._ids, self._rows, self._shapes, self._calls = (set[Any]() for _ in range(4))
         self.num_batches = self.num_tokens = self.num_planned = 0
         self.is_complete = False
-        self._before: Batch | None = None
         self._found: _Bits | None = None
         """Both executions' logprobs of the smallest differing batch so far."""
         self.settings: tuple[Contract, Contract] = ({}, {})
 
     def _open_layouts(self) -> Iterator[str]:
-        """Yield the layouts to search, except those that would override an option set by an arm.
-
-        Options that every arm already sets to the same value are dropped from a layout.
-        """
+        """Yield the layouts that do not override an arm's options. Options that all arms set already are dropped."""
         words = [set(side.text.replace(" ", "").split(",")) for side in self._sides]
         named = {word.partition("=")[0].replace("_", "-") for word in set.union(*words)}
         engines = {side.arm.engine for side in self._sides}
@@ -244,9 +240,8 @@ class _Search:
                     self._unsupported[layout] = first_line(error)
 
     def run(self, seconds: float, advance: Any) -> tuple[Batch, ...] | None:
-        """Return the smallest differing batch, preceded by any batch that must run first, or None if no batch
-        differs."""
-        last, until = monotonic(), math.inf
+        """Return the smallest differing batch (and before it, one that must run first), or None if none differs."""
+        last, until, before = monotonic(), math.inf, None
         planned, kept = iter(self._planned()), list[Batch]()
         while (now := monotonic()) < until:
             advance(int(now) - int(last))
@@ -262,8 +257,8 @@ class _Search:
             if is_new and len(kept) < _MOST_KEPT:
                 kept.append(batch)
             if differs:
-                return self._shrink(batch)
-            self._before = batch
+                return self._shrink(batch, before)
+            before = batch
         return None
 
     def _planned(self) -> list[Batch]:
@@ -295,7 +290,16 @@ class _Search:
         if not self.num_batches:  # the first batch has no layout, so these are the arm's own settings
             self.settings = self.a.scorer().made_by(), self._sides[-1].scorer().made_by()
         self._shapes.add(shape)
-        self._note(batch)
+        self.num_batches += 1
+        self.num_tokens += sum(len(response) for _, response in batch.rows)
+        prompts, responses = zip(*batch.rows, strict=True)
+        self._tried["row_counts"].add(len(batch.rows))
+        self._tried["prompt_lengths"].update(map(len, prompts))
+        self._tried["response_lengths"].update(map(len, responses))
+        self._tried["widths"].add(batch.width)
+        self._tried["layouts"].add(batch.layout)
+        self._rows.update(map(hash, batch.rows))
+        self._ids.update(*prompts, *responses)
         return is_new or len(self._calls) > num_calls, differs
 
     def _differs(self, batches: Sequence[Batch]) -> bool:
@@ -318,26 +322,13 @@ class _Search:
                 (self._alone[row],) = self.a.score(Batch((row,), layout), empties=True)
         return [self._alone[row] for row in batch.rows]
 
-    def _shrink(self, batch: Batch) -> tuple[Batch, ...]:
-        before = self._before
+    def _shrink(self, batch: Batch, before: Batch | None) -> tuple[Batch, ...]:
         if self._differs([batch]):
             return (shrunk(batch, lambda small: self._differs([small]), _MOST_TRIALS),)
         if before is not None and self._differs([before, batch]):
             batch = shrunk(batch, lambda small: self._differs([before, small]), _MOST_TRIALS // 2)
             return shrunk(before, lambda small: self._differs([small, batch]), _MOST_TRIALS // 2), batch
         return (batch,) if before is None else (before, batch)
-
-    def _note(self, batch: Batch) -> None:
-        self.num_batches += 1
-        self.num_tokens += sum(len(response) for _, response in batch.rows)
-        prompts, responses = zip(*batch.rows, strict=True)
-        self._tried["row_counts"].add(len(batch.rows))
-        self._tried["prompt_lengths"].update(map(len, prompts))
-        self._tried["response_lengths"].update(map(len, responses))
-        self._tried["widths"].add(batch.width)
-        self._tried["layouts"].add(batch.layout)
-        self._rows.update(map(hash, batch.rows))
-        self._ids.update(*prompts, *responses)
 
     def coverage(self) -> Coverage:
         return Coverage(
@@ -381,7 +372,8 @@ class _Search:
                 policy_version=self.version,
             )  # fmt: skip
             recorder.add_scores(
-                TRAIN, recorded, logprobs=[values for each in plain for values in each], forward=_forward(batches),
+                TRAIN, recorded, logprobs=[values for each in plain for values in each],
+                forward=forward_of([each.padding() for each in batches]),
                 policy_version=self.version,
             )  # fmt: skip
             places = np.arange(len(rows) - len(batch.rows), len(rows))
@@ -408,13 +400,3 @@ def _different(bits: _Bits) -> list[tuple[int, int]]:
     """Return the (row, token) indices where the bits differ."""
     pairs = enumerate(zip(*bits, strict=True))
     return [(row, int(at)) for row, (a, b) in pairs for at in np.flatnonzero(a.view(np.uint32) != b.view(np.uint32))]
-
-
-def _forward(batches: Sequence[Batch]) -> Forward:
-    rows = [
-        (forward, place, len(batch.rows), batch.before - len(prompt), batch.after - len(response))
-        for forward, batch in enumerate(batches)
-        for place, (prompt, response) in enumerate(batch.rows)
-    ]
-    ids, places, sizes, left, right = np.array(rows).T
-    return Forward(ids=ids, places=places, rows=sizes, pad_left=left, pad_right=right)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from ...schemas.documents import Contract, contract_hash
@@ -112,10 +113,6 @@ def ranges(numbers: Any) -> str:
     >>> ranges([1, 2, 3, 7])
     '1-3,7'
     """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in group] for _, group in groups]
+    return ",".join(f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans)

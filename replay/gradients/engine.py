@@ -118,7 +118,7 @@ class _StepTaker:
     def run(self, step: int) -> _Outcome:
         results: list[GradientStep] = []
         try:
-            for update in updates(self.trace, step, self._passes, self._norms):
+            for update in [*updates(self.trace, step, self._passes, self._norms)]:
                 check_tokens([entry.row for entry in update.rows], self.trace.model["config"])
                 results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
@@ -133,8 +133,7 @@ class _StepTaker:
         passes = StepPasses(update, logged_norm=norm, accumulated=self._accumulated)
         for arm, scorer in zip(self._arms, self._scorers_of(update), strict=True):
             stale = arm.weights_version
-            version = update.policy_version if stale is None else stale
-            self._loaded.ready(scorer, version, update.rows[0].row.attempt)
+            self._loaded.ready(scorer, update.policy_version if stale is None else stale, update.rows[0].row.attempt)
             loss = corrected(self._loss, arm.correction)
             below = arm.logprobs or loss.denominator
             if arm.logprobs is None and below == TRAIN and update.own_ratio:

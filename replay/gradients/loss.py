@@ -12,18 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...schemas import loss as losses
 from ...schemas.errors import CannotReplay, option
-from ...schemas.loss import (
-    CISPO,
-    REINFORCE,
-    SAPO,
-    SEQUENCE_MEAN,
-    SEQUENCE_SUM,
-    VESPO,
-    VESPO_LEAST_LAMBDA,
-    VESPO_LOG_RATIO,
-    Loss,
-)
+from ...schemas.loss import Loss
 from ...schemas.passes import CURRENT, REFERENCE, ROLLOUT, TRAIN
 from .arm import GradientArm, corrected
 from .update import LossRow, Update
@@ -69,26 +60,26 @@ class StepLoss:
             divergence = divergence * ratio if loss.kl_weighted else divergence
         if loss.kl_level is not None:
             ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
-        if loss.kind == CISPO:
+        if loss.kind == losses.CISPO:
             term = -ratio.clamp(max=loss.clip_high).detach() * advantage * current_BT
-        elif loss.kind == VESPO:
+        elif loss.kind == losses.VESPO:
             term = -self._phi(cells, below_BT) * advantage * current_BT
-        elif loss.kind == SAPO:
+        elif loss.kind == losses.SAPO:
             tau = torch.where(advantage > 0, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
             term = -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * advantage
-        elif loss.kind == REINFORCE:
+        elif loss.kind == losses.REINFORCE:
             term = -(ratio * advantage)
         else:
             clipped = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
             if loss.clip_hard is not None:
                 ratio = torch.clamp(ratio, max=loss.clip_hard)
             term = -torch.min(ratio * advantage, clipped * advantage)
-        if loss.correction != "none" and loss.kind != VESPO:
+        if loss.correction != "none" and loss.kind != losses.VESPO:
             term = term * self._weights(cells)
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        loss, (low, high) = self.loss, VESPO_LOG_RATIO
+        loss, (low, high) = self.loss, losses.VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
         if loss.correction != "none":
@@ -97,7 +88,8 @@ class StepLoss:
         log_ratio_B1 = torch.clamp(log_ratio_B1, low, high)
         is_positive = cells.advantage >= 0
         k = torch.where(is_positive, loss.vespo_k_pos, loss.vespo_k_neg)
-        decay = torch.where(is_positive, loss.vespo_lambda_pos, loss.vespo_lambda_neg).clamp(min=VESPO_LEAST_LAMBDA)
+        decay = torch.where(is_positive, loss.vespo_lambda_pos, loss.vespo_lambda_neg)
+        decay = decay.clamp(min=losses.VESPO_LEAST_LAMBDA)
         phi = torch.exp(decay + k * log_ratio_B1 - decay * torch.exp(log_ratio_B1))
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -156,10 +148,10 @@ class _Cells:
 
 
 def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
-    if level == SEQUENCE_SUM:
+    if level == losses.SEQUENCE_SUM:
         return ((current_BT * mask_BT).sum(-1) - (below_BT * mask_BT).sum(-1)).unsqueeze(-1)
     log_ratio_BT = current_BT - below_BT
-    if level == SEQUENCE_MEAN:
+    if level == losses.SEQUENCE_MEAN:
         return ((log_ratio_BT * mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1.0)).unsqueeze(-1)
     return log_ratio_BT
 

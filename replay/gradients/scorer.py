@@ -42,8 +42,7 @@ class GradientScorer(HfScorer):
     @property
     def has_dropout(self) -> bool:
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
-        config = getattr(self._model, "config", None)
-        attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
+        attention = float(getattr(getattr(self._model, "config", None), "attention_dropout", 0.0) or 0.0)
         modules = any(isinstance(module, drops) and module.p > 0 for module in self._model.modules())
         return self.trains and (modules or attention > 0)
 
@@ -52,14 +51,10 @@ class GradientScorer(HfScorer):
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return each parameter's gradient (None for a parameter without one). Raises CannotReplay.
-
-        `seen` is called with each forward pass and its logprobs.
-        """
+        """Return each parameter's gradient or None. `seen` gets each pass and its logprobs. Raises CannotReplay."""
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        parameters = list(self.parameters.values())
         self._model.zero_grad(set_to_none=True)
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
@@ -70,6 +65,6 @@ class GradientScorer(HfScorer):
                 current_N = self._given(self._scorer.logprobs, batch)
                 seen(batch, current_N)
                 loss([entries[id(row)] for row in batch.rows], current_N).backward()
-        found = [parameter.grad for parameter in parameters]
+        found = [parameter.grad for parameter in self.parameters.values()]
         self._model.zero_grad(set_to_none=True)
         return found

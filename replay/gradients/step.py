@@ -6,7 +6,7 @@ Shapes: n micro-batches, M module kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,13 @@ class StepPasses:
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
         kinds = [KINDS.index(kind_of(name)) for name in scorer.parameters]
         sizes = np.bincount(kinds, [each.numel() for each in scorer.parameters.values()], len(KINDS)).astype(np.int64)
-        seen = _Seen()
-        total, squares = self._gradient(kinds, scorer, loss, seen)
+        seen, total, squares = _Seen(), list[Any](), list[np.ndarray]()
+        places = self.update.places.values()
+        for rows in places:
+            found = scorer.gradient(rows, loss, seen)
+            if len(places) >= LEAST_MICRO_BATCHES:
+                squares.append(squares_of(kinds, found))
+            total = _add(total, found)
         self._reference = self._reference or total
         whole, *parts = modules(sizes, products(kinds, total, self._reference), squares)
         # Call the function that clip_grad_norm_ uses, so that the norm has the same bits as the one logged in training.
@@ -57,62 +62,44 @@ class StepPasses:
             notes=tuple(self._notes(scorer, loss, seen, norm, reproduced)) if is_recording else (),
         )  # fmt: skip
 
-    def _gradient(
-        self, kinds: Sequence[int], scorer: GradientScorer, loss: StepLoss, seen: _Seen
-    ) -> tuple[list[Any], list[np.ndarray]]:
-        total: list[Any] | None = None
-        squares = []
-        places = self.update.places.values()
-        for rows in places:
-            found = scorer.gradient(rows, loss, seen)
-            if len(places) >= LEAST_MICRO_BATCHES:
-                squares.append(squares_of(kinds, found))
-            total = _add(total, found)
-        return total or [], squares
-
     def _notes(
         self, scorer: GradientScorer, loss: StepLoss, seen: _Seen, norm: float, reproduced: bool | None
-    ) -> list[str]:
+    ) -> Iterator[str]:
         update = self.update
-        notes = list(update.notes)
+        yield from update.notes
         if not np.isfinite(norm):
-            notes.append(f"the gradient is not finite ({norm})")
+            yield f"the gradient is not finite ({norm})"
         if update.metric_step is None:
-            notes.append("the step has several updates, and it is unclear which logged grad norm belongs to this one")
+            yield "the step has several updates, and it is unclear which logged grad norm belongs to this one"
         if scorer.substitution is not None:
-            notes.append(f"the recorded code cannot run here ({scorer.substitution}), so a substitute was used")
-        if reproduced is False:
-            notes += list(self._why(scorer, loss, seen))
-        return notes
-
-    def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        update, why = self.update, []
+            yield f"the recorded code cannot run here ({scorer.substitution}), so a substitute was used"
+        if reproduced is not False:
+            return
         if loss.loss.unknown:
-            why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
+            yield f"the loss has unknown settings: {', '.join(loss.loss.unknown)}"
         if not update.composition_known:
-            why.append("micro-batches were not recorded")
+            yield "micro-batches were not recorded"
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
-            why.append(f"{writers} processes computed the gradient, so the summation order differs here")
+            yield f"{writers} processes computed the gradient, so the summation order differs here"
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
-            why.append(
+            yield (
                 f"only {len(update.places)} of {int(self._accumulated) * writers} micro-batches per optimizer step "
                 "were recorded"
             )
         if scorer.has_dropout:
-            why.append("the recorded pass uses dropout")
+            yield "the recorded pass uses dropout"
         config = scorer.run.model["config"]
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
-            why.append("the recomputed loss omits the routers' auxiliary loss, which the trainer may have added")
+            yield "the recomputed loss omits the routers' auxiliary loss, which the trainer may have added"
         if scorer.rows_left:
-            why.append(f"ran out of memory, so forward passes were limited to {scorer.rows_left} rows")
-        why += list(differences(scorer.contract, scorer.made_by()))
-        why.append(
+            yield f"ran out of memory, so forward passes were limited to {scorer.rows_left} rows"
+        yield from differences(scorer.contract, scorer.made_by())
+        yield (
             "the forward pass reproduced the recorded logprobs bit for bit"
             if seen.held
             else f"the forward pass's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
         )
-        return why
 
 
 class _Seen:
@@ -123,8 +110,7 @@ class _Seen:
     def __call__(self, batch: ForwardBatch, current_N: Any) -> None:
         for row, values in zip(batch.rows, responses(batch, to_numpy(current_N.detach().cpu())), strict=True):
             recorded, found = row.logprobs[row.scored], values[row.scored]
-            same = found.dtype == np.float32 and np.array_equal(recorded.view(np.uint32), found.view(np.uint32))
-            if not same:
+            if found.dtype != np.float32 or not np.array_equal(recorded.view(np.uint32), found.view(np.uint32)):
                 self.held = False
                 off = np.abs(found.astype(np.float64) - recorded.astype(np.float64))
                 self.largest = max(self.largest, float(np.max(off, initial=0.0)))
@@ -139,10 +125,7 @@ def squares_of(kinds: Sequence[int], gradient: Gradient) -> np.ndarray:
 
 
 def products(kinds: Sequence[int], arm: Gradient, reference: Gradient) -> np.ndarray:
-    """Return the sums of a^2, a r, r^2 and (a - r)^2 for each module kind, as float64 [4, M].
-
-    a is the arm's gradient, and r is the reference.
-    """
+    """Return the sums of a^2, a r, r^2 and (a - r)^2 (a: arm, r: reference) per module kind, float64 [4, M]."""
     sums = np.zeros((4, len(KINDS)))
     for kind, a, r in zip(kinds, arm, reference, strict=True):
         if a is not None or r is not None:
@@ -150,31 +133,27 @@ def products(kinds: Sequence[int], arm: Gradient, reference: Gradient) -> np.nda
     return sums
 
 
-def modules(sizes: np.ndarray, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
+def modules(sizes: np.ndarray, products: np.ndarray, squares: Sequence[np.ndarray]) -> Iterator[ModuleGradient]:
     n, variances_M = len(squares), None
     if n > 1:  # the sum over micro-batches of |n a_i - a|^2 / (n (n - 1))
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
     chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sizes[i]]
-    found = []
     for name, mask in chosen:
         aa, ar, rr, dd = (float(values[mask].sum()) for values in products)
-        found.append(
-            ModuleGradient(
-                module=name,
-                num_parameters=int(sizes[mask].sum()),
-                norm=math.sqrt(aa),
-                cosine=ar / math.sqrt(aa * rr) if aa and rr else None,
-                norm_ratio=math.sqrt(aa / rr) if rr else None,
-                bias=math.sqrt(dd),
-                variance=None if variances_M is None else float(variances_M[mask].sum()),
-            )
+        yield ModuleGradient(
+            module=name,
+            num_parameters=int(sizes[mask].sum()),
+            norm=math.sqrt(aa),
+            cosine=ar / math.sqrt(aa * rr) if aa and rr else None,
+            norm_ratio=math.sqrt(aa / rr) if rr else None,
+            bias=math.sqrt(dd),
+            variance=None if variances_M is None else float(variances_M[mask].sum()),
         )
-    return tuple(found)
 
 
-def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    if total is None:
+def _add(total: list[Any], gradient: list[Any]) -> list[Any]:
+    if not total:
         return gradient
     both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]
     if both:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,10 +84,9 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
-    rows = run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
-        for name, value, text in rows
+        for name, value, text in run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
         if name.startswith(HYPERPARAMETER)
     }
 
@@ -102,8 +101,8 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
     return {}
 
 
-def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """Return a step's updates with logprobs for `passes`. Raises CannotReplay if advantages or a pass are missing."""
+def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> Iterator[Update]:
+    """Yield a step's updates with logprobs for `passes`. Raises CannotReplay if advantages or a pass are missing."""
     loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
     scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
     sequences = _sequences(run, step)
@@ -116,24 +115,20 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
     wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
     of_train = set() if loss_pass == TRAIN else {digest for (digest,) in run.records(SCORES, wanted, ["contract"])}
     own_ratio = bool(of_train) and all(each and run.contract(TRAIN, each).get("source") == _LOSS for each in of_train)
-    found = []
     for version in versions:
         own = tuple(entry for entry in rows if entry.row.policy_version == version)
-        found.append(
-            Update(
-                step=step,
-                policy_version=version,
-                loss_pass=loss_pass,
-                contract=run.digest([entry.row for entry in own], f"step {step} with policy version {version}"),
-                rows=own,
-                step_tokens=sum(counted.values()),
-                step_places=len({(row.writer, row.forward_id) for row in first.values()}),
-                own_ratio=own_ratio,
-                metric_step=metric_steps[version],
-                notes=(*notes, *assumed_versions([entry.row for entry in own])),
-            )
+        yield Update(
+            step=step,
+            policy_version=version,
+            loss_pass=loss_pass,
+            contract=run.digest([entry.row for entry in own], f"step {step} with policy version {version}"),
+            rows=own,
+            step_tokens=sum(counted.values()),
+            step_places=len({(row.writer, row.forward_id) for row in first.values()}),
+            own_ratio=own_ratio,
+            metric_step=metric_steps[version],
+            notes=(*notes, *assumed_versions([entry.row for entry in own])),
         )
-    return found
 
 
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
@@ -155,8 +150,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
 
 
 def _sequences(run: RecordedRun, step: int) -> dict[str, dict[str, Any]]:
-    columns = ["seq_id", "response_mask", "advantage", "advantages"]
-    table = run.table(SEQUENCES, ds.field("step") == step, columns)
+    table = run.table(SEQUENCES, ds.field("step") == step, ["seq_id", "response_mask", "advantage", "advantages"])
     found = {row["seq_id"]: row for row in table.to_pylist()}
     if not any(row["advantage"] is not None or row["advantages"] is not None for row in found.values()):
         raise CannotReplay(
@@ -205,11 +199,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Map each policy version to the step where its update was logged.
-
-    If a step has several updates, TRL logs them at consecutive steps. If one of those steps has sequences of its own,
-    or no logged norm, the updates cannot be matched and every version maps to None.
-    """
+    """Map each policy version to the step where its update was logged. TRL logs a step's updates at consecutive steps.
+    All versions map to None if one of those has its own sequences or no logged norm."""
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}
     if len(versions) > 1 and (others & set(steps.values()) or not set(steps.values()) <= set(norms)):

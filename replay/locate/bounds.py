@@ -86,10 +86,8 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Bound the error in a module's output. The bound broadcasts to `exact`.
-
-    `takes` and `exact` are the float64 inputs and output. With `is_other_code`, every step inside the module may round.
-    """
+    """Bound the error in a module's output, given its float64 inputs and output. The bound broadcasts to `exact`. With
+    `is_other_code`, every step inside the module may round."""
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
         bound = bound + _STEPS_OF_CODE * rounding.out * exact.abs().amax(-1, keepdim=True)
@@ -133,24 +131,19 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Bound the error [T, N, D] from rotating pairs of elements by float32 angles.
-
-    Models pair elements differently, so the bound must hold for any pair. A rotation preserves the pair's norm, which
-    is at most sqrt(2) times the vector's largest element.
-    """
+    """Bound the error [T, N, D] from rotating pairs of elements by float32 angles. Models pair elements differently,
+    but a rotation preserves a pair's norm, which is at most sqrt(2) times the vector's largest element."""
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Bound the error in one elementwise sum or product. `steps` is the number of roundings allowed, including those of
-    any scaling before or after it."""
+    """Bound the error in one elementwise sum or product, with up to `steps` roundings (scaling included)."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Bound the error [T, H] in the output of an MLP or attention layer that was not observed, in proportion to each
-    token's largest element."""
+    """Bound an unobserved MLP's or attention layer's error [T, H], relative to each token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
@@ -219,10 +212,9 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
-    lengths = weight.norm(dim=-1)
     x = x.reshape(-1, x.shape[-1])
     per_term = growth(x.shape[-1]) * rounding.sums + rounding.casts
-    off = (per_term * x.norm(dim=-1, keepdim=True)) * lengths
+    off = (per_term * x.norm(dim=-1, keepdim=True)) * weight.norm(dim=-1)
     if rounding.least:
         off += rounding.least * x.abs().sum(-1, keepdim=True)
     if slot:
@@ -232,8 +224,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     """Bound the error in W x + s B A x (LoRA), with the weights separate or merged. DoRA also rescales rows."""
-    base = module.base_layer
-    weight = base.weight.double()
+    weight = module.base_layer.weight.double()
     x = x.reshape(-1, x.shape[-1])
     lengths, taken = x.norm(dim=-1, keepdim=True), growth(x.shape[-1]) * rounding.sums + rounding.casts
     # If the adapter is merged, the weight is rounded once more, to its own dtype. Always allow for this rounding.
@@ -271,12 +262,11 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     # If the operator uses the unrounded sum of two inputs, each value and the norm may be off by one roundoff.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
-    centred = bias is not None or "LayerNorm" in type(module).__name__
     # Implementations may round eight values: the mean, the centred value, its square, the mean square, the root, a
     # quotient, a factor and a sum. The root halves the errors of the square and the mean square, so these count as 7
     # roundings.
     rounds = 7.0 * out + of_sum
-    if not centred:
+    if bias is None and "LayerNorm" not in type(module).__name__:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
         # If the factor is 1 + weight, the weight is rounded before 1 is added. The factor may be close to 0, so this
@@ -314,7 +304,9 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
             both = both + up_bias_EI[expert].double()
         off = first * rows.norm(dim=-1, keepdim=True) * up_EIK[expert].norm(dim=-1) + 2.0 * rounding.out * both.abs()
         hidden, slopes = _gated(module, both)
-        off_hidden = 1.2 * _pairs(module, slopes * off).sum(0) + 4.0 * rounding.out * hidden
+        off = slopes * off
+        halves = off.chunk(2, -1) if getattr(module, "is_concatenated", True) else (off[..., ::2], off[..., 1::2])
+        off_hidden = 1.2 * torch.stack(halves).sum(0) + 4.0 * rounding.out * hidden
         weight = down_EHI[expert]
         total = off_hidden @ weight.abs().mT + second * hidden.norm(dim=-1, keepdim=True) * weight.norm(dim=-1)
         size = hidden @ weight.abs().mT
@@ -336,12 +328,6 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
             made = module.act_fn(gate) * up
         (slopes,) = torch.autograd.grad(made.sum(), both)
     return made.detach().abs(), slopes.abs()
-
-
-def _pairs(module: Any, both: Any) -> Any:
-    if getattr(module, "is_concatenated", True):
-        return torch.stack(both.chunk(2, -1))
-    return torch.stack([both[..., ::2], both[..., 1::2]])
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:

@@ -100,10 +100,8 @@ class Cores:
         return new
 
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
-        """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind.
-
-        Rotations preserve vector lengths, so wrong lengths point to the preceding norm if its output was not observed.
-        """
+        """Return the operator that would explain wrong queries, keys or values [T, N, D], and its kind. Rotations
+        preserve lengths, so wrong lengths point to the preceding norm if its output was not observed."""
         norms = [
             (name, kind_of(name))
             for name in self._operators

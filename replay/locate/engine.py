@@ -89,8 +89,9 @@ def locate(
     check_tokens(rows, run.model["config"])
     chosen = choose(run, asked[0], rows, sequences)
     wanted, named = _layers(layers), _named(operators)
-    location = _Location(run, asked[0], rows, chosen, wanted, lambda name: wanted(name) and named(name), progress)
-    location.build(sides)
+    location = _Location(
+        run, asked[0], rows, chosen, sides, wanted, lambda name: wanted(name) and named(name), progress
+    )
     if executions is not None:
         executions |= location.executions
     return location.located(patch, limits(layers, operators), tapped_bytes)
@@ -123,49 +124,43 @@ def _named(text: str | None) -> Callable[[str], bool]:
 
 class _Location:
     def __init__(
-        self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, wanted: Callable[[str], bool],
-        is_asked: Callable[[str], bool], progress: Progress,
+        self, run: RecordedRun, step: int, rows: list[RecordedRow], chosen: Chosen, sides: Mapping[str, _Side],
+        wanted: Callable[[str], bool], is_asked: Callable[[str], bool], progress: Progress,
     ):  # fmt: skip
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
         self._device = device_here()
         self._version = chosen.rows[0].policy_version
-        self._tensors = run.weights.load(self._version, rows[0].attempt)
+        tensors = run.weights.load(self._version, rows[0].attempt)
         self.executions: dict[str, Execution] = {}
         self._doubles: dict[str, Execution] = {}
         """For each side with user code, an execution of that code in float64."""
-
-    def build(self, sides: Mapping[str, _Side]) -> None:
-        contract = self._run.train_contract(self._rows[0].contract)
-        plain = HfScorer(self._run, Arm(dtype="fp64", attention="eager"), contract, self._device)
+        contract = run.train_contract(rows[0].contract)
+        plain = HfScorer(run, Arm(dtype="fp64", attention="eager"), contract, self._device)
         model = plain.build()
         _check_form(model)
-        plain.put(model, self._tensors)
+        plain.put(model, tensors)
         # In a trace with adapters, parameter names start with PEFT's prefix. Remove it, because the rebuilt model's
         # names do not have it.
-        dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
+        dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in tensors.items()}
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before the executions allocate memory
         # If either side runs user code, both sides compute logits in the model's own forward method.
-        whole = any(run.model_factory is not None or change is not None for _, run, change in sides.values())
+        whole = any(own.model_factory is not None or change is not None for _, own, change in sides.values())
 
-        def loaded(arm: Arm, run: RecordedRun, change: Prepare | None) -> Execution:
+        def loaded(arm: Arm, own: RecordedRun, change: Prepare | None) -> Execution:
             kind = {EXACT: ExactExecution, VLLM: VllmExecution}.get(arm.engine, Execution)
-            made = kind(run, arm, contract, self._device, change, calls_whole_model=whole)
-            made.load(self._weights_of(arm))
+            made = kind(own, arm, contract, self._device, change, calls_whole_model=whole)
+            stale = arm.weights_version
+            made.load(tensors if stale is None else self._run.weights.load(stale, rows[0].attempt))
             made.reference = self._reference
             return made
 
-        for side, (arm, run, change) in sides.items():
-            self.executions[side] = loaded(arm, run, change)
+        for side, (arm, own, change) in sides.items():
+            self.executions[side] = loaded(arm, own, change)
             if self.executions[side].is_other_code and arm.dtype != "fp64":
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
-                self._doubles[side] = loaded(double, run, change)
-
-    def _weights_of(self, arm: Arm) -> Any:
-        if arm.weights_version is None:
-            return self._tensors
-        return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
+                self._doubles[side] = loaded(double, own, change)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
         rows, executions = self._chosen.rows, self.executions
@@ -266,8 +261,7 @@ class _Location:
             off_T = np.abs(own_T - reference.logprobs(row, execution.numerics.temperature, position))[row.scored]
             pooled.same_in_double[side] &= bool((off_T <= _SAME_FUNCTION).all())
             judged = reference.judge(row, taps, execution, position).operators
-            head = judge_head(execution, reference, row, taps, own_T)
-            for each in (*judged, *(each for each, _ in head)):
+            for each in (*judged, *(each for each, _ in judge_head(execution, reference, row, taps, own_T))):
                 if self._is_asked(each.operator):
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 

@@ -156,10 +156,7 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """Runs an arm of the exact engine, which rounds values to the arm's dtype but stores them as float64.
-
-    Observed values are converted to the arm's dtype.
-    """
+    """Runs an arm of the exact engine, which stores rounded values as float64. They are observed in the arm's dtype."""
 
     scorer_of = ExactArmScorer
     is_other_code = False

@@ -119,8 +119,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True, and record an error, if a mixture's output is too far from its experts' sum to be explained by
-    rounding."""
+    """Record an error and return True if rounding cannot explain how far a mixture is from its experts' sum."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:

@@ -11,26 +11,13 @@ from typing import Any
 import torch
 
 from ...tracer.store import first_line
-from . import bounds
+from . import bounds, taps
 from .cores import ROTARY, Cores
 from .experts import is_wrong_sum, judge_choice, judge_router
 from .heard import ENDS_OF_ATTENTION, ENDS_OF_MLP, FIRST_OF_MLP, Heard
 from .judged import GIVES, OF_CODE, TAKES, Point
 from .names import ATTENTION, core_name, kind_of, layer_of
-from .taps import (
-    Call,
-    are_experts,
-    attention_around,
-    fitting,
-    hidden_of,
-    hooked,
-    like,
-    outputs_of,
-    tensors_of,
-    tokens_first,
-    with_outputs,
-    with_tensors,
-)
+from .taps import Call, outputs_of, with_tensors
 
 RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
 """Computations between operators: residual additions, gate times up projection, everything else (wiring), and changes
@@ -49,17 +36,16 @@ class Forward:
 
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
-        """Within the context, judge each operator and replace its inputs and outputs with those recorded from the
-        execution."""
+        """Within the context, judge each operator, then replace its inputs and outputs with the execution's."""
 
         def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
+            self._heard.entered[layer_of(name)] = taps.hidden_of(args, kwargs)
 
         with (
-            hooked(self._operators, self._guarded(self._take), self._guarded(self._give)),
-            hooked(mixtures, after=self._guarded(self._mix)),
-            hooked(layers, enter),
-            attention_around(self._core),
+            taps.hooked(self._operators, self._guarded(self._take), self._guarded(self._give)),
+            taps.hooked(mixtures, after=self._guarded(self._mix)),
+            taps.hooked(layers, enter),
+            taps.attention_around(self._core),
         ):
             yield
 
@@ -86,18 +72,16 @@ class Forward:
             return None
         if not is_wrong_sum(self._heard, name, outputs[0], found):
             return None
-        return with_outputs(given, [like(found, outputs[0]), *outputs[1:]])
-
-    # --- outputs --------------------------------------------------------------------------------------------------------
+        return taps.with_outputs(given, [taps.like(found, outputs[0]), *outputs[1:]])
 
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
-        takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
+        takes, outputs = tuple(taps.tensors_of(args, kwargs)), outputs_of(given)
         if call is None or all(each is None for each in call.gives):  # for example, if the operator runs in chunks
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None
-        found = [fitting(call.gives, slot, value) for slot, value in enumerate(outputs)]
+        found = [taps.fitting(call.gives, slot, value) for slot, value in enumerate(outputs)]
         if name not in self._judgement.unjudged:
             if all(value.is_floating_point() for value in outputs):
                 for slot, (value, own) in enumerate(zip(outputs, found, strict=True)):
@@ -108,27 +92,25 @@ class Forward:
                     self._heard, name, module, takes, outputs, call, lambda: outputs_of(module.forward(*args, **kwargs))
                 )
         pairs = zip(outputs, found, strict=True)
-        return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
+        return taps.with_outputs(given, [value if own is None else taps.like(own, value) for value, own in pairs])
 
     def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
-        if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
+        if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or taps.are_experts(module):
             self._heard.branches.append(given)
         if kind in ENDS_OF_ATTENTION and ".mlp" not in name:  # custom attention code may have no function to hook
             self._judgement.attended.add(layer)
         self._cores.note_norm(name)
         bound = self._heard.bound(name, module, slot, value, takes, call, given)
-        exact = tokens_first(value, given)
+        exact = taps.tokens_first(value, given)
         self._judgement.add(name, kind, layer, given, exact, bound, (self._heard.called(name), GIVES, slot))
-
-    # --- inputs ---------------------------------------------------------------------------------------------------------
 
     def _take(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._heard.begin(name)
         if call is None:
             return None
-        found = tensors_of(args, kwargs)
-        if are_experts(module) and len(found) > 2:
+        found = taps.tensors_of(args, kwargs)
+        if taps.are_experts(module) and len(found) > 2:
             judge_choice(self._heard, name, found, call.takes)
         own, recorded = _num_floating(call.takes), _num_floating(found)
         if name.rpartition(".")[2] != "rotary_emb" and own > recorded:
@@ -137,22 +119,22 @@ class Forward:
         return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
-        taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
+        taken, layer, last = taps.fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
         if taken is None:
             return value
-        new = like(taken, value)
+        new = taps.like(taken, value)
         if not value.is_floating_point():
             if last in ("rotary_emb", "wpe"):
                 differs = taken != value.reshape(taken.shape)
                 self._judgement.add_differing(f"{name}.positions", ROTARY, layer, differs, taken.numel())
             return new
-        if slot and are_experts(self._operators[name]):
+        if slot and taps.are_experts(self._operators[name]):
             return new  # expert weights, which are judged with the choice
         if last == "rotary_emb":
             # The rotary module uses only the dtype of the hidden states, so they are not replaced. Their values are
             # judged at the layer's input.
             return value
-        exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
+        exact, point = taps.tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
             return new
         self._between(name, layer, taken, exact, point)

@@ -17,18 +17,9 @@ from ..backends.vllm_mixture import in_order, is_mixture
 from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
+from . import taps
 from .execution import ExactExecution, Execution
 from .names import ATTENTION, core_name
-from .taps import (
-    attention_around,
-    attention_layers,
-    hooked,
-    operators,
-    outputs_of,
-    tensors_of,
-    with_outputs,
-    with_tensors,
-)
 from .vllm_execution import VllmExecution, names
 
 
@@ -37,19 +28,17 @@ class Graft:
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
-        self.theirs: Mapping[str, Any] = operators(giver.model)
-        self._ours = operators(taker.model)
+        self.theirs: Mapping[str, Any] = taps.operators(giver.model)
+        self._ours = taps.operators(taker.model)
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the names of the operators that both executions have. Attention is included only if all batches are
-        padded."""
+        """Return the names of the operators in both models. Attention is included only if all batches are padded."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
-        batches = scorer.batches(scorer.together(list(rows), of))
-        if not all(isinstance(batch, PaddedBatch) for batch in batches):
+        if not all(isinstance(batch, PaddedBatch) for batch in scorer.batches(scorer.together(list(rows), of))):
             return common
-        return [*common, *map(core_name, attention_layers(self.taker.model))]
+        return [*common, *map(core_name, taps.attention_layers(self.taker.model))]
 
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
@@ -72,16 +61,16 @@ class Graft:
             return cast(given, args[0].dtype), None
 
         chosen = {name: self._ours[name] for name in names if name in self._ours}
-        with hooked(chosen, after=self._computed), attention_around(around):
+        with taps.hooked(chosen, after=self._computed), taps.attention_around(around):
             yield
 
     def _computed(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-        theirs, takes = self.theirs[name], tensors_of(args, kwargs)
+        theirs, takes = self.theirs[name], taps.tensors_of(args, kwargs)
         dtype = next(theirs.parameters(), self._first).dtype
         floating = [value.dtype for value in takes if value.is_floating_point()]
         if self._autocast is not None and floating:
             dtype = self._narrowed(floating[0])
-        args, kwargs = with_tensors(args, kwargs, [cast(value, dtype) for value in takes])
+        args, kwargs = taps.with_tensors(args, kwargs, [cast(value, dtype) for value in takes])
         with self._as_giver():
             new = theirs(*args, **kwargs)
         return as_given(new, given)
@@ -99,9 +88,8 @@ class Graft:
 
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
-        is_double = self._first.dtype == torch.float64
         with (
-            KeepDouble() if is_double else torch._C.DisableTorchFunction(),
+            KeepDouble() if self._first.dtype == torch.float64 else torch._C.DisableTorchFunction(),
             autocast(self._first.device, self._autocast),
             kernels.forced(self._giver.arm.attention),
         ):
@@ -122,7 +110,7 @@ class Graft:
             assert isinstance(batch, PaddedBatch)
             device = self._first.device
             ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
-            with torch.no_grad(), self._as_giver(), attention_around(around):
+            with torch.no_grad(), self._as_giver(), taps.attention_around(around):
                 self._giver.model.base_model(input_ids=ids_BW, attention_mask=mask_BW, use_cache=False)
             self._masks = {key: found}
         return self._masks[key]
@@ -136,8 +124,8 @@ def cast(value: Any, dtype: Any) -> Any:
 
 def as_given(new: Any, given: Any) -> Any:
     with torch._C.DisableTorchFunction():  # KeepDouble would skip casts to float32
-        pairs = zip(outputs_of(new), outputs_of(given), strict=True)
-        return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
+        pairs = zip(taps.outputs_of(new), taps.outputs_of(given), strict=True)
+        return taps.with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
 
 
 class VllmGiver(Graft):
@@ -146,7 +134,7 @@ class VllmGiver(Graft):
 
     def __init__(self, taker: Execution, giver: VllmExecution):
         self.taker = taker
-        self._ours = operators(taker.model)
+        self._ours = taps.operators(taker.model)
         modules = dict(giver.model.named_modules())
         self.theirs: dict[str, Callable[..., Any]] = {}
         for name, parts in names(giver.model).items():
@@ -161,7 +149,7 @@ class VllmGiver(Graft):
 
     @contextmanager
     def put(self, names: Collection[str], batch: Any) -> Iterator[None]:
-        with hooked({name: self._ours[name] for name in names}, after=self._computed):
+        with taps.hooked({name: self._ours[name] for name in names}, after=self._computed):
             yield
 
     def _computed(self, name: str, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:

@@ -23,32 +23,27 @@ _STEEPEST = 1.13
 
 
 class Arithmetic(Protocol):
-    @property
-    def weight_dtypes(self) -> dict[str, Any]:
-        """torch dtypes by parameter name."""
+    """Properties of an `Execution` that bounds depend on."""
 
     @property
-    def rounds_scores(self) -> bool:
-        """True if attention rounds scores and softmax to its output dtype."""
-
+    def weight_dtypes(self) -> dict[str, Any]: ...
     @property
-    def attention_cut(self) -> float:
-        """Largest error from slicing weighted values in attention (`exact.slices`), relative to the largest value."""
-
+    def rounds_scores(self) -> bool: ...
     @property
-    def coarsest(self) -> Any:
-        """Coarsest dtype that operators may round to, or None if any dtype is allowed."""
+    def attention_cut(self) -> float: ...
+    @property
+    def coarsest(self) -> Any: ...
 
 
 class Heard:
     def __init__(
-        self, taps: RowTaps, arithmetic: Arithmetic, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
+        self, taps: RowTaps, execution: Arithmetic, recorded_dtypes: Mapping[str, Any], judgement: Judgement,
         first_position: int,
     ):  # fmt: skip
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
-        self._arithmetic, self._recorded = arithmetic, recorded_dtypes
+        self._execution, self._recorded = execution, recorded_dtypes
         # Read these properties only once, because each iterates over all weights.
-        self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
+        self._dtypes, self._coarsest = execution.weight_dtypes, execution.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
@@ -56,10 +51,7 @@ class Heard:
         self.branches: list[Any] = []
         """Outputs of the attention and MLP layers that ran since the last residual addition."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """Operators that were not observed, by (layer, kind): their exact output, and a function from dtype to error
-        bound."""
-
-    # --- calls ----------------------------------------------------------------------------------------------------------
+        """Unobserved operators by (layer, kind): exact output, and a function from dtype to error bound."""
 
     def begin(self, name: str) -> Call | None:
         """Begin an operator call. Return the recorded call, or None if it was not observed."""
@@ -75,8 +67,6 @@ class Heard:
 
     def called(self, name: str) -> str:
         return self._names.present(name)
-
-    # --- bounds ---------------------------------------------------------------------------------------------------------
 
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
         coarsest = self._coarsest
@@ -104,7 +94,7 @@ class Heard:
         off = [bounds.of_rotary(state, last, rounding) for state in (query, key)] if turns else ()
         return bounds.of_attention(
             query, key, value, given[1][0], given[0][0], scaling, rounding,
-            rounds_scores=self._arithmetic.rounds_scores, cut=self._arithmetic.attention_cut, off=off,
+            rounds_scores=self._execution.rounds_scores, cut=self._execution.attention_cut, off=off,
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
@@ -126,8 +116,6 @@ class Heard:
         )
         is_renamed = own is None and recorded is not None
         return {"weight": self._coarsest if is_renamed else own, "recorded": recorded}
-
-    # --- unobserved operators ---------------------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
         layer = layer_of(name)

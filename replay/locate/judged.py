@@ -32,8 +32,7 @@ class Judged:
     largest: float
     """Largest RMS error in a single token, relative to the RMS of the token's exact result."""
     ratio: float
-    """Largest introduced error divided by its bound. inf if an expert choice differs, or if only one of the observed and
-    exact values is finite."""
+    """Largest introduced error divided by its bound. inf if an expert choice differs, or if one side is not finite."""
     token: int
     """Index (in the prompt and response) of the token with the largest ratio."""
     dtype: str
@@ -55,8 +54,7 @@ class Judgement:
         self, operator: str, kind: str, layer: int | None, found: Any, exact: Any, bound: Any,
         point: Point | None = None,
     ) -> None:  # fmt: skip
-        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error under `point`, if
-        given."""
+        """Compare values [T, ...] with exact ones, given elementwise bounds. Store the error under `point`."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -65,8 +63,7 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Judge integers that must be equal, such as positions and expert choices. `differs` [T, ...] is True where
-        they differ."""
+        """Judge integers that must be equal, such as expert choices. `differs` [T, ...] is True where they differ."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs

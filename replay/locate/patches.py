@@ -34,10 +34,8 @@ def patched(
     executions: Mapping[str, Execution], rows: Sequence[RecordedRow], of: list[RecordedRow], pooled: Pooled,
     wanted: Names, is_asked: Names, progress: Progress,
 ) -> Iterator[Patch]:  # fmt: skip
-    """Patch the executions one after the other, and yield the mismatch that remains after each patch.
-
-    Patches cover the operators that `is_asked` selects, and the expert choices of the routers that `wanted` selects.
-    """
+    """Patch the operators that `is_asked` selects, and the choices of the routers that `wanted` selects, in each
+    execution. Yield the mismatch that remains after each patch."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -52,8 +50,7 @@ def patched(
                 advance(1)
                 try:
                     if operators is None:
-                        given = _choices(executions[other], rows, of, wanted)
-                        scored = _score_with(graft.taker, given, rows, of)
+                        scored = _score_with(graft.taker, _choices(executions[other], rows, of, wanted), rows, of)
                     else:
                         scored = graft.score(operators, rows, of)
                 except OF_CODE as error:
@@ -73,9 +70,7 @@ def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
     return [*of_kind, ("all operators", frozenset(names))]
 
 
-def _choices(
-    giver: Execution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
-) -> dict[str, Routing]:
+def _choices(giver: Execution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Names) -> dict[str, Routing]:
     """Return router choices [T, L, S] by sequence. Routers that `wanted` does not select get NOT_ROUTED."""
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):

@@ -93,10 +93,8 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator where rounding does not explain the difference, or None.
-
-    Differences that do not affect float64 log-probabilities are recorded in `pooled.unjudged`.
-    """
+    """Return the first operator where rounding does not explain the difference, or None. Differences without effect on
+    float64 log-probabilities go to `pooled.unjudged`."""
     undone = {side for side, is_same in pooled.same_in_double.items() if is_same}
     counted = []
     for each in operators:

@@ -17,22 +17,16 @@ from ...tracer.dense import scaled
 from ...tracer.hooks.patches import replaced
 from ..backends.double import KeepDouble
 from ..recorded import RecordedRow
+from . import taps
 from .forward import Forward
 from .heard import Arithmetic, Heard
 from .judged import GIVES, TAKES, Judgement, Point
 from .names import ATTENTION, CallNames, core_name, layer_modules, layer_of
-from .taps import (
-    RowTaps,
-    attention_around,
-    hidden_of,
-    hooked,
-    is_heads_first,
-    mixtures,
-    operators,
-    outputs_of,
-    tensors_of,
-)
+from .taps import RowTaps, mixtures
 from .windows import EVERY_LAYER, Window
+
+ErrorsOf = Callable[[Window], Sequence[dict[Point, Any]]]
+"""Returns the executions' errors in a layer window."""
 
 
 class Reference:
@@ -40,16 +34,16 @@ class Reference:
         """`model` has float64 weights and unfused attention. `recorded_dtypes` are the recorded weights' dtypes."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.operators = operators(model)
+        self.operators = taps.operators(model)
         self.recorded_dtypes = recorded_dtypes or {}
         self.layers = layer_modules(model)
 
     def judge(
-        self, row: RecordedRow, taps: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
+        self, row: RecordedRow, own: RowTaps, execution: Arithmetic, first_position: int, window: Window = EVERY_LAYER
     ) -> Judgement:
         """Judge the operators in a row's forward pass, then release their values, except those that the head needs."""
         judgement = Judgement(window)
-        heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
+        heard = Heard(own, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
         with torch.no_grad(), KeepDouble(), forward.listening(mixtures(self.model), self.layers), self._running(window):
             self._hidden(row, first_position)
@@ -57,7 +51,7 @@ class Reference:
 
     def carried(
         self, row: RecordedRow, weights_T: np.ndarray, temperature: float, first_position: int,
-        windows: Sequence[Window], errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
+        windows: Sequence[Window], errors_of: ErrorsOf,
     ) -> list[dict[Point, float]]:  # fmt: skip
         """Return each error's first-order contribution to sum(weights_T * logprobs): error times gradient.
 
@@ -65,15 +59,14 @@ class Reference:
         Windows are visited from last to first, and only one window's errors are in memory at a time.
         """
         products = _Products(windows, errors_of, self.names)
-        embedding = {"": self.model.get_input_embeddings()}
         with (
-            hooked(self.operators, after=products.gives),
-            attention_around(products.core),
+            taps.hooked(self.operators, after=products.gives),
+            taps.attention_around(products.core),
             torch.enable_grad(),
             KeepDouble(),
             self._run_again(),
-            hooked(self.layers, products.enters),
-            hooked(embedding, after=lambda *call: call[-1].requires_grad_()),
+            taps.hooked(self.layers, products.enters),
+            taps.hooked({"": self.model.get_input_embeddings()}, after=lambda *call: call[-1].requires_grad_()),
         ):
             hidden_TH = self._hidden(row, first_position)[0]
             logprobs_T = self._logprobs(row, hidden_TH, temperature)
@@ -118,21 +111,15 @@ class Reference:
         ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
         device = next(self.model.parameters()).device
         positions = first_position + torch.arange(len(ids), device=device)
-        output = self.model.base_model(
+        return self.model.base_model(
             input_ids=torch.from_numpy(ids).to(device)[None], position_ids=positions[None], use_cache=False
-        )
-        return output.last_hidden_state
+        ).last_hidden_state
 
 
 class _Products:
     """Multiplies each error by the gradient at the same point during the backward pass."""
 
-    def __init__(
-        self,
-        windows: Sequence[Window],
-        errors_of: Callable[[Window], Sequence[dict[Point, Any]]],
-        names: Mapping[int, str],
-    ):
+    def __init__(self, windows: Sequence[Window], errors_of: ErrorsOf, names: Mapping[int, str]):
         self._windows, self._errors_of, self._names = windows, errors_of, names
         self._place = len(windows) - 1
         self._errors = errors_of(windows[-1])
@@ -144,14 +131,14 @@ class _Products:
         """True in the backward pass, so that recomputed layers are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._entered = hidden_of(args, kwargs)
+        self._entered = taps.hidden_of(args, kwargs)
 
     def gives(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         call = self._calls.next(name)
-        for slot, value in enumerate(tensors_of(args, kwargs)):
+        for slot, value in enumerate(taps.tensors_of(args, kwargs)):
             if value.requires_grad:
                 self._note((call, TAKES, slot), value)
-        for slot, value in enumerate(outputs_of(given)):
+        for slot, value in enumerate(taps.outputs_of(given)):
             if value.is_floating_point():
                 self._note((call, GIVES, slot), value)
 
@@ -187,7 +174,7 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    if is_heads_first(gradient, error):
+    if taps.is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))
     if np.isfinite(found):

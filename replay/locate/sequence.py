@@ -196,8 +196,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
     if not wide or not bool(flipped_T.any()):
         return None
     scores, chosen = wide[0][flipped_T].double(), ids[flipped_T].long()
-    rest = scores.scatter(-1, chosen, -torch.inf).amax(-1)
-    margins = scores.gather(-1, chosen).amin(-1) - rest
+    margins = scores.gather(-1, chosen).amin(-1) - scores.scatter(-1, chosen, -torch.inf).amax(-1)
     return float(margins.max()) if bool((margins >= 0).all()) else None
 
 

@@ -31,8 +31,7 @@ class Call:
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` then contains their rounded sum, but the operator may have
-    used the unrounded one."""
+    """True if the operator adds two inputs first. `takes` has their rounded sum; the operator may use the exact one."""
     is_other_code: bool = False
     """True if the operator runs code other than the recorded model's. That code may round after each step."""
 
@@ -98,8 +97,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's slice [T, ...] of a tensor [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D], or None if it
-    has no token axis."""
+    """Return a row's slice of [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]. None without a token axis."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:
@@ -271,12 +269,11 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Inputs of operators that are still running, by operator and row. They are copied because they may change in
-        place."""
+        """Copied inputs of running operators, by operator and row. Operators may change them in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),
-            hooked(self._operators, self._takes, self._gives),
+            hooked(self._operators, self._takes, lambda name, *call: self._keep(name, outputs_of(call[-1]))),
             attention_around(self._core),
         ):
             yield
@@ -312,9 +309,6 @@ class Taps:
     def _takes(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = tensors_of(args, kwargs)
         self._taken[name] = {index: tuple(self._kept(value, index) for value in values) for index in self._chosen}
-
-    def _gives(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
-        self._keep(name, outputs_of(given))
 
     def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self._cores.get(id(module))

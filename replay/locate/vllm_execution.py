@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,17 +35,10 @@ _HEAD = ("lm_head", "logits_processor")
 _FUSED = ("act_fn",)
 """Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
 _ROTARY = "rotary_emb"
-_PARTS_OF_ATTENTION = "attn."
+_ATTENTION = "attn"
 
 Span = tuple[str, slice, int]
 """(sequence id, slice of the forward pass's tokens, position in the sequence of the slice's first token)."""
-
-
-class _EngineNumerics(NamedTuple):
-    """Precision in vLLM's head: the projection runs in the engine's dtype, the log-softmax in float32."""
-
-    temperature: float
-    projection_dtype: None = None
 
 
 class _EagerScorer(VllmScorer):
@@ -76,8 +70,9 @@ class VllmExecution(Execution):
         return self.built.llm.apply_model(lambda model: model)[0]
 
     @property
-    def numerics(self) -> _EngineNumerics:  # type: ignore[override]
-        return _EngineNumerics(self.scorer.numerics.temperature)
+    def numerics(self) -> Any:
+        """Precision of vLLM's head: the projection runs in the engine's dtype, and the log-softmax in float32."""
+        return SimpleNamespace(temperature=self.scorer.numerics.temperature, projection_dtype=None)
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
@@ -148,10 +143,9 @@ class _Batch:
         if metadata is None:
             return []
         starts = metadata.query_start_loc.tolist()
-        requests = self._runner.input_batch.req_ids
         return [
             (self._sequence(request), slice(start, end), int(positions_W[start]))
-            for request, start, end in zip(requests, starts, starts[1:], strict=False)
+            for request, start, end in zip(self._runner.input_batch.req_ids, starts, starts[1:], strict=False)
             if end > start
         ]
 
@@ -180,9 +174,9 @@ def names(model: Any) -> dict[str, list[str]]:
             continue
         if name in gates or name.startswith(tuple(f"{each}." for each in of_experts)):
             continue
-        if not name or f".{_PARTS_OF_ATTENTION}" in name or last in (*_HEAD, *_FUSED) or f"{_ROTARY}." in name:
+        if not name or f".{_ATTENTION}." in name or last in (*_HEAD, *_FUSED) or f"{_ROTARY}." in name:
             continue
-        if last == _PARTS_OF_ATTENTION[:-1]:
+        if last == _ATTENTION:
             found[name] = [core_name(layer)]
         elif last == _ROTARY:
             found[name] = [f"model.{_ROTARY}"]
@@ -208,7 +202,7 @@ class _EngineTaps:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        hooks = {"attn": self._attention, _ROTARY: self._rotary}
+        hooks = {_ATTENTION: self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 if is_mixture(module):

@@ -32,8 +32,7 @@ class Window:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
     def needs(self, name: str) -> bool:
-        """Return True if the window needs an operator's values. This includes the next layer's norms, whose input is
-        the window's last output."""
+        """Return True if the window needs an operator's values. The next layer's norms take its last output."""
         layer = layer_of(name)
         if layer is None:
             return self.is_last or bool(_BEFORE_LAYERS.search(name))

@@ -150,8 +150,7 @@ def _scripts(
 
 
 def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
-    """Write a script, and save its tensors in a file next to it. Return that file's path, or None if it has no
-    tensors."""
+    """Write a script and, next to it, a file with its tensors. Return the file's path, or None without tensors."""
     path.write_text(text)
     if not tensors:
         return None
@@ -160,8 +159,7 @@ def _write(path: Path, text: str, tensors: Mapping[str, Any]) -> Path | None:
 
 
 def _run(text: str, tensors: Mapping[str, Any]) -> tuple[int, float, int, str]:
-    """Run a script in a temporary folder. Return the size of its tensor file (bytes), the run time (seconds), the exit
-    code and the output."""
+    """Run a script in a temporary folder. Return its file's size (bytes), its time (s), exit code and output."""
     with tempfile.TemporaryDirectory(prefix="tim-trace-reproduce-") as folder:
         file, start = _write(Path(folder) / "bug.py", text, tensors), perf_counter()
         try:

@@ -24,8 +24,7 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 
 _LARGE = 1e4
 """Minimum magnitude of a number that counts as part of a mask."""
 _ROUNDINGS = 4.0
-"""Largest error that rounding explains, in multiples of the reference's rounding error. The script uses the same
-rule."""
+"""Largest error that rounding explains, in multiples of the reference's (the script has the same rule)."""
 _TINY = 1e-300
 _CALLS = 2
 """Number of calls to try per module. A rotary embedding is called for full and for sliding attention."""
@@ -235,8 +234,7 @@ class _Search:
         for module in (self._a, self._b, self._exact):
             dtype = dtype_of(module, found.inputs)
             inputs = [each.to(dtype) if each.is_floating_point() else each.clone() for each in found.inputs]
-            own = found.own if module is self._b else {}
-            with holding(module, found.weights | own):
+            with holding(module, found.weights | (found.own if module is self._b else {})):
                 values.append(self._scope.call(module, *with_tensors(found.args, found.kwargs, inputs)))
         ratios = [_ratio(*each) for each in zip(*map(outputs_of, values), strict=False)]
         best = max(range(len(ratios)), key=ratios.__getitem__)

@@ -31,8 +31,7 @@ def exp(x: Any) -> Any:
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
-    result = polynomial(rest, _EXP).mul_(power_of_two(turns.to(torch.int64)))
-    return result.masked_fill_(x < _LEAST, 0.0)
+    return polynomial(rest, _EXP).mul_(power_of_two(turns.to(torch.int64))).masked_fill_(x < _LEAST, 0.0)
 
 
 def log(x: Any) -> Any:
@@ -44,8 +43,7 @@ def log(x: Any) -> Any:
     exponent, mantissa = exponent + upper, torch.where(upper, mantissa * 0.5, mantissa)
     ratio = (mantissa - 1) / (mantissa + 1)
     turns = exponent.to(torch.float64)
-    small = polynomial(ratio * ratio, _ATANH) * (ratio * 2)
-    return turns * _LN2[0] + (turns * _LN2[1] + small)
+    return turns * _LN2[0] + (turns * _LN2[1] + polynomial(ratio * ratio, _ATANH) * (ratio * 2))
 
 
 def cosine_and_sine(x: Any) -> tuple[Any, Any]:
@@ -82,8 +80,7 @@ def power_of_two(exponent: Any) -> Any:
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once. The divisor is passed as a tensor, because on a GPU torch would multiply by the
-    reciprocal of a Python number."""
+    """Return x / number, rounded once. On a GPU, torch would multiply by the reciprocal of a Python number."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
@@ -103,8 +100,7 @@ class Precision:
         return rounded(x, self.dtype)
 
     def wide(self, x: Any) -> Any:
-        """Round to the dtype in which transformers computes norms, routing and logits: float32, or float64 for a
-        float64 model."""
+        """Round to transformers' dtype for norms, routing and logits: float32, or float64 for a float64 model."""
         return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 

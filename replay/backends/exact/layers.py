@@ -139,7 +139,6 @@ class ExactHead:
 
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
         """Return the log-probabilities [M] of `ids_M` in nats, as float32 (float64 for a float64 model)."""
-        wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
         parts = [hidden_MH.new_zeros(0)]
         for hidden_CH, ids_C in zip(hidden_MH.split(self._chunk), ids_M.split(self._chunk), strict=True):
             if len(ids_C):
@@ -149,4 +148,4 @@ class ExactHead:
                 shifted_CV = logits_CV.sub_(logits_CV.amax(dim=-1, keepdim=True))
                 taken_C1 = shifted_CV.gather(-1, ids_C[:, None])
                 parts.append((taken_C1 - log(sum_of_units(exp(shifted_CV)))).squeeze(-1))
-        return torch.cat(parts).to(wide)
+        return torch.cat(parts).to(torch.float64 if self._precision.dtype == torch.float64 else torch.float32)

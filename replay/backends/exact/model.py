@@ -86,8 +86,7 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Map transformers' module names to operators. `<name>.attention` is the core of the attention module `<name>`,
-        without its linear layers."""
+        """Map transformers' names to operators. `<name>.attention` is attention module `<name>` without projections."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
@@ -151,8 +150,7 @@ class ExactModel:
         if hasattr(layer, "q_norm") and hasattr(layer, "k_norm"):
             query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = self._rotary.turn(query, *turns), self._rotary.turn(key, *turns)
-        mixed_BATD = layer.attention(query, key, value, cache, seen)
-        return layer.o_proj(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
+        return layer.o_proj(layer.attention(query, key, value, cache, seen).transpose(1, 2).reshape(B * T, -1))
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:

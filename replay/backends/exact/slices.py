@@ -26,8 +26,7 @@ UNITS = 1 << (53 - _UNIT_BITS)
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Vectors along the last axis, stored as truncated sums: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] +
-    ...)."""
+    """Vectors along the last axis: truncated sums 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...)."""
 
     parts: tuple[Any, ...]
     """Integers stored as float64, with magnitudes up to 2**bits in the first tensor and 2**(bits - 1) in the others."""
@@ -60,11 +59,9 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return an exponent that bounds each vector along the last axis, and whether all elements of the vector are
-    finite."""
+    """Return an exponent that bounds each vector along the last axis, and whether the vector is finite."""
     least, most = x.aminmax(dim=-1, keepdim=True)
-    largest = torch.maximum(most, -least)
-    exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
+    exponent = ((torch.maximum(most, -least).view(torch.int64) >> 52) & 0x7FF) - 1022
     return exponent.clamp(-_LARGEST, _LARGEST), exponent <= _LARGEST
 
 
@@ -81,8 +78,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
     """Like `matmul`, but `left` is already multiplied by the scales of `right`, whose parts have shape [..., K, N]."""
-    total = _total(left, right, lambda a, b: a @ b)
-    return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
+    return _total(left, right, lambda a, b: a @ b).mul_(power_of_two(left.exponent - left.bits - right.bits))
 
 
 def sum_of_squares(x: Any, count: int) -> Any:
@@ -93,8 +89,7 @@ def sum_of_squares(x: Any, count: int) -> Any:
 
 
 def sum_of_units(x: Any) -> Any:
-    """Round numbers from 0 to 1 to multiples of 2**-66, and return their sum along the last axis, which has at most
-    UNITS elements."""
+    """Round numbers from 0 to 1 to multiples of 2**-66, and return the sum of up to UNITS of them (last axis)."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
