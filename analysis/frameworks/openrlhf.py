@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption
-from ...schemas.passes import CURRENT
 from ..trace.macros import quoted, quoted_pair
 from .framework import Framework, literals, option_field, options_of
-from .notes import masked_out, null_without
+from .notes import without_current
 
 if TYPE_CHECKING:
     from ..trace.database import Database
@@ -46,10 +45,7 @@ class OpenRlhf(Framework):
         )
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        return [
-            *null_without(database, ("ppo_kl", "ppo_clip_ratio"), CURRENT),
-            *masked_out(database, (*pair, CURRENT), "OpenRLHF"),
-        ]
+        return without_current(database, pair, "OpenRLHF", "ppo_kl", "ppo_clip_ratio")
 
 
 FRAMEWORK = OpenRlhf

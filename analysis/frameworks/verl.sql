@@ -8,13 +8,10 @@
 
 -- verl_rows(a, b): sequences that both passes scored, with logprobs and mask; an empty mask masks no token.
 CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE
-    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-           scores_a.logprobs AS old, scores_b.logprobs AS rollout, coalesce(s.response_mask, []::BOOLEAN[]) AS mask
-    FROM sequences AS s
-    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-    WHERE scores_a."pass" = a AND scores_b."pass" = b
-      AND scores_a.logprobs IS NOT NULL AND scores_b.logprobs IS NOT NULL;
+    SELECT run, step, seq_id, iteration_a, iteration_b, logprobs_a AS old, logprobs_b AS rollout,
+           coalesce(response_mask, []::BOOLEAN[]) AS mask
+    FROM scored_by_both(a, b)
+    WHERE logprobs_a IS NOT NULL AND logprobs_b IS NOT NULL;
 
 -- verl_summed(a, b): sums of each sequence.
 CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE

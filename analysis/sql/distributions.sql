@@ -7,8 +7,7 @@ CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
         SELECT run, step, seq_id, group_id, iteration_a, iteration_b,
                unnest(range(first, first + num_tokens)) AS position,
                unnest(response_ids[first + 1 : first + num_tokens]) AS token_id,
-               unnest(coalesce(response_mask[first + 1 : first + num_tokens],
-                               list_resize([]::BOOLEAN[], num_tokens, true))) AS mask,
+               unnest(token_mask(response_mask[first + 1 : first + num_tokens], num_tokens)) AS mask,
                unnest(compare_distributions(run, num_tokens,
                                             dense_a, start_a + first, contract_a, policy_version_a, attempt_a,
                                             dense_b, start_b + first, contract_b, policy_version_b, attempt_b)) AS measured

@@ -27,6 +27,11 @@ _GATHERED = 1 << 22
 """If more values than this are kept, equal values are merged and counted to save memory."""
 
 Cuts = tuple[float | None, ...]
+Interpolate = Callable[[float, float, float], float]
+
+
+def linear(below: float, above: float, share: float) -> float:
+    return below + (above - below) * share
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ class Gathered:
         if self._num_kept > _GATHERED:
             self.count()
 
-    def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
+    def cuts(self, interpolate: Interpolate = linear) -> Cuts:
         """Return exact quantiles. All values counted in the histogram must have been added first."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
@@ -118,25 +123,20 @@ class Gathered:
                 return 0.0
             return float(counted[bin][0][np.searchsorted(ends[bin], rank - self._places[bin], side="right")])
 
-        return _cuts(self._num_values, at, interpolate or linear)
+        return _cuts(self._num_values, at, interpolate)
 
 
-def quantiles(
-    abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
-) -> Cuts:
+def quantiles(parts: Iterable[np.ndarray], histogram: Histogram, interpolate: Interpolate = linear) -> Cuts:
     """Return exact quantiles of values in memory, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
-    >>> quantiles(values, Histogram.of(values))
+    >>> quantiles([values], Histogram.of(values))
     (1.0, 1.9, 1.98)
     """
     gathered = Gathered(histogram)
-    gathered.add(abs_d_T)
+    for abs_d_T in parts:
+        gathered.add(abs_d_T)
     return gathered.cuts(interpolate)
-
-
-def linear(below: float, above: float, share: float) -> float:
-    return below + (above - below) * share
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
@@ -169,7 +169,7 @@ def _middle(bin: int) -> float:
     return float((low + high) / 2)
 
 
-def _cuts(num_values: int, at: Callable[[int], float], interpolate: Callable[[float, float, float], float]) -> Cuts:
+def _cuts(num_values: int, at: Callable[[int], float], interpolate: Interpolate) -> Cuts:
     if not num_values:
         return tuple(None for _ in SHARES)
     found = []

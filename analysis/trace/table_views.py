@@ -27,19 +27,6 @@ _SEQUENCE = pa.schema([("run", pa.string()), ("step", pa.int64()), ("seq_id", pa
 
 _IS_SETTING = f"starts_with(name, '{HYPERPARAMETER}')"
 
-_RECORDED = f"""
-    SELECT DISTINCT run, step
-    FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING}){{where}}
-    ORDER BY run, step
-"""
-
-_PASSES_OF_SCORES = """
-    CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
-    WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
-       OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
-    ORDER BY run, "pass", contract
-"""
-
 
 class TableViews:
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
@@ -79,7 +66,12 @@ class TableViews:
             kept_rows = " OR ".join([condition, *until]) if table == METRICS else condition
             for name in (table, f"all_{table}"):
                 self._narrow(name, kept_rows)
-        self._connection.execute(_PASSES_OF_SCORES)
+        self._connection.execute("""
+            CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
+            WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
+               OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
+            ORDER BY run, "pass", contract
+        """)
         self.is_whole = False
         return kept_steps, condition
 
@@ -161,7 +153,12 @@ class TableViews:
 
     def _steps_where(self, where: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {source.run: [] for source in self._sources}
-        for run, step in self._connection.execute(_RECORDED.format(where=where)).fetchall():
+        query = f"""
+            SELECT DISTINCT run, step
+            FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING}){where}
+            ORDER BY run, step
+        """
+        for run, step in self._connection.execute(query).fetchall():
             found[run].append(step)
         return found
 
