@@ -108,7 +108,10 @@ class DistributionPairs:
     def _compare(self, columns: list[list[Any]]) -> pa.Array:
         run, count, *sides = columns
         offsets = np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
-        found = {name: np.ma.masked_all(offsets[-1], kind.to_pandas_dtype()) for name, kind in TYPES.items()}
+        found: dict[str, Array] = {
+            name: np.ma.masked_all(offsets[-1], kind.to_pandas_dtype())  # type: ignore[no-untyped-call]
+            for name, kind in TYPES.items()
+        }
         pieces: dict[tuple[Place, Place], list[int]] = {}
         for row, name in enumerate(run):
             pair = tuple(
@@ -132,8 +135,11 @@ class DistributionPairs:
         for begin in range(0, len(order), size):
             chunk = order[begin : begin + size]
             side_a, side_b = a.side(rows_a[chunk]), b.side(rows_b[chunk])
-            is_full = isinstance(side_a, Full) and isinstance(side_b, Full)
-            for name, values in (compare_full if is_full else compare_partly)(side_a, side_b).items():
+            if isinstance(side_a, Full) and isinstance(side_b, Full):
+                measures = compare_full(side_a, side_b)
+            else:
+                measures = compare_partly(side_a, side_b)
+            for name, values in measures.items():
                 found[name][out[chunk]] = values
 
     def _open(self, place: Place) -> _Opened:

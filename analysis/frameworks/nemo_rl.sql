@@ -18,8 +18,7 @@
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
            expm1_minus(d) AS k3, expm1_minus(-d) AS k3_reverse
-    FROM pair(a, b)
-    WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
+    FROM counted_pair(a, b);
 
 -- exp(x), or 0 if that is not finite.
 CREATE OR REPLACE MACRO nemo_rl_ratio(x) AS CASE WHEN isfinite(exp(x)) THEN exp(x) ELSE 0.0 END;

@@ -116,7 +116,7 @@ def _define(name: str, database: Database) -> None:
     }
     sql = macros(name)
     for placeholder, text in filled.items():
-        sql = sql.replace(f"{{{placeholder}}}", text)
+        sql = sql.replace(f", {{{placeholder}}}", f", {text}" if text else "").replace(f"{{{placeholder}}}", text)
     connection.execute(sql)
 
 

@@ -131,7 +131,7 @@ def _weight(loss: Loss, tokens: Differences) -> Array | float:
     if loss.level == TOKEN:
         return weight_T
     known_T = weight_T if tokens.known_T is None else weight_T * tokens.known_T
-    return tokens.total(known_T) / np.maximum(tokens.known_N, 1)
+    return np.asarray(tokens.total(known_T) / np.maximum(tokens.known_N, 1))
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:

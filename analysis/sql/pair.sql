@@ -3,12 +3,9 @@ CREATE OR REPLACE MACRO token_mask(response_mask, num) AS coalesce(response_mask
 CREATE OR REPLACE MACRO token_advantages(advantages, advantage, num) AS
     coalesce(advantages::DOUBLE[], list_resize([]::DOUBLE[], num, advantage));
 
--- scored_by_both(a, b): one row per sequence that both passes scored (and inner iteration).
+-- scored_by_both(a, b): sequences that both passes scored, with the columns of both rows of scores as iteration_a, iteration_b, ...
 CREATE OR REPLACE MACRO scored_by_both(a, b) AS TABLE
-    SELECT s.*, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-           scores_a.logprobs AS logprobs_a, scores_b.logprobs AS logprobs_b,
-           scores_a.entropy AS entropy_a, scores_b.entropy AS entropy_b,
-           scores_a.top2_gap AS top2_gap_a, scores_b.top2_gap AS top2_gap_b
+    SELECT s.*, COLUMNS(scores_a.*) AS '\0_a', COLUMNS(scores_b.*) AS '\0_b'
     FROM sequences AS s
     JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
     JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
@@ -28,3 +25,8 @@ CREATE OR REPLACE MACRO pair(a, b) AS TABLE
                unnest(logprobs_a) AS logprob_a, unnest(logprobs_b) AS logprob_b
         FROM scored_by_both(a, b)
     );
+
+-- counted_pair(a, b): the tokens of pair(a, b) that the loss counts and that both passes scored. If a and b are the same pass,
+-- each inner iteration is paired with itself.
+CREATE OR REPLACE MACRO counted_pair(a, b) AS TABLE
+    FROM pair(a, b) WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...schemas.documents import WriterState
 from ...schemas.errors import InvalidOption, option, tell_samples
@@ -17,19 +17,15 @@ from .macros import quoted
 from .source import Pair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalColumns:
+class OptionalColumns(NamedTuple):
     mask: bool
     advantage: bool
     advantages: bool
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    return OptionalColumns(
-        mask=_has(database, "sequences", "response_mask", run),
-        advantage=_has(database, "sequences", "advantage", run),
-        advantages=_has(database, "sequences", "advantages", run),
-    )
+    names = ("response_mask", "advantage", "advantages")
+    return OptionalColumns(*(_has(database, "sequences", name, run) for name in names))
 
 
 @cached

@@ -62,7 +62,9 @@ class Histogram:
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
-        found = np.unique(np.searchsorted(ends_B, sorted(_ranks(self.num_values)), side="right"))
+        places = [share * (self.num_values - 1) for share in SHARES]
+        ranks = [rank for place in places for rank in (math.floor(place), math.ceil(place))]
+        found = np.unique(np.searchsorted(ends_B, ranks, side="right"))
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
@@ -151,11 +153,6 @@ def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np
     counts = np.zeros(len(values), np.int64)
     np.add.at(counts, value_P, np.concatenate([counts for _, counts in parts]))
     return values, counts
-
-
-def _ranks(num_values: int) -> set[int]:
-    places = [share * (num_values - 1) for share in SHARES]
-    return {rank for place in places for rank in (math.floor(place), math.ceil(place))}
 
 
 def _bin_at(places: dict[int, int], rank: int) -> int:

@@ -59,10 +59,9 @@ class Source(Snapshot):
                 "run": self.run,
                 "pass": name,
                 "contract": digest,
-                "engine": _text(contract.get("engine")),
-                "device": _text(contract.get("device")),
                 "contract_json": json.dumps(contract, sort_keys=True),
             }
+            | {key: None if contract.get(key) is None else str(contract[key]) for key in ("engine", "device")}
             for name, digest, contract in self.contracts
         ]
 
@@ -96,10 +95,6 @@ def open_sources(traces: Traces) -> list[Source]:
     if not sources:
         raise InvalidOption("no trace given; pass at least one folder", option="traces")
     return sources
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def find_sums(source: Source) -> None:

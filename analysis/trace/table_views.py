@@ -65,7 +65,7 @@ class TableViews:
         for table in TABLES:
             kept_rows = " OR ".join([condition, *until]) if table == METRICS else condition
             for name in (table, f"all_{table}"):
-                self._narrow(name, kept_rows)
+                self._wrap(name, f"every_{name}", f"WHERE {kept_rows}")
         self._connection.execute("""
             CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
             WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
@@ -77,17 +77,14 @@ class TableViews:
 
     def keep_steps(self, steps: Sequence[int]) -> None:
         for name in ("sequences", "scores"):
-            self._narrow(name, step_condition(steps))
+            self._wrap(name, f"every_{name}", f"WHERE {step_condition(steps)}")
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
-                self._connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
-                self._connection.execute(
-                    f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
-                )
+                self._wrap(name, f"whole_{name}", "ANTI JOIN left_out USING (run, step, seq_id)")
         self._leaves_out, self.is_whole = True, False
 
     def _define(self, spec: Table) -> None:
@@ -162,9 +159,9 @@ class TableViews:
             found[run].append(step)
         return found
 
-    def _narrow(self, view: str, condition: str) -> None:
-        self._connection.execute(f"ALTER VIEW {view} RENAME TO every_{view}")
-        self._connection.execute(f"CREATE VIEW {view} AS SELECT * FROM every_{view} WHERE {condition}")
+    def _wrap(self, view: str, inner: str, clause: str) -> None:
+        self._connection.execute(f"ALTER VIEW {view} RENAME TO {inner}")
+        self._connection.execute(f"CREATE VIEW {view} AS SELECT * FROM {inner} {clause}")
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:

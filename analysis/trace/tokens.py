@@ -231,19 +231,19 @@ def places(database: Database) -> tuple[str, ...]:
     )
 
 
+@dataclass(slots=True)
 class _Reader(Generic[Unit, Made]):
-    def __init__(
-        self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
-        function: Callable[[Database, Unit], Iterable[Made]],
-    ):  # fmt: skip
-        self._traces, self._steps, self._catalogue, self._function = traces, steps, catalogue, function
-        self._database: Database | None = None
+    traces: tuple[str, ...]
+    steps: str
+    catalogue: Callable[[], Catalogue[Database]]
+    function: Callable[[Database, Unit], Iterable[Made]]
+    database: Database | None = None
 
     def run(self, unit: Unit) -> list[Made]:
-        if self._database is None:
+        if self.database is None:
             limit_threads(CPUS)
-            self._database = Database(self._traces, self._steps, catalogue=self._catalogue)
-        return list(self._function(self._database, unit))
+            self.database = Database(self.traces, self.steps, catalogue=self.catalogue)
+        return list(self.function(self.database, unit))
 
     def close(self) -> None:
         """Do nothing, because a reader has nothing to flush."""
