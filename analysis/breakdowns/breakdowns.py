@@ -28,10 +28,6 @@ MAX_ENTROPIES = 64
 """Number of entropy bins, up to 16 nats (nine million equally likely tokens). The last bin also covers all higher
 entropies."""
 
-_ENDS = """\
-SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
-FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({pair}) WHERE {compared})"""
-
 _DENSITY = """\
 -- Number of tokens by probability under pass b (x: {num_x} equal bins, 0 to 1) and by d (y: {num_y} bins, -{reach} to {reach} nats).
 SELECT {x} AS x, {y} AS y, count(*) AS num_tokens
@@ -58,7 +54,10 @@ class Queries:
         self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
-        return _ENDS.format(pair=self._pair, compared=self._compared)
+        return f"""
+            SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
+            FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({self._pair}) WHERE {self._compared})
+        """
 
     def density(self, reach: float) -> str:
         return _DENSITY.format(
@@ -98,28 +97,10 @@ def _literal(number: float) -> str:
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
 
 
-KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL hash for sampling sequences. `rows` is empty or a table prefix, e.g. `s.`."""
+KEY = "md5_number_lower(step::VARCHAR || ' ' || seq_id)"
+"""SQL hash for sampling sequences."""
 SMALLEST = 1e-6
 """Half-width (nats) of the d axis if every d is 0."""
-
-_STEPS = """
-SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
-GROUP BY step HAVING count(DISTINCT "pass") = {num} ORDER BY step
-"""
-
-_SEQUENCES = """
-SELECT {key} AS key, s.num_response_tokens
-FROM sequences AS s
-SEMI JOIN {a} AS a ON a.step = s.step AND a.seq_id = s.seq_id
-SEMI JOIN {b} AS b ON b.step = s.step AND b.seq_id = s.seq_id
-WHERE s.run = $run AND s.step IN ({steps})
-ORDER BY key
-"""
-
-_SCORED = (
-    '(SELECT step, seq_id FROM scores WHERE run = $run AND step IN ({steps}) AND iteration = 0 AND "pass" = {name})'
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +198,10 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
+    query = f"""
+        SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({quoted_pair(pair)})
+        GROUP BY step HAVING count(DISTINCT "pass") = {len(set(pair))} ORDER BY step
+    """
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     if len(known) <= max_steps:
         every = "the one step" if len(known) == 1 else f"all {len(known):,} steps"
@@ -232,15 +216,23 @@ def _steps(
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[list[str], str]:
-    names = ", ".join(str(step) for step in steps)
-    a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
-    query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
+    within = f"run = $run AND step IN ({', '.join(map(str, steps))})"
+    a, b = (
+        f'(SELECT step, seq_id FROM scores WHERE {within} AND iteration = 0 AND "pass" = {quoted(name)})'
+        for name in pair
+    )
+    query = f"""
+        SELECT {KEY} AS key, num_response_tokens
+        FROM sequences SEMI JOIN {a} USING (step, seq_id) SEMI JOIN {b} USING (step, seq_id)
+        WHERE {within}
+        ORDER BY key
+    """
     rows = database.connection.sql(query, params={"run": run}).to_arrow_table()
     total = np.cumsum(array_of(rows["num_response_tokens"]).astype(np.int64))
     num = max(int(np.searchsorted(total, max_tokens, "right")), 1)
     if num >= len(total):
         return [], ""
-    return [f"{KEY.format(rows='')} <= {rows['key'][num - 1].as_py()}"], (
+    return [f"{KEY} <= {rows['key'][num - 1].as_py()}"], (
         f"; {num:,} of their {len(total):,} sequences, chosen by a hash of step and seq_id, to read at most "
         f"{max_tokens:,} tokens"
     )

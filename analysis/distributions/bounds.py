@@ -93,10 +93,9 @@ def tv(p: Array, q: Array) -> Array:
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
-    forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
     for name, (low, high) in {
-        "kl_ab": forward(kl, None), "kl_ba": back(kl, None),
-        "js": forward(js, LN2 / 2), "tv": forward(tv, 0.5),
+        "kl_ab": _ends(kl, side_a, side_b, outside), "kl_ba": _ends(kl, side_b, side_a, outside),
+        "js": _ends(js, side_a, side_b, outside, LN2 / 2), "tv": _ends(tv, side_a, side_b, outside, 0.5),
         "entropy_a": entropy_bounds(a, b), "entropy_b": entropy_bounds(b, a),
     }.items():  # fmt: skip
         found[f"{name}_low"] = np.maximum(low * (1 - 1e-9) - _DIGITS, 0.0)
@@ -113,23 +112,18 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
     return found
 
 
-def _low_high(
-    a: PartialDistribution, b: PartialDistribution, outside: bool
-) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that takes h(p, q) and the value h(1, 0) (None if infinite), and returns a lower and an upper
-    bound on the sum of h over the vocabulary."""
-
-    def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
-        both = a.listed_CM & b.listed_CM
-        box = _Box(a.lo_CM, a.hi_CM, b.lo_CM, b.hi_CM)
-        shared = np.where(both, box.least(h), 0.0).sum(axis=1)
-        low = shared + _least_of_the_rest(h, a, b, both)
-        most = np.where(both, box.most(h), 0.0).sum(axis=1)
-        if disjoint is None:
-            return low, most + _most_of_the_rest_kl(a, b, outside)
-        return low, most + disjoint * (_rest(a, both)[1] + _rest(b, both)[1])
-
-    return ends
+def _ends(
+    h: H, a: PartialDistribution, b: PartialDistribution, outside: bool, disjoint: float | None = None
+) -> tuple[Array, Array]:
+    """Return a lower and an upper bound on the sum of h(p, q) over the vocabulary. `disjoint` is h(1, 0), or None if it
+    is infinite."""
+    both = a.listed_CM & b.listed_CM
+    box = _Box(a.lo_CM, a.hi_CM, b.lo_CM, b.hi_CM)
+    low = _sum(box.least(h), both) + _least_of_the_rest(h, a, b, both)
+    most = _sum(box.most(h), both)
+    if disjoint is None:
+        return low, most + _most_of_the_rest_kl(a, b, outside)
+    return low, most + disjoint * (_rest(a, both)[1] + _rest(b, both)[1])
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:

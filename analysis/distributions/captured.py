@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from ...tracer.weights.reader import Tensor
 from ..trace.ragged import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
-from .divergence import MEASURES, Full, compare_full
+from .divergence import MEASURES, Array, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
@@ -108,7 +108,10 @@ class DistributionPairs:
     def _compare(self, columns: list[list[Any]]) -> pa.Array:
         run, count, *sides = columns
         offsets = np.concatenate([[0], np.cumsum(count)]).astype(np.int32)
-        found = _Measures(int(offsets[-1]))
+        found: dict[str, Array] = {
+            name: np.ma.masked_all(offsets[-1], kind.to_pandas_dtype())  # type: ignore[no-untyped-call]
+            for name, kind in TYPES.items()
+        }
         pieces: dict[tuple[Place, Place], list[int]] = {}
         for row, name in enumerate(run):
             pair = tuple(
@@ -121,10 +124,11 @@ class DistributionPairs:
                 for first in (sides[1], sides[6], offsets)
             )
             self._compare_rows(self._opened(place_a), self._opened(place_b), rows_a, rows_b, out, found)
-        return pa.ListArray.from_arrays(pa.array(offsets), found.to_arrow())
+        arrays = [pa.array(found[name].filled(0), kind, mask=found[name].mask) for name, kind in TYPES.items()]
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(arrays, list(TYPES)))
 
     def _compare_rows(
-        self, a: _Opened, b: _Opened, rows_a: np.ndarray, rows_b: np.ndarray, out: np.ndarray, found: _Measures
+        self, a: _Opened, b: _Opened, rows_a: np.ndarray, rows_b: np.ndarray, out: np.ndarray, found: dict[str, Array]
     ) -> None:
         order = np.argsort(rows_a, kind="stable")
         size = max(1, CHUNK_BYTES // (8 * (a.width + b.width)))
@@ -132,9 +136,11 @@ class DistributionPairs:
             chunk = order[begin : begin + size]
             side_a, side_b = a.side(rows_a[chunk]), b.side(rows_b[chunk])
             if isinstance(side_a, Full) and isinstance(side_b, Full):
-                found.put(out[chunk], compare_full(side_a, side_b))
+                measures = compare_full(side_a, side_b)
             else:
-                found.put(out[chunk], compare_partly(side_a, side_b))
+                measures = compare_partly(side_a, side_b)
+            for name, values in measures.items():
+                found[name][out[chunk]] = values
 
     def _open(self, place: Place) -> _Opened:
         source = self._sources[place.run]
@@ -153,36 +159,12 @@ class DistributionPairs:
         }
 
 
-class _Measures:
-    def __init__(self, count: int):
-        self._values = {name: np.zeros(count, type.to_pandas_dtype()) for name, type in TYPES.items()}
-        self._missing = {name: np.ones(count, bool) for name in MEASURES}
-
-    def put(self, places: np.ndarray, measures: dict[str, Any]) -> None:
-        for name, values in measures.items():
-            missing = np.ma.getmaskarray(values)  # type: ignore[no-untyped-call]
-            self._values[name][places] = np.where(missing, 0, np.ma.filled(values, 0))
-            self._missing[name][places] = missing
-
-    def to_arrow(self) -> pa.StructArray:
-        arrays = [pa.array(self._values[name], type, mask=self._missing[name]) for name, type in TYPES.items()]
-        return pa.StructArray.from_arrays(arrays, list(MEASURES))
-
-
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
     order = np.argsort(rows_C, kind="stable")
-    parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
+    cuts = np.flatnonzero(np.diff(rows_C[order]) != 1) + 1
+    parts = [group.read(int(span[0]), len(span)) for span in np.split(rows_C[order], cuts)]
     back = np.argsort(order, kind="stable")
     return {name: np.concatenate([part[name] for part in parts])[back] for name in group.arrays}
-
-
-def _spans(rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    cuts = np.flatnonzero(np.diff(rows) != 1) + 1
-    for part in np.split(rows, cuts):
-        yield int(part[0]), int(part[-1]) + 1
-
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True, slots=True)

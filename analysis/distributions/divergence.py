@@ -115,7 +115,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
         "mass_beyond_a": np.exp(whole_a[:, common:]).sum(axis=1),
         "mass_beyond_b": np.exp(whole_b[:, common:]).sum(axis=1),
     }
-    for name in ("kl_ab", "kl_ba", "js", "tv", "entropy_a", "entropy_b"):
+    for name in _BOUNDED:
         measures[f"{name}_low"] = measures[f"{name}_high"] = measures[name]
     rows = len(logp)
     return measures | {"vocab_a": np.full(rows, vocab_a), "vocab_b": np.full(rows, vocab_b)}

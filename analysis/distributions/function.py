@@ -43,11 +43,22 @@ def _register(database: Database) -> None:
     database.function_errors.append(lambda: made[0].error if made else None)
 
 
-_MEASURES = ", ".join(f"measured.{measure}" for measure in MEASURES)
+_STATISTICS = [
+    (name, kind, of) for name in ("tv", "js", "kl_ab", "kl_ba") for kind, of in (("mean", "average"), ("max", "max"))
+]
 
 MACROS = MacroFile(
     name="distributions",
-    sql=sql_file("distributions").format(measures=_MEASURES),
+    sql=sql_file("distributions").format(
+        measures=", ".join(f"measured.{measure}" for measure in MEASURES),
+        exact=", ".join(
+            f"CASE WHEN count({name}) = count(*) THEN {of}({name}) END AS {kind}_{name}"
+            for name, kind, of in _STATISTICS
+        ),
+        bounds=", ".join(
+            f"{of}({name}_{end}) AS {kind}_{name}_{end}" for name, kind, of in _STATISTICS for end in ("low", "high")
+        ),
+    ),
     register=_register,
     functions=(COMPARE,),
 )
@@ -55,9 +66,10 @@ MACROS = MacroFile(
 
 def has_captured(database: Database, pair: Pair) -> bool:
     """Return True if both passes captured distributions for at least one sequence. The distributions are not read."""
-    query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
-    rows = database.connection.execute(query).fetchall()
-    return bool(rows and rows[0][0])
+    query = (
+        f"SELECT 1 FROM scored_by_both({quoted_pair(pair)}) WHERE dense_a IS NOT NULL AND dense_b IS NOT NULL LIMIT 1"
+    )
+    return bool(database.connection.execute(query).fetchall())
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:

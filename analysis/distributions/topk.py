@@ -5,7 +5,7 @@ Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,17 +90,21 @@ def _known(full: Full, width: int) -> PartialDistribution:
     return PartialDistribution(p_CM, p_CM, np.ones(p_CM.shape, bool), none, none, none)
 
 
-def _scattered(part: TopK, width: int) -> PartialDistribution:
+def _placed(part: TopK, place_CK: Array, width: int) -> PartialDistribution:
     low_CK, high_CK = part.intervals
-    lo_CM, hi_CM = np.zeros((len(low_CK), width)), np.zeros((len(low_CK), width))
-    listed_CM = np.zeros((len(low_CK), width), bool)
+    lo_CM, hi_CM = np.zeros((2, len(low_CK), width))
+    listed_CM = np.zeros(lo_CM.shape, bool)
     for target, values in ((lo_CM, low_CK), (hi_CM, high_CK), (listed_CM, True)):
-        np.put_along_axis(target, part.ids_CK, values, axis=1)
+        np.put_along_axis(target, place_CK, values, axis=1)
     tail_lo, tail_hi = part.tail
-    cap = np.minimum(high_CK.min(axis=1), tail_hi)
+    return PartialDistribution(lo_CM, hi_CM, listed_CM, tail_lo, tail_hi, np.minimum(high_CK.min(axis=1), tail_hi))
+
+
+def _scattered(part: TopK, width: int) -> PartialDistribution:
+    side = _placed(part, part.ids_CK, width)
     # Every token has a column here, so the tail is at most the cap times the number of unlisted columns.
-    tail_hi = np.minimum(tail_hi, (~listed_CM).sum(axis=1) * cap)
-    return PartialDistribution(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
+    tail_hi = np.minimum(side.tail_hi_C, (~side.listed_CM).sum(axis=1) * side.cap_C)
+    return replace(side, tail_lo_C=np.minimum(side.tail_lo_C, tail_hi), tail_hi_C=tail_hi)
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
@@ -108,20 +112,11 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
     column among b's is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
-    shared_CK = place_CK < width_a
-    shape = (len(place_CK), width_a + width_b)
-
-    def side(part: TopK, places: Array, in_own: Array) -> PartialDistribution:
-        low_CK, high_CK = part.intervals
-        lo_CM, hi_CM, listed_CM = np.zeros(shape), np.zeros(shape), np.zeros(shape, bool)
-        listed_CM[:, width_a:] = shared_CK
-        for target, values in ((lo_CM, low_CK), (hi_CM, high_CK), (listed_CM, in_own)):
-            np.put_along_axis(target, places, values, axis=1)
-        tail_lo, tail_hi = part.tail
-        return PartialDistribution(lo_CM, hi_CM, listed_CM, tail_lo, tail_hi, np.minimum(high_CK.min(axis=1), tail_hi))
-
-    own_a = np.broadcast_to(np.arange(width_a), a.ids_CK.shape)
-    return side(a, own_a, np.ones(own_a.shape, bool)), side(b, place_CK, np.ones(place_CK.shape, bool))
+    own_CK = np.broadcast_to(np.arange(width_a), a.ids_CK.shape)
+    sides = _placed(a, own_CK, width_a + width_b), _placed(b, place_CK, width_a + width_b)
+    for side in sides:
+        side.listed_CM[:, width_a:] |= place_CK < width_a
+    return sides
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...schemas.errors import InvalidOption
@@ -51,7 +51,7 @@ class Framework:
         `only` selects columns of the macro `<name>_<by>s`. If it is empty, all columns are returned.
         """
         columns = ", ".join(f'"{name}"' for name in only) or "*"
-        options = "".join(f", {name} := {literal(value)}" for name, value in options_of(self).items())
+        options = "".join(f", {name} := {literal(value)}" for name, value in asdict(self).items())
         macro = f"{self.name.replace('-', '_')}_{by}s"
         rows = database.ask(f"SELECT {columns} FROM {macro}({quoted_pair(pair)}{options})")
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
@@ -82,10 +82,6 @@ def option_field(
 ) -> Any:
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
-
-
-def options_of(framework: Framework) -> dict[str, Any]:
-    return {field.name: getattr(framework, field.name) for field in fields(framework)}
 
 
 def literals(values: Iterable[Any]) -> str:

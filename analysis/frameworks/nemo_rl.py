@@ -4,10 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ...schemas.passes import CURRENT
 from ..trace.macros import quoted
 from .framework import Framework, literals, option_field
-from .notes import masked_out, null_without
+from .notes import without_current
 
 if TYPE_CHECKING:
     from ..trace.database import Database
@@ -45,10 +44,7 @@ class NemoRl(Framework):
     def notes(self, database: Database, pair: Pair) -> list[str]:
         ratios = ("probs_ratio", "probs_ratio_clamped")
         of_ratios = [f"{name}{end}" for name in ratios for end in ("", "_min", "_max")]
-        return [
-            *null_without(database, ("approx_entropy", *of_ratios), CURRENT),
-            *masked_out(database, (*pair, CURRENT), "NeMo-RL"),
-        ]
+        return without_current(database, pair, "NeMo-RL", "approx_entropy", *of_ratios)
 
 
 FRAMEWORK = NemoRl

@@ -18,8 +18,7 @@
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
            expm1_minus(d) AS k3, expm1_minus(-d) AS k3_reverse
-    FROM pair(a, b)
-    WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
+    FROM counted_pair(a, b);
 
 -- exp(x), or 0 if that is not finite.
 CREATE OR REPLACE MACRO nemo_rl_ratio(x) AS CASE WHEN isfinite(exp(x)) THEN exp(x) ELSE 0.0 END;
@@ -56,25 +55,19 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences) AS TABLE
 -- nemo_rl_ratios(...): per-sequence statistics of the ratios in the loss.
 CREATE OR REPLACE MACRO nemo_rl_ratios(a, of_sequences, clip_min, clip_max, disabled) AS TABLE
     SELECT run, step, seq_id, num_tokens,
-           CASE WHEN of_sequences AND NOT disabled THEN num_tokens * exp(mean_d) ELSE sum_ratio END AS sum_ratio,
-           CASE WHEN of_sequences AND NOT disabled THEN exp(mean_d) ELSE min_ratio END AS min_ratio,
-           CASE WHEN of_sequences AND NOT disabled THEN exp(mean_d) ELSE max_ratio END AS max_ratio,
-           CASE WHEN of_sequences AND NOT disabled THEN num_tokens * torch_clamp(exp(mean_d), 1 - clip_min, 1 + clip_max)
-                ELSE sum_clamped END AS sum_clamped,
-           CASE WHEN of_sequences AND NOT disabled THEN torch_clamp(exp(mean_d), 1 - clip_min, 1 + clip_max)
-                ELSE min_clamped END AS min_clamped,
-           CASE WHEN of_sequences AND NOT disabled THEN torch_clamp(exp(mean_d), 1 - clip_min, 1 + clip_max)
-                ELSE max_clamped END AS max_clamped
+           coalesce(num_tokens * whole, sum_ratio) AS sum_ratio, coalesce(whole, min_ratio) AS min_ratio,
+           coalesce(whole, max_ratio) AS max_ratio, coalesce(num_tokens * whole_clamped, sum_clamped) AS sum_clamped,
+           coalesce(whole_clamped, min_clamped) AS min_clamped, coalesce(whole_clamped, max_clamped) AS max_clamped
     FROM (
-        SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, avg(d) AS mean_d,
+        -- whole: the ratio of the sequence, or NULL if ratios are those of tokens.
+        SELECT run, step, seq_id, count(*) AS num_tokens, CASE WHEN of_sequences AND NOT disabled THEN exp(avg(d)) END AS whole,
+               CASE WHEN whole IS NOT NULL THEN torch_clamp(whole, 1 - clip_min, 1 + clip_max) END AS whole_clamped,
                sum(ratio) AS sum_ratio, torch_min(ratio) AS min_ratio, torch_max(ratio) AS max_ratio,
                sum(clamped) AS sum_clamped, torch_min(clamped) AS min_clamped, torch_max(clamped) AS max_clamped
         FROM (
-            SELECT *, CASE WHEN disabled THEN ratio ELSE torch_clamp(ratio, 1 - clip_min, 1 + clip_max) END AS clamped
-            FROM (
-                SELECT run, step, seq_id, iteration_a, iteration_b, d, CASE WHEN disabled THEN prev ELSE exp(d) END AS ratio
-                FROM nemo_rl_tokens('current', a)
-            )
+            SELECT *, CASE WHEN disabled THEN prev ELSE exp(d) END AS ratio,
+                   CASE WHEN disabled THEN ratio ELSE torch_clamp(ratio, 1 - clip_min, 1 + clip_max) END AS clamped
+            FROM nemo_rl_tokens('current', a)
         )
         GROUP BY run, step, seq_id, iteration_a, iteration_b
     );

@@ -4,36 +4,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import options
+from ...schemas.passes import CURRENT
 from ..trace.macros import quoted
 
 if TYPE_CHECKING:
     from ..trace.database import Database
-
-_SCORED = 'SELECT DISTINCT run FROM scores WHERE "pass" = {scored} AND {column} IS NOT NULL'
-
-_NOT_FINITE = """
-SELECT count(*), count(DISTINCT (run, step))
-FROM (
-    SELECT s.run, s.step, unnest(s.response_mask) AS mask, unnest(scores.logprobs) AS logprob
-    FROM sequences AS s
-    JOIN scores ON scores.run = s.run AND scores.step = s.step AND scores.seq_id = s.seq_id
-    WHERE scores."pass" IN ({passes}) AND list_contains(s.response_mask, false)
-)
-WHERE NOT isfinite(logprob) AND NOT mask
-"""
-
-_IN_HALF = """
-SELECT DISTINCT run, json_extract_string(contract_json, '$.logprobs_dtype') AS dtype
-FROM passes
-WHERE "pass" = {scored} AND dtype IN ('bfloat16', 'float16')
-ORDER BY run, dtype
-"""
+    from ..trace.source import Pair
 
 
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    query = _SCORED.format(scored=quoted(scored), column=column)
+    query = f'SELECT DISTINCT run FROM scores WHERE "pass" = {quoted(scored)} AND {column} IS NOT NULL'
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
     if not lacking or not names:
@@ -50,7 +32,16 @@ def masked_out(
 
     NaN * 0 and inf * 0 are NaN, so such a token turns the framework's sums into NaN, while tim-trace skips it.
     """
-    query = _NOT_FINITE.format(passes=", ".join(quoted(name) for name in passes))
+    query = f"""
+        SELECT count(*), count(DISTINCT (run, step))
+        FROM (
+            SELECT s.run, s.step, unnest(s.response_mask) AS mask, unnest(scores.logprobs) AS logprob
+            FROM sequences AS s
+            JOIN scores ON scores.run = s.run AND scores.step = s.step AND scores.seq_id = s.seq_id
+            WHERE scores."pass" IN ({", ".join(map(quoted, passes))}) AND list_contains(s.response_mask, false)
+        )
+        WHERE NOT isfinite(logprob) AND NOT mask
+    """
     ((num_logprobs, num_steps),) = database.connection.execute(query).fetchall()
     if not num_logprobs:
         return []
@@ -60,8 +51,19 @@ def masked_out(
     ]
 
 
+def without_current(database: Database, pair: Pair, framework: str, *names: str) -> list[str]:
+    """Report metrics that are NULL without the pass `current`, and masked tokens (see masked_out)."""
+    return null_without(database, names, CURRENT) + masked_out(database, (*pair, CURRENT), framework)
+
+
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
+    query = f"""
+        SELECT DISTINCT run, json_extract_string(contract_json, '$.logprobs_dtype') AS dtype
+        FROM passes
+        WHERE "pass" = {quoted(scored)} AND dtype IN ('bfloat16', 'float16')
+        ORDER BY run, dtype
+    """
+    found = database.connection.execute(query).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 correct "
         "digits; the numbers here are float64 sums of the same logprobs"

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption
-from ...schemas.passes import CURRENT
 from ..trace.macros import quoted, quoted_pair
-from .framework import Framework, literals, option_field, options_of
-from .notes import masked_out, null_without
+from .framework import Framework, literals, option_field
+from .notes import without_current
 
 if TYPE_CHECKING:
     from ..trace.database import Database
@@ -42,14 +41,11 @@ class OpenRlhf(Framework):
         return (
             f"openrlhf_rows({quoted_pair(pair)})",
             f"openrlhf_updates({quoted(pair[0])})",
-            f"openrlhf_clips({quoted_pair(pair)}, {literals(options_of(self).values())})",
+            f"openrlhf_clips({quoted_pair(pair)}, {literals(asdict(self).values())})",
         )
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        return [
-            *null_without(database, ("ppo_kl", "ppo_clip_ratio"), CURRENT),
-            *masked_out(database, (*pair, CURRENT), "OpenRLHF"),
-        ]
+        return without_current(database, pair, "OpenRLHF", "ppo_kl", "ppo_clip_ratio")
 
 
 FRAMEWORK = OpenRlhf

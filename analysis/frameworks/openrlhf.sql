@@ -27,8 +27,7 @@ CREATE OR REPLACE MACRO openrlhf_ratios(old, policy_loss_type) AS TABLE
                                      ELSE error('policy_loss_type: ppo or gspo') END) AS ratio
     FROM (
         SELECT run, step, seq_id, advantage, d, avg(d) OVER (PARTITION BY run, step, seq_id, iteration_a, iteration_b) AS mean_d
-        FROM pair('current', old)
-        WHERE mask AND d IS NOT NULL AND (old <> 'current' OR iteration_a = iteration_b)
+        FROM counted_pair('current', old)
     );
 
 -- openrlhf_clips(...): numbers of clipped tokens and of tokens with an advantage, per sequence. Comparisons with

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import option
 from ..trace.macros import quoted_pair
-from .framework import Framework, literals, option_field, options_of
+from .framework import Framework, literals, option_field
 from .notes import null_without
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class PrimeRl(Framework):
         if not only or not _OF_TOKENS.isdisjoint(only):
             return Framework.numbers(self, database, pair, by, only)
         columns = ", ".join(f'"{name}"' for name in only)
-        arguments = f"{quoted_pair(pair)}, {literals((by == 'step', *options_of(self).values()))}"
+        arguments = f"{quoted_pair(pair)}, {literals((by == 'step', *asdict(self).values()))}"
         return database.ask(f"SELECT {columns} FROM prime_rl_from_rows({arguments}) ORDER BY run, step")
 
     def is_unlogged(self, column: str) -> bool:
         return self.ipo_threshold is not None and column.startswith(_OF_SIGNS)
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        return (f"prime_rl_rows({quoted_pair(pair)}, {literals(options_of(self).values())})",)
+        return (f"prime_rl_rows({quoted_pair(pair)}, {literals(asdict(self).values())})",)
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [

@@ -24,16 +24,12 @@ CREATE OR REPLACE MACRO prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo
             SELECT run, step, seq_id, iteration_a, iteration_b, advantage, entropy,
                    expm1_minus(logprob_a - logprob_b) AS mismatch_kl, exp(logprob_a) - exp(logprob_b) AS change
             FROM (
-                SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-                       unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-                       unnest(coalesce(s.advantages::DOUBLE[],
-                                       list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage,
-                       unnest(scores_a.entropy)::DOUBLE AS entropy,
-                       unnest(scores_a.logprobs)::DOUBLE AS logprob_a, unnest(scores_b.logprobs)::DOUBLE AS logprob_b
-                FROM sequences AS s
-                JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-                JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-                WHERE scores_a."pass" = a AND scores_b."pass" = b
+                SELECT run, step, seq_id, iteration_a, iteration_b,
+                       unnest(token_mask(response_mask, num_response_tokens)) AS mask,
+                       unnest(token_advantages(advantages, advantage, num_response_tokens)) AS advantage,
+                       unnest(entropy_a)::DOUBLE AS entropy, unnest(logprobs_a)::DOUBLE AS logprob_a,
+                       unnest(logprobs_b)::DOUBLE AS logprob_b
+                FROM scored_by_both(a, b)
             )
             WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL
         )

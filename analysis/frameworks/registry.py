@@ -92,10 +92,9 @@ def declared_options() -> list[DeclaredOption]:
 def _declared(name: str) -> Iterator[DeclaredOption]:
     hints = get_type_hints(FRAMEWORKS[name])
     for field in fields(FRAMEWORKS[name]):
-        kinds = [kind for kind in get_args(hints[field.name]) if kind is not NoneType]
-        optional = NoneType in get_args(hints[field.name])
+        kinds = get_args(hints[field.name])
         yield DeclaredOption(
-            framework=name, name=field.name, type=kinds[0] if optional else hints[field.name], default=field.default,
+            framework=name, name=field.name, type=kinds[0] if NoneType in kinds else hints[field.name], default=field.default,
             help=field.metadata.get("help", ""), metavar=field.metadata.get("metavar"),
         )  # fmt: skip
 
@@ -117,7 +116,7 @@ def _define(name: str, database: Database) -> None:
     }
     sql = macros(name)
     for placeholder, text in filled.items():
-        sql = sql.replace(f"{{{placeholder}}}", text)
+        sql = sql.replace(f", {{{placeholder}}}", f", {text}" if text else "").replace(f"{{{placeholder}}}", text)
     connection.execute(sql)
 
 

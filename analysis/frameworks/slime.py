@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption
-from ...schemas.passes import CURRENT
 from ..trace.macros import quoted, quoted_pair
 from .framework import Framework, literals, option_field
-from .notes import masked_out, null_without
+from .notes import without_current
 
 if TYPE_CHECKING:
     from ..trace.database import Database
@@ -41,10 +40,7 @@ class Slime(Framework):
         return f"slime_rows({quoted_pair(pair)}, {clips})", f"slime_updates({quoted(pair[0])})"
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
-        return [
-            *null_without(database, ("ppo_kl", "ois"), CURRENT),
-            *masked_out(database, (*pair, CURRENT), "slime"),
-        ]
+        return without_current(database, pair, "slime", "ppo_kl", "ois")
 
 
 FRAMEWORK = Slime

@@ -21,23 +21,6 @@ CREATE OR REPLACE MACRO slime_spread(x, num_tokens, calculate_per_token_loss) AS
     sum(CASE WHEN num_tokens = 0 THEN 0.0 WHEN calculate_per_token_loss THEN x * num_tokens ELSE x END)
     / sum(CASE WHEN calculate_per_token_loss THEN greatest(num_tokens, 1) ELSE 1 END);
 
--- slime_tokens(a, b): d of each unmasked token. If a and b are the same pass, each iteration is paired with itself.
-CREATE OR REPLACE MACRO slime_tokens(a, b) AS TABLE
-    SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS train, logprob_b::DOUBLE AS rollout, d
-    FROM pair(a, b)
-    WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
-
--- slime_sequences(a, b, ...): sums of each sequence with tokens.
-CREATE OR REPLACE MACRO slime_sequences(a, b, tis_clip, tis_clip_low) AS TABLE
-    SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d,
-           sum(exp(d)) AS sum_tis, sum(abs(expm1(d))) AS sum_tis_abs,
-           count(*) FILTER (isnan(d) OR exp(d) < tis_clip_low OR exp(d) > tis_clip) AS num_outside,
-           sum(expm1_minus(d)) AS sum_k3, avg(train) AS mean_train, avg(rollout) AS mean_rollout,
-           avg(expm1(2 * torch_clamp(d, -20.0, 20.0))) AS chi2_token,
-           expm1(2 * torch_clamp(sum(d), -20.0, 20.0)) AS chi2_seq
-    FROM slime_tokens(a, b)
-    GROUP BY ALL;
-
 -- slime_updates(...): per-sequence change of logprobs due to the updates since sampling.
 CREATE OR REPLACE MACRO slime_updates(a) AS TABLE
     SELECT run, step, seq_id, coalesce(sum_kl, 0.0) AS sum_kl, coalesce(num_tokens, 0) AS n,
@@ -45,7 +28,7 @@ CREATE OR REPLACE MACRO slime_updates(a) AS TABLE
     FROM (SELECT * FROM pair_keys('current', a, NULL, NULL, NULL) WHERE a <> 'current' OR iteration_a = iteration_b)
     LEFT JOIN (
         SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(-d) AS sum_kl, sum(exp(d)) AS sum_ois
-        FROM slime_tokens('current', a)
+        FROM counted_pair('current', a)
         GROUP BY ALL
     ) USING (run, step, seq_id, iteration_a, iteration_b);
 
@@ -55,7 +38,16 @@ CREATE OR REPLACE MACRO slime_rows(a, b, tis_clip, tis_clip_low) AS TABLE
            coalesce(sum_tis, 0.0) AS sum_tis, coalesce(num_outside, 0) AS num_outside, coalesce(sum_tis_abs, 0.0) AS sum_tis_abs,
            coalesce(-sum_d, 0.0) AS sum_kl, coalesce(sum_k3, 0.0) AS sum_k3, mean_train, mean_rollout, chi2_token, chi2_seq
     FROM pair_keys(a, b, NULL, NULL, NULL)
-    LEFT JOIN slime_sequences(a, b, tis_clip, tis_clip_low) USING (run, step, seq_id, iteration_a, iteration_b);
+    LEFT JOIN (
+        SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d,
+               sum(exp(d)) AS sum_tis, sum(abs(expm1(d))) AS sum_tis_abs,
+               count(*) FILTER (isnan(d) OR exp(d) < tis_clip_low OR exp(d) > tis_clip) AS num_outside,
+               sum(expm1_minus(d)) AS sum_k3, avg(logprob_a::DOUBLE) AS mean_train, avg(logprob_b::DOUBLE) AS mean_rollout,
+               avg(expm1(2 * torch_clamp(d, -20.0, 20.0))) AS chi2_token,
+               expm1(2 * torch_clamp(sum(d), -20.0, 20.0)) AS chi2_seq
+        FROM counted_pair(a, b)
+        GROUP BY ALL
+    ) USING (run, step, seq_id, iteration_a, iteration_b);
 
 CREATE OR REPLACE MACRO slime_numbers(a, b, by_step, tis_clip, tis_clip_low, per_token) AS TABLE
     SELECT found.run, found.step, train_rollout_logprob_abs_diff, tis, tis_clipfrac, tis_abs, ppo_kl, ois,

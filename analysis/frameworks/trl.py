@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
 from ..trace.macros import quoted, quoted_pair
-from .framework import Framework, literals, option_field, options_of
+from .framework import Framework, literals, option_field
 from .notes import masked_out, null_without, set_otherwise
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Trl(Framework):
         return column == _CISPO and (self.trainer == "rloo" or self.loss_type != "cispo")
 
     def _effective(self) -> dict[str, object]:
-        options = options_of(self)
+        options = asdict(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps
         del options["trainer"]

@@ -120,8 +120,7 @@ CREATE OR REPLACE MACRO trl_clips(a, of_rloo, level, epsilon_low, epsilon_high, 
                    count(*) FILTER (below(trl_capped(exp(d), delta), 1 - epsilon_low) AND below(advantage, 0)) AS num_low,
                    count(*) FILTER (above(trl_capped(exp(d), delta), 1 + epsilon_high) AND above(advantage, 0)) AS num_high,
                    count(*) FILTER (above(exp(d), epsilon_high) AND above(advantage, 0)) AS num_cispo
-            FROM pair('current', a)
-            WHERE mask AND d IS NOT NULL AND (a <> 'current' OR iteration_a = iteration_b)
+            FROM counted_pair('current', a)
             GROUP BY run, step, seq_id, iteration_a
         ) USING (run, step, seq_id, iteration)
     );
@@ -131,25 +130,19 @@ CREATE OR REPLACE MACRO trl_clipping(
     a, by_step, of_rloo, level, epsilon_low, epsilon_high, delta, logging_steps, logging_first_step
 ) AS TABLE
     SELECT run, trl_logged_at(batch, coalesce(logging_steps, 1), logging_first_step) AS step,
-           avg(low_mean) AS low_mean, avg(low_min) AS low_min, avg(high_mean) AS high_mean, avg(high_max) AS high_max,
-           avg(region_mean) AS region_mean, avg(cispo) AS cispo
+           avg(num_low / greatest(num_ratios, 1)) FILTER (is_known) AS low_mean,
+           avg(low_min) FILTER (is_known) AS low_min,
+           avg(num_high / greatest(num_ratios, 1)) FILTER (is_known) AS high_mean,
+           avg(high_max) FILTER (is_known) AS high_max,
+           avg((num_low + num_high) / greatest(num_ratios, 1)) FILTER (is_known) AS region_mean,
+           avg(num_cispo / greatest(num_ratios, 1)) FILTER (is_known) AS cispo
     FROM (
-        SELECT run, batch, micro_batch,
-               CASE WHEN num_unknown = 0 THEN num_low / greatest(num_ratios, 1) END AS low_mean,
-               CASE WHEN num_unknown = 0 THEN low_min END AS low_min,
-               CASE WHEN num_unknown = 0 THEN num_high / greatest(num_ratios, 1) END AS high_mean,
-               CASE WHEN num_unknown = 0 THEN high_max END AS high_max,
-               CASE WHEN num_unknown = 0 THEN (num_low + num_high) / greatest(num_ratios, 1) END AS region_mean,
-               CASE WHEN num_unknown = 0 THEN num_cispo / greatest(num_ratios, 1) END AS cispo
-        FROM (
-            SELECT run, CASE WHEN logging_steps IS NOT NULL THEN update WHEN by_step THEN step END AS batch,
-                   CASE WHEN logging_steps IS NOT NULL THEN forward_id END AS micro_batch,
-                   sum(num_ratios) AS num_ratios, sum(num_unknown) AS num_unknown, sum(num_low) AS num_low,
-                   sum(num_high) AS num_high, sum(num_cispo) AS num_cispo,
-                   min(num_low / nullif(num_ratios, 0)) AS low_min, max(num_high / nullif(num_ratios, 0)) AS high_max
-            FROM trl_clips(a, of_rloo, level, epsilon_low, epsilon_high, delta)
-            GROUP BY ALL
-        )
+        SELECT run, CASE WHEN logging_steps IS NOT NULL THEN update WHEN by_step THEN step END AS batch,
+               CASE WHEN logging_steps IS NOT NULL THEN forward_id END AS micro_batch, sum(num_unknown) = 0 AS is_known,
+               sum(num_ratios) AS num_ratios, sum(num_low) AS num_low, sum(num_high) AS num_high, sum(num_cispo) AS num_cispo,
+               min(num_low / nullif(num_ratios, 0)) AS low_min, max(num_high / nullif(num_ratios, 0)) AS high_max
+        FROM trl_clips(a, of_rloo, level, epsilon_low, epsilon_high, delta)
+        GROUP BY ALL
     )
     GROUP BY ALL;
 

@@ -8,28 +8,17 @@
 
 -- verl_rows(a, b): sequences that both passes scored, with logprobs and mask; an empty mask masks no token.
 CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE
-    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-           scores_a.logprobs AS old, scores_b.logprobs AS rollout, coalesce(s.response_mask, []::BOOLEAN[]) AS mask
-    FROM sequences AS s
-    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-    WHERE scores_a."pass" = a AND scores_b."pass" = b
-      AND scores_a.logprobs IS NOT NULL AND scores_b.logprobs IS NOT NULL;
+    SELECT run, step, seq_id, iteration_a, iteration_b, logprobs_a AS old, logprobs_b AS rollout,
+           coalesce(response_mask, []::BOOLEAN[]) AS mask
+    FROM scored_by_both(a, b)
+    WHERE logprobs_a IS NOT NULL AND logprobs_b IS NOT NULL;
 
 -- verl_summed(a, b): sums of each sequence.
 CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (SELECT * EXCLUDE (old, rollout, mask), verl_sums(old, rollout, mask) AS sums FROM verl_rows(a, b));
 
-CREATE OR REPLACE MACRO verl_clamped(x) AS torch_clamp(x, -20.0, 20.0);
-
--- verl_sequences(a, b): verl_summed with mean logprobs added; 0 for a sequence without tokens.
-CREATE OR REPLACE MACRO verl_sequences(a, b) AS TABLE
-    SELECT *, sum_old / greatest(num_tokens, 1) AS mean_old, sum_rollout / greatest(num_tokens, 1) AS mean_rollout
-    FROM verl_summed(a, b);
-
--- verl_groups(a, b, by_step): one row per step, or per run with step NULL.
-CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
+CREATE OR REPLACE MACRO verl_numbers(a, b, by_step) AS TABLE
     SELECT run, step,
            training_ppl AS "rollout_corr/training_ppl", training_log_ppl AS "rollout_corr/training_log_ppl",
            kl AS "rollout_corr/kl", k3_kl AS "rollout_corr/k3_kl",
@@ -59,7 +48,7 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                torch_min(mean_rollout - mean_old) AS log_ppl_diff_min,
                mean_in_order(exp(mean_rollout - mean_old), place) AS ppl_ratio,
                sum_in_order(sum_expm1_2d, place) / sum(num_tokens) AS chi2_token,
-               mean_in_order(expm1(2 * verl_clamped(sum_d)), place) AS chi2_seq,
+               mean_in_order(expm1(2 * torch_clamp(sum_d, -20.0, 20.0)), place) AS chi2_seq,
                torch_max(max_prob_diff) AS diff_max, sum_in_order(sum_prob_diff, place) AS total_diff,
                -- Squares and products of probabilities, centred near their means.
                sum_in_order(num_tokens * off_diff, place) AS total_off,
@@ -82,8 +71,11 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
                            max(CASE WHEN num_tokens > 0 THEN peak_b END) OVER grouped AS top_b
                     FROM (
                         SELECT *, CASE WHEN by_step THEN step END AS grouped_step,
-                               row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place
-                        FROM verl_sequences(a, b)
+                               row_number() OVER (ORDER BY run, step, seq_id, iteration_a, iteration_b) AS place,
+                               -- Mean logprobs, 0 for a sequence without tokens.
+                               sum_old / greatest(num_tokens, 1) AS mean_old,
+                               sum_rollout / greatest(num_tokens, 1) AS mean_rollout
+                        FROM verl_summed(a, b)
                     )
                     WINDOW grouped AS (PARTITION BY run, grouped_step)
                 )
@@ -94,9 +86,3 @@ CREATE OR REPLACE MACRO verl_groups(a, b, by_step) AS TABLE
     )
     WHERE num_tokens > 0
     ORDER BY run, step;
-
-CREATE OR REPLACE MACRO verl_steps(a, b) AS TABLE
-    SELECT * FROM verl_groups(a, b, true);
-
-CREATE OR REPLACE MACRO verl_runs(a, b) AS TABLE
-    SELECT * EXCLUDE (step) FROM verl_groups(a, b, false);

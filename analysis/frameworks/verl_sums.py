@@ -12,13 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from ...tracer.arrow_arrays import number_array
+from ..statistics.loss import SAFETY_BOUND
 from ..statistics.moments import centred, co_moment
 from ..trace.macros import struct_sql
 from ..trace.pair_sums import KEYS, OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..trace.ragged import blocks, tokens_of
-
-SAFETY_BOUND = 20.0
-"""verl clamps log ratios to +-20 nats before exponentiating them."""
 
 _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",

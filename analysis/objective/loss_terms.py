@@ -107,16 +107,11 @@ class LossTerms:
 def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
-    return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
-
-
-def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
-    true, used = _ratios(loss, tokens.d_T + tokens.drift_T, tokens.drift_T)
-    weight: Array | float = 1.0
-    if loss.correction.startswith("token"):
-        weight = correction_weight(loss, tokens.d_T)
-    elif loss.correction != "none":
-        weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
+    d, drift = (log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T))
+    true, used = _ratios(loss, d + drift, drift)
+    weight = _weight(loss, tokens)
+    if loss.level != TOKEN:
+        return _one_each(tokens, true, used, used, weight)
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=used, weight=weight,
         advantage=tokens.advantage_T, tokens=1.0, sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None,
@@ -124,19 +119,19 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
     )  # fmt: skip
 
 
-def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    term_d_N, drift_N = (
-        log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
-    )
-    true, used = _ratios(loss, term_d_N + drift_N, drift_N)
-    weight: Array | float = 1.0
-    if loss.correction.startswith("token"):
-        weights_T = correction_weight(loss, tokens.d_T)
-        weights_T = weights_T if tokens.known_T is None else weights_T * tokens.known_T
-        weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
-    elif loss.correction != "none":
-        weight = correction_weight(loss, tokens.total(tokens.d_T))
-    return _one_each(tokens, true, used, used, weight)
+def _weight(loss: Loss, tokens: Differences) -> Array | float:
+    """Return each term's correction weight, [K]. A sequence's weight is the mean of its tokens' weights if the
+    correction is per token."""
+    if loss.correction == "none":
+        return 1.0
+    if not loss.correction.startswith("token"):
+        weight_N = correction_weight(loss, tokens.total(tokens.d_T))
+        return np.repeat(weight_N, tokens.lengths_N) if loss.level == TOKEN else weight_N
+    weight_T = correction_weight(loss, tokens.d_T)
+    if loss.level == TOKEN:
+        return weight_T
+    known_T = weight_T if tokens.known_T is None else weight_T * tokens.known_T
+    return np.asarray(tokens.total(known_T) / np.maximum(tokens.known_N, 1))
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:

@@ -9,20 +9,18 @@ from typing import Any
 from ...schemas.errors import InvalidOption, InvalidRecord
 from ...schemas.loss import (
     CISPO,
-    CURRENT,
     PPO,
     REINFORCE,
-    ROLLOUT,
     SAPO,
     SEQUENCE_MEAN,
     SEQUENCE_SUM,
     TOKEN,
-    TRAIN,
     VESPO,
     Loss,
     parse_loss,
     read_loss,
 )
+from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..statement import Statement
 from ..statistics.intervals import unit
 from ..trace.columns import passes_with, read_hyperparameters, sequence_columns

@@ -6,19 +6,16 @@ CREATE OR REPLACE MACRO pair_entropies(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position, mask, entropy, top2_gap,
            logprob_a::DOUBLE AS logprob_a, logprob_b::DOUBLE AS logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d
     FROM (
-        SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-               unnest(range(s.num_response_tokens::BIGINT)) AS position,
-               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(scores_a.logprobs) AS logprob_a, unnest(scores_b.logprobs) AS logprob_b,
-               unnest(coalesce(scores_b.entropy, scores_a.entropy, loss.entropy))::DOUBLE AS entropy,
-               unnest(coalesce(scores_b.top2_gap, scores_a.top2_gap, loss.top2_gap))::DOUBLE AS top2_gap
-        FROM sequences AS s
-        JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-        JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+        SELECT s.run, s.step, s.seq_id, iteration_a, iteration_b,
+               unnest(range(num_response_tokens::BIGINT)) AS position,
+               unnest(token_mask(response_mask, num_response_tokens)) AS mask,
+               unnest(logprobs_a) AS logprob_a, unnest(logprobs_b) AS logprob_b,
+               unnest(coalesce(entropy_b, entropy_a, loss.entropy))::DOUBLE AS entropy,
+               unnest(coalesce(top2_gap_b, top2_gap_a, loss.top2_gap))::DOUBLE AS top2_gap
+        FROM scored_by_both(a, b) AS s
         LEFT JOIN (
             SELECT run, step, seq_id, entropy, top2_gap FROM scores WHERE "pass" = 'current' AND iteration = 0
         ) AS loss ON loss.run = s.run AND loss.step = s.step AND loss.seq_id = s.seq_id
-        WHERE scores_a."pass" = a AND scores_b."pass" = b
     );
 
 -- pair_now(a, b, now): one row per (response token, inner iteration of pass now): d = logprob(a) - logprob(b), and
@@ -28,17 +25,14 @@ CREATE OR REPLACE MACRO pair_now(a, b, now) AS TABLE
            logprob_a - logprob_b AS d, logprob_current - logprob_a AS stale
     FROM (
         SELECT s.run, s.step, s.seq_id, s.group_id, scores_now.iteration,
-               unnest(range(s.num_response_tokens::BIGINT)) AS position,
-               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
-               unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))
-                   AS advantage,
-               unnest(scores_a.logprobs)::DOUBLE AS logprob_a, unnest(scores_b.logprobs)::DOUBLE AS logprob_b,
+               unnest(range(num_response_tokens::BIGINT)) AS position,
+               unnest(token_mask(response_mask, num_response_tokens)) AS mask,
+               unnest(token_advantages(advantages, advantage, num_response_tokens)) AS advantage,
+               unnest(logprobs_a)::DOUBLE AS logprob_a, unnest(logprobs_b)::DOUBLE AS logprob_b,
                unnest(scores_now.logprobs)::DOUBLE AS logprob_current
-        FROM sequences AS s
-        JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-        JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
+        FROM scored_by_both(a, b) AS s
         JOIN scores AS scores_now ON scores_now.run = s.run AND scores_now.step = s.step AND scores_now.seq_id = s.seq_id
-        WHERE scores_a."pass" = a AND scores_b."pass" = b AND scores_now."pass" = now
+        WHERE scores_now."pass" = now
     );
 
 -- pair_current(a, b): pair_now for the pass inside the loss; stale is the change due to updates since sampling.

@@ -2,23 +2,13 @@
 
 -- routed_rows(a, b): where the choices are stored, for sequences that have them in both passes.
 CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
-    SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-           s.num_prompt_tokens::BIGINT AS num_prompt_tokens, s.num_response_tokens::BIGINT AS num_response_tokens,
-           scores_a.contract, scores_a.routing AS group_a, scores_a.routing_start AS start_a,
-           scores_b.routing AS group_b, scores_b.routing_start AS start_b
-    FROM sequences AS s
-    JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-    JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-    WHERE scores_a."pass" = a AND scores_b."pass" = b
-      AND scores_a.routing IS NOT NULL AND scores_b.routing IS NOT NULL;
+    SELECT run, step, seq_id, iteration_a, iteration_b, num_prompt_tokens::BIGINT AS num_prompt_tokens,
+           num_response_tokens::BIGINT AS num_response_tokens, contract_a AS contract,
+           routing_a AS group_a, routing_start_a AS start_a, routing_b AS group_b, routing_start_b AS start_b
+    FROM scored_by_both(a, b)
+    WHERE routing_a IS NOT NULL AND routing_b IS NOT NULL;
 
--- moe_layers(a): the decoder layers that have a router, from the contract of pass a; NULL if it does not list them.
-CREATE OR REPLACE MACRO moe_layers(a) AS TABLE
-    SELECT DISTINCT run, contract, (contract_json -> '$.model.moe_layers')::BIGINT[] AS layers
-    FROM passes
-    WHERE "pass" = a;
-
--- routing_sums(a, b): one row per (sequence, layer).
+-- routing_sums(a, b): one row per (sequence, layer). Layers with a router are numbered as in the contract of pass a, or from 0.
 CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, coalesce(layers[place], place - 1) AS layer,
            found.num_tokens, found.num_same_experts, found.num_same_order, found.sum_overlap,
@@ -32,7 +22,9 @@ CREATE OR REPLACE MACRO routing_sums(a, b) AS TABLE
             FROM routed_rows(a, b)
         )
     )
-    LEFT JOIN moe_layers(a) USING (run, contract);
+    LEFT JOIN (
+        SELECT DISTINCT run, contract, (contract_json -> '$.model.moe_layers')::BIGINT[] AS layers FROM passes WHERE "pass" = a
+    ) USING (run, contract);
 
 -- routing_groups(a, b, by_step): one row per (run, step, layer), or per (run, layer) with step NULL.
 CREATE OR REPLACE MACRO routing_groups(a, b, by_step) AS TABLE

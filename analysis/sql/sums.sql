@@ -4,17 +4,8 @@ CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
            CASE WHEN isfinite(logprob_a) AND isfinite(logprob_b) THEN logprob_a - logprob_b END AS d
     FROM (
         SELECT run, step, seq_id, iteration_a, iteration_b, unnest(logprobs_a)::DOUBLE AS logprob_a,
-               unnest(logprobs_b)::DOUBLE AS logprob_b, unnest(mask) AS mask
-        FROM (
-            SELECT s.run, s.step, s.seq_id,
-                   scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
-                   scores_a.logprobs AS logprobs_a, scores_b.logprobs AS logprobs_b,
-                   coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true)) AS mask
-            FROM sequences AS s
-            JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
-            JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
-            WHERE scores_a."pass" = a AND scores_b."pass" = b
-        )
+               unnest(logprobs_b)::DOUBLE AS logprob_b, unnest(token_mask(response_mask, num_response_tokens)) AS mask
+        FROM scored_by_both(a, b)
     )
     WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
 

@@ -32,9 +32,9 @@ CREATE OR REPLACE VIEW tokens AS
     FROM (
         SELECT s.run, s.step, s.seq_id, s.group_id, unnest(range(s.num_response_tokens::BIGINT)) AS position,
                unnest(s.response_ids) AS token_id,
-               unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask,
+               unnest(token_mask(s.response_mask, s.num_response_tokens)) AS mask,
                unnest(rollout.logprobs) AS rollout_logprob, unnest(train.logprobs) AS train_logprob,
-               unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage))) AS advantage
+               unnest(token_advantages(s.advantages, s.advantage, s.num_response_tokens)) AS advantage
         FROM sequences AS s
         LEFT JOIN (SELECT run, step, seq_id, logprobs FROM scores WHERE "pass" = 'rollout') AS rollout
                ON rollout.run = s.run AND rollout.step = s.step AND rollout.seq_id = s.seq_id

@@ -9,7 +9,7 @@ Shapes: N sequences, G units (each one or several groups), R resamples, C column
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import lru_cache
 
@@ -216,7 +216,7 @@ class _Resampling:
         seen = _Seen(self._totals | self._fixed(()))
         with np.errstate(all="ignore"):
             statistic(seen)
-        return [name for name in self._columns if name in seen.names]
+        return [name for name in self._columns if name in seen]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
         if name not in self._by_unit:
@@ -258,19 +258,14 @@ class _Resampling:
         return np.asarray(np.sqrt(np.maximum(squares_R, 0.0) * self._number / (self._number - 1)))
 
 
-class _Seen(Mapping[str, Array]):
-    def __init__(self, totals: Mapping[str, Array]):
-        self._totals, self.names = totals, set[str]()
+class _Seen(dict[str, Array]):
+    """The totals that a statistic has read."""
 
-    def __getitem__(self, name: str) -> Array:
-        self.names.add(name)
-        return self._totals[name]
+    def __init__(self, totals: Totals):
+        self._totals = totals
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._totals)
-
-    def __len__(self) -> int:
-        return len(self._totals)
+    def __missing__(self, name: str) -> Array:
+        return self.setdefault(name, self._totals[name])
 
 
 @lru_cache(maxsize=4)

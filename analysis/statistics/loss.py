@@ -13,19 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.loss import (
-    CISPO,
-    CURRENT,
-    PPO,
-    ROLLOUT,
-    SAPO,
-    SEQUENCE_MEAN,
-    TOKEN,
-    VESPO,
-    VESPO_LEAST_LAMBDA,
-    VESPO_LOG_RATIO,
-    Loss,
-)
+from ...schemas.loss import CISPO, PPO, SAPO, SEQUENCE_MEAN, TOKEN, VESPO, VESPO_LEAST_LAMBDA, VESPO_LOG_RATIO, Loss
+from ...schemas.passes import CURRENT, ROLLOUT
 from .estimators import Array
 
 SAFETY_BOUND = 20.0

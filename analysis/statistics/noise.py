@@ -12,7 +12,6 @@ _WINDOW = 7
 _OUTLIER = 4.0
 _CLIP = 3.0
 _CORRELATION_MARGIN = 2.0
-_LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
@@ -52,7 +51,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
         return 0.0
     from_differences = half_square_difference(values, 2) / first - 1 + _CORRELATION_MARGIN / math.sqrt(n)
     phi = max(0.0, min(_autocorrelation(values, num_fitted), from_differences, _MOST_CORRELATED))
-    num_lags = int(min(n // 4, math.ceil(_LAGS * n ** (1 / 3))))
+    num_lags = int(min(n // 4, math.ceil(n ** (1 / 3))))
     differences = np.array([half_square_difference(values, lag) for lag in range(1, num_lags + 1)])
     variance = differences[-max(2, num_lags // 3) :].mean()
     return float(max(first * (1 + phi) / (1 - phi) ** 2, variance + 2 * np.sum(variance - differences)))

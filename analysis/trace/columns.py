@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...schemas.documents import WriterState
 from ...schemas.errors import InvalidOption, option, tell_samples
@@ -17,19 +17,15 @@ from .macros import quoted
 from .source import Pair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionalColumns:
+class OptionalColumns(NamedTuple):
     mask: bool
     advantage: bool
     advantages: bool
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    return OptionalColumns(
-        mask=_has(database, "sequences", "response_mask", run),
-        advantage=_has(database, "sequences", "advantage", run),
-        advantages=_has(database, "sequences", "advantages", run),
-    )
+    names = ("response_mask", "advantage", "advantages")
+    return OptionalColumns(*(_has(database, "sequences", name, run) for name in names))
 
 
 @cached
@@ -80,17 +76,15 @@ def field_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_ROWS = """
-SELECT name, value, text FROM metrics
-WHERE step = 0 AND starts_with(name, $prefix) AND ($run IS NULL OR run = $run)
-ORDER BY logged_at
-"""
-
-
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
     """Return each hyperparameter's last value in one run, or in all runs. The prefix
     `hyperparameter/` is removed from the names."""
-    rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
+    query = """
+        SELECT name, value, text FROM metrics
+        WHERE step = 0 AND starts_with(name, $prefix) AND ($run IS NULL OR run = $run)
+        ORDER BY logged_at
+    """
+    rows = database.connection.execute(query, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
 
@@ -118,16 +112,16 @@ def has_only_other_passes(database: Database, pair: Pair) -> bool:
     return len(database.sources) == 1 and len(counts) > 1 and not {*pair} & {*counts}
 
 
-_UNKNOWN_VERSIONS = """
-SELECT count(*) FROM scores WHERE "pass" IN ('current', 'train') AND logprobs IS NOT NULL AND policy_version IS NULL
-"""
-
-
 def has_versions_of_current(database: Database) -> bool:
     """Return True if `current` and `train` have logprobs and policy versions, and `rollout` has no logprobs."""
     counts = num_scored(database)
-    is_possible = {CURRENT, TRAIN} <= counts.keys() and ROLLOUT not in counts
-    return is_possible and database.connection.execute(_UNKNOWN_VERSIONS).fetchall() == [(0,)]
+    if not {CURRENT, TRAIN} <= counts.keys() or ROLLOUT in counts:
+        return False
+    query = """
+        SELECT count(*) FROM scores
+        WHERE "pass" IN ('current', 'train') AND logprobs IS NOT NULL AND policy_version IS NULL
+    """
+    return database.connection.execute(query).fetchall() == [(0,)]
 
 
 def why_nothing(database: Database, pair: Pair) -> str:
@@ -174,29 +168,24 @@ def _replay_gives(database: Database, name: str) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    for name in passes:
-        rows = database.connection.execute(
-            "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
-        ).fetchall()
-        if rows and rows[0][0]:
-            return f" ({rows[0][0]})"
-    return ""
-
-
-_SAMPLED = """SELECT DISTINCT "pass" FROM passes WHERE json_extract(contract_json, '$.sample') IS NOT NULL ORDER BY 1"""
-
-_COUNTS = """
-    WITH own AS (SELECT DISTINCT run, step, seq_id FROM scores WHERE "pass" = $name)
-    SELECT (SELECT count(*) FROM own), count(*) FROM (
-        SELECT DISTINCT run, step, seq_id FROM scores
-        WHERE "pass" = 'train' AND (run, step) IN (SELECT (run, step) FROM own)
-    )
-"""
+    query = "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?"
+    notes = [note for name in passes for (note,) in database.connection.execute(query, [name]).fetchall() if note]
+    return f" ({notes[0]})" if notes else ""
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
-    counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
+    query = (
+        """SELECT DISTINCT "pass" FROM passes WHERE json_extract(contract_json, '$.sample') IS NOT NULL ORDER BY 1"""
+    )
+    names = [name for (name,) in database.connection.execute(query).fetchall()]
+    query = """
+        WITH own AS (SELECT DISTINCT run, step, seq_id FROM scores WHERE "pass" = $name)
+        SELECT (SELECT count(*) FROM own), count(*) FROM (
+            SELECT DISTINCT run, step, seq_id FROM scores
+            WHERE "pass" = 'train' AND (run, step) IN (SELECT (run, step) FROM own)
+        )
+    """
+    counts = {name: database.connection.execute(query, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}
 
 
@@ -224,21 +213,19 @@ class AttemptInfo:
     superseded: tuple[tuple[int, int], ...] = ()
 
 
-_ATTEMPTS = """
-    SELECT attempt, min(step) AS first_step, max(step) AS last_step, count(*) AS num_sequences,
-           count(*) FILTER (attempt < newest) AS num_superseded,
-           list_sort(list(DISTINCT step) FILTER (attempt < newest)) AS superseded
-    FROM (SELECT step, attempt, max(attempt) OVER (PARTITION BY step) AS newest FROM all_sequences)
-    WHERE attempt IS NOT NULL
-    GROUP BY attempt
-    ORDER BY attempt
-"""
-
-
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
     if not database.sources[0].newest:
         return ()
-    rows = database.ask(_ATTEMPTS).dicts()
+    query = """
+        SELECT attempt, min(step) AS first_step, max(step) AS last_step, count(*) AS num_sequences,
+               count(*) FILTER (attempt < newest) AS num_superseded,
+               list_sort(list(DISTINCT step) FILTER (attempt < newest)) AS superseded
+        FROM (SELECT step, attempt, max(attempt) OVER (PARTITION BY step) AS newest FROM all_sequences)
+        WHERE attempt IS NOT NULL
+        GROUP BY attempt
+        ORDER BY attempt
+    """
+    rows = database.ask(query).dicts()
     return tuple(AttemptInfo(**row | {"superseded": _runs(row["superseded"] or [])}) for row in rows)
 
 
@@ -248,9 +235,9 @@ def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
     >>> _runs([1, 2, 3, 7, 9, 10])
     ((1, 3), (7, 7), (9, 10))
     """
-    firsts = [step for place, step in enumerate(steps) if not place or steps[place - 1] < step - 1]
-    lasts = [step for place, step in enumerate(steps) if place == len(steps) - 1 or steps[place + 1] > step + 1]
-    return tuple(zip(firsts, lasts, strict=True))
+    known = {*steps}
+    lasts = (step for step in steps if step + 1 not in known)
+    return tuple(zip((step for step in steps if step - 1 not in known), lasts, strict=True))
 
 
 def steps_text(runs: Sequence[tuple[int, int]]) -> str:

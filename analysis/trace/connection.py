@@ -32,9 +32,6 @@ def num_threads() -> int:
 
 BATCH_ROWS = 1024
 
-Explain = Callable[[Exception], TimTraceError]
-
-
 Parameters = Sequence[Any] | Mapping[str, Any] | None
 
 NOT_OF_FILES = (
@@ -59,7 +56,7 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
+    def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Callable[[Exception], TimTraceError]):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None

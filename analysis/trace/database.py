@@ -23,7 +23,7 @@ from ..rows import Rows
 from . import pair_sums
 from .connection import Connection
 from .macros import Catalogue, MacroFile, sql_file
-from .source import Pair, Source, Traces, open_sources, urls_of
+from .source import Pair, Source, Traces, open_sources
 from .sum_tables import SumTables
 from .table_views import TableViews, step_condition
 
@@ -41,18 +41,12 @@ class Database:
         """Examine the traces and define their views. `steps` limits the views, but hyperparameters from earlier steps
         are kept. If `traces` is a Database, its sources are reused. `ray` is a Ray cluster's address. Without a
         `catalogue`, only the core macros are available. Raises InvalidOption if a trace has none of the steps."""
-        self.given: tuple[str, ...]
-        self.sources: list[Source]
+        if isinstance(traces, Database):
+            catalogue = catalogue or traces.catalogue
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
         looked_at = _looked_at(traces)
-        if isinstance(traces, Database):
-            self.given, self.sources = traces.given, traces.sources
-            self.catalogue = catalogue or traces.catalogue
-        elif looked_at:
-            self.given, self.sources = tuple(source.store.url for source in looked_at), looked_at
-        else:
-            named = cast("Traces", traces)
-            self.given, self.sources = tuple(urls_of(named)), open_sources(named)
+        self.sources = looked_at or open_sources(cast("Traces", traces))
+        self.given = tuple(source.store.url for source in self.sources)
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []

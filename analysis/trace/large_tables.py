@@ -170,18 +170,16 @@ def _steps_of(condition: str) -> Steps:
     >>> _steps_of("((step = 3) OR (step = 5))")
     (-inf, inf)
     """
-    first, last = _ALL
     if "'" in condition or '"' in condition:
-        return first, last
+        return _ALL
     if listed := _IN.fullmatch(condition):
         steps = [int(number) for number in listed[1].split(",")]
         return min(steps), max(steps)
-    terms = condition.replace("(", "").replace(")", "").split(" AND ")
-    bounds = [_BOUND.fullmatch(term) for term in terms]
-    if None in bounds:
-        return first, last
-    for bound in bounds:
-        assert bound is not None
+    first, last = _ALL
+    for term in condition.replace("(", "").replace(")", "").split(" AND "):
+        bound = _BOUND.fullmatch(term)
+        if bound is None:
+            return _ALL
         operator, step = bound[1], int(bound[2])
         if operator in ("=", ">=", ">"):
             first = max(first, step + (operator == ">"))

@@ -27,6 +27,11 @@ _GATHERED = 1 << 22
 """If more values than this are kept, equal values are merged and counted to save memory."""
 
 Cuts = tuple[float | None, ...]
+Interpolate = Callable[[float, float, float], float]
+
+
+def linear(below: float, above: float, share: float) -> float:
+    return below + (above - below) * share
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,9 @@ class Histogram:
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
-        found = np.unique(np.searchsorted(ends_B, sorted(_ranks(self.num_values)), side="right"))
+        places = [share * (self.num_values - 1) for share in SHARES]
+        ranks = [rank for place in places for rank in (math.floor(place), math.ceil(place))]
+        found = np.unique(np.searchsorted(ends_B, ranks, side="right"))
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
@@ -107,7 +114,7 @@ class Gathered:
         if self._num_kept > _GATHERED:
             self.count()
 
-    def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
+    def cuts(self, interpolate: Interpolate = linear) -> Cuts:
         """Return exact quantiles. All values counted in the histogram must have been added first."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
@@ -118,25 +125,20 @@ class Gathered:
                 return 0.0
             return float(counted[bin][0][np.searchsorted(ends[bin], rank - self._places[bin], side="right")])
 
-        return _cuts(self._num_values, at, interpolate or linear)
+        return _cuts(self._num_values, at, interpolate)
 
 
-def quantiles(
-    abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
-) -> Cuts:
+def quantiles(parts: Iterable[np.ndarray], histogram: Histogram, interpolate: Interpolate = linear) -> Cuts:
     """Return exact quantiles of values in memory, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
-    >>> quantiles(values, Histogram.of(values))
+    >>> quantiles([values], Histogram.of(values))
     (1.0, 1.9, 1.98)
     """
     gathered = Gathered(histogram)
-    gathered.add(abs_d_T)
+    for abs_d_T in parts:
+        gathered.add(abs_d_T)
     return gathered.cuts(interpolate)
-
-
-def linear(below: float, above: float, share: float) -> float:
-    return below + (above - below) * share
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
@@ -153,11 +155,6 @@ def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np
     return values, counts
 
 
-def _ranks(num_values: int) -> set[int]:
-    places = [share * (num_values - 1) for share in SHARES]
-    return {rank for place in places for rank in (math.floor(place), math.ceil(place))}
-
-
 def _bin_at(places: dict[int, int], rank: int) -> int:
     return max(bin for bin, before in places.items() if before <= rank)
 
@@ -169,7 +166,7 @@ def _middle(bin: int) -> float:
     return float((low + high) / 2)
 
 
-def _cuts(num_values: int, at: Callable[[int], float], interpolate: Callable[[float, float, float], float]) -> Cuts:
+def _cuts(num_values: int, at: Callable[[int], float], interpolate: Interpolate) -> Cuts:
     if not num_values:
         return tuple(None for _ in SHARES)
     found = []

@@ -6,7 +6,7 @@ Shapes: T tokens from several sequences, concatenated, N sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,31 +43,25 @@ class Tokens:
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-
         def part(values_T: np.ndarray) -> np.ndarray:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
 
-        return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
+        advantage_N = None if self.advantage_N is None else self.advantage_N[sequences]
+        return self._mapped(part, lengths_N=self.lengths_N[sequences], advantage_N=advantage_N)
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
-        return self._mapped(lambda values_T: values_T[kept_T], lengths_N, lambda values_N: values_N)
+        return self._mapped(lambda values_T: values_T[kept_T], lengths_N=lengths_N)
 
-    def _mapped(
-        self, of_tokens: Callable[[np.ndarray], np.ndarray], lengths_N: np.ndarray,
-        of_sequences: Callable[[np.ndarray], np.ndarray],
-    ) -> Tokens:  # fmt: skip
-        def part(values_T: np.ndarray | None) -> np.ndarray | None:
-            return None if values_T is None else of_tokens(values_T)
-
-        return Tokens(
-            logprobs={name: of_tokens(values_T) for name, values_T in self.logprobs.items()},
-            lengths_N=lengths_N,
-            counted_T=part(self.counted_T),
-            advantage_N=None if self.advantage_N is None else of_sequences(self.advantage_N),
-            advantage_T=part(self.advantage_T),
+    def _mapped(self, part: Callable[[np.ndarray], np.ndarray], **of_sequences: Any) -> Tokens:
+        return replace(
+            self,
+            logprobs={name: part(values_T) for name, values_T in self.logprobs.items()},
+            counted_T=None if self.counted_T is None else part(self.counted_T),
+            advantage_T=None if self.advantage_T is None else part(self.advantage_T),
+            **of_sequences,
         )
 
 

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import quote
 
+import pyarrow as pa
+
 from ...schemas.errors import DamagedTrace, InvalidOption
 from ...schemas.layout import SCORES, SEQUENCES, SUMS
 from ...schemas.sums import KINDS, OF_RUNS
+from ...schemas.tables import Table
 from ...tracer.parquet_file import read_footer
 from ...tracer.snapshot import Examined, Snapshot, TableFile, newest_attempts, take_snapshot
 from ...tracer.store import Store, first_line
@@ -56,10 +59,9 @@ class Source(Snapshot):
                 "run": self.run,
                 "pass": name,
                 "contract": digest,
-                "engine": _text(contract.get("engine")),
-                "device": _text(contract.get("device")),
                 "contract_json": json.dumps(contract, sort_keys=True),
             }
+            | {key: None if contract.get(key) is None else str(contract[key]) for key in ("engine", "device")}
             for name, digest, contract in self.contracts
         ]
 
@@ -78,30 +80,21 @@ def open_source(url: str, *, examined: Examined | None = None) -> Source:
     return source
 
 
-def urls_of(traces: Traces) -> list[str]:
-    urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
-    if not urls:
-        raise InvalidOption("no trace given; pass at least one folder", option="traces")
-    return urls
-
-
 def open_sources(traces: Traces) -> list[Source]:
     """Open traces. If several runs have the same name, a number is added to the later ones."""
     sources: list[Source] = []
     names: set[str] = set()
-    for url in urls_of(traces):
-        source = open_source(url)
+    for url in [traces] if isinstance(traces, (str, os.PathLike)) else traces:
+        source = open_source(os.fspath(url))
         name, number = source.run, 1
         while source.run in names:
             number += 1
             source.run = f"{name}-{number}"
         names.add(source.run)
         sources.append(source)
+    if not sources:
+        raise InvalidOption("no trace given; pass at least one folder", option="traces")
     return sources
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def find_sums(source: Source) -> None:
@@ -128,19 +121,18 @@ def find_sums(source: Source) -> None:
         if worse is not None:
             source.outdated_sums.setdefault((kind, pair), []).append(worse.relative)
     unsealed = any(table in source.journals for table in (SEQUENCES, SCORES))
-    complete: dict[str, set[Pair]] = {}
+    complete: dict[str, set[Pair]] = {kind: set() for kind in KINDS}
     for (kind, pair), (count, file) in best.items():
         source.sums.setdefault(kind, {})[pair] = file
         if count == len(current) and not unsealed:
-            complete.setdefault(kind, set()).add(pair)
-    of_steps = [spec for spec in KINDS.values() if spec not in OF_RUNS]
-    source.covered = set.intersection(*(complete.get(spec.name, set()) for spec in of_steps))
-    source.run_covered = source.covered.intersection(*(complete.get(spec.name, set()) for spec in OF_RUNS))
+            complete[kind].add(pair)
+    source.covered = set.intersection(*(complete[kind] for kind, spec in KINDS.items() if spec not in OF_RUNS))
+    source.run_covered = source.covered.intersection(*(complete[spec.name] for spec in OF_RUNS))
 
 
-def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    made_of = {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
-    return {MADE_OF: json.dumps(made_of).encode()}
+def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
+    made_of = {"edition": _EDITION, "kind": spec.name, "pair": list(pair), "covers": sorted(source.segments)}
+    return spec.schema.with_metadata({MADE_OF: json.dumps(made_of).encode()})
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:

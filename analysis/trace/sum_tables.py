@@ -20,7 +20,7 @@ from ...schemas.tables import Table
 from ...tracer.parquet_file import checked_writer
 from .connection import Connection
 from .macros import quoted, sql_file
-from .source import Pair, Source, made_of_metadata, run_folder, sums_file
+from .source import Pair, Source, run_folder, sums_file, sums_schema
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
@@ -142,10 +142,6 @@ class SumTables:
 
 def without_pair(spec: Table) -> list[str]:
     return [name for name in spec.schema.names if name not in ("pass_a", "pass_b")]
-
-
-def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 
 def _listed(pairs: Collection[Pair]) -> str:

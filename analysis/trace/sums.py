@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -35,8 +35,8 @@ from .macros import quoted, quoted_pair, sql_file
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .ragged import array_of
-from .source import Pair, Source, Traces, sums_file
-from .sum_tables import SUMS_OPTIONS, sums_schema, without_pair
+from .source import Pair, Source, Traces, sums_file, sums_schema
+from .sum_tables import SUMS_OPTIONS, without_pair
 from .tokens import packed, spread, unit_tokens
 
 Write = Callable[[pa.Table], None]
@@ -88,7 +88,7 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
         _cover(database, pair, steps, progress)
         database.supersede(pair)
     runs = _runs_without_quantiles(database, pair)
-    units = _units(database, list(_joined(steps, _most_tokens(database, steps))))
+    units = _units(database, _chunks(database, steps))
     if has_computed:
         _add_step_statistics(database, pair, units)
     if of_run:
@@ -152,7 +152,9 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
                     sizes += found.sizes
                     advance(chunk.num_tokens)
             if source.run in whole:
-                run_quantiles.append(_quantiles_of(source.run, sizes))
+                histogram = merged(map(Histogram.of, sizes))
+                cuts = quantiles(sizes, histogram)
+                run_quantiles.append((source.run, histogram.num_values, *cuts, 0.0))
     _put(database, STEP_QUANTILES, pair, step_quantiles)
     _put_run_quantiles(database, pair, run_quantiles)
 
@@ -179,7 +181,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
             sums=_of_steps(sums[chunk.run], chunk),
             histograms=_histogram_rows(pair, histograms),
             quantiles=[
-                (chunk.run, step, len(abs_d_T), *quantiles(abs_d_T, bins, quantile_cont))
+                (chunk.run, step, len(abs_d_T), *quantiles([abs_d_T], bins, quantile_cont))
                 for step, abs_d_T, bins in histograms
             ],
             sizes=[part for step in parts for part in parts[step]] if chunk.run in wants_sizes else [],
@@ -303,14 +305,18 @@ def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> li
         names = {"a": quoted(pair[0]), "b": quoted(pair[1]), "run": quoted(chunk.run)}
         query = sql_file("missing").format(**names, first_step=chunk.first_step, last_step=chunk.last_step)
         missing |= {(chunk.run, step) for (step,) in database.connection.execute(query).fetchall()}
-    marked = [
-        replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps
-    ]
-    return list(_joined(marked, _most_tokens(database, marked)))
+    return _chunks(
+        database,
+        [replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps],
+    )
 
 
 def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
     return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
+
+
+def _chunks(database: Database, steps: Sequence[Chunk]) -> list[Chunk]:
+    return list(_joined(steps, _most_tokens(database, steps)))
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
@@ -333,8 +339,7 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
-    steps = _steps(database, run)
-    return list(_joined(steps, _most_tokens(database, steps)))
+    return _chunks(database, _steps(database, run))
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
@@ -354,34 +359,17 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     kept = [source.run for source in database.sources if source.run not in known and pair in source.run_covered]
     if database.views.is_whole and kept:
-        _take_kept(database, RUN_QUANTILES, pair, kept)
+        database.connection.execute(f"INSERT INTO {table} {database.sums.kept(RUN_QUANTILES, pair, kept)}")
         known |= {*kept}
     return [source.run for source in database.sources if source.run not in known]
 
 
-def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
-    database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
-
-
-def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    histogram = merged(Histogram.of(part) for part in sizes)
-    gathered = Gathered(histogram)
-    for part in sizes:
-        gathered.add(part)
-    return run, histogram.num_values, *gathered.cuts(), 0.0
-
-
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
     histogram = _histogram_of(database, pair, run)
-    if histogram.num_values <= EXACT_TOKENS:
-        return _read_again(database, pair, run, progress)
-    query = f"SELECT max(max_abs_d) FROM {SEQUENCE_SUMS.name} WHERE run = ? AND pass_a = ? AND pass_b = ?"
-    ((largest,),) = database.connection.execute(query, [run, *pair]).fetchall()
-    return run, histogram.num_values, *histogram.cuts(largest), ERROR
-
-
-def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    histogram = _histogram_of(database, pair, run)
+    if histogram.num_values > EXACT_TOKENS:
+        query = f"SELECT max(max_abs_d) FROM {SEQUENCE_SUMS.name} WHERE run = ? AND pass_a = ? AND pass_b = ?"
+        ((largest,),) = database.connection.execute(query, [run, *pair]).fetchall()
+        return run, histogram.num_values, *histogram.cuts(largest), ERROR
     if not histogram.num_values:
         return run, 0, *(None for _ in SHARES), 0.0
     chunks = run_chunks(database, run)

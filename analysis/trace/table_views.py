@@ -27,19 +27,6 @@ _SEQUENCE = pa.schema([("run", pa.string()), ("step", pa.int64()), ("seq_id", pa
 
 _IS_SETTING = f"starts_with(name, '{HYPERPARAMETER}')"
 
-_RECORDED = f"""
-    SELECT DISTINCT run, step
-    FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING}){{where}}
-    ORDER BY run, step
-"""
-
-_PASSES_OF_SCORES = """
-    CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
-    WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
-       OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
-    ORDER BY run, "pass", contract
-"""
-
 
 class TableViews:
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
@@ -78,24 +65,26 @@ class TableViews:
         for table in TABLES:
             kept_rows = " OR ".join([condition, *until]) if table == METRICS else condition
             for name in (table, f"all_{table}"):
-                self._narrow(name, kept_rows)
-        self._connection.execute(_PASSES_OF_SCORES)
+                self._wrap(name, f"every_{name}", f"WHERE {kept_rows}")
+        self._connection.execute("""
+            CREATE OR REPLACE VIEW passes AS SELECT * FROM contracts
+            WHERE (run, "pass", contract) IN (SELECT run, "pass", contract FROM scores WHERE contract IS NOT NULL)
+               OR (run, "pass") NOT IN (SELECT run, "pass" FROM every_scores)
+            ORDER BY run, "pass", contract
+        """)
         self.is_whole = False
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
         for name in ("sequences", "scores"):
-            self._narrow(name, step_condition(steps))
+            self._wrap(name, f"every_{name}", f"WHERE {step_condition(steps)}")
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
-                self._connection.execute(f"ALTER VIEW {name} RENAME TO whole_{name}")
-                self._connection.execute(
-                    f"CREATE VIEW {name} AS SELECT * FROM whole_{name} ANTI JOIN left_out USING (run, step, seq_id)"
-                )
+                self._wrap(name, f"whole_{name}", "ANTI JOIN left_out USING (run, step, seq_id)")
         self._leaves_out, self.is_whole = True, False
 
     def _define(self, spec: Table) -> None:
@@ -161,13 +150,18 @@ class TableViews:
 
     def _steps_where(self, where: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {source.run: [] for source in self._sources}
-        for run, step in self._connection.execute(_RECORDED.format(where=where)).fetchall():
+        query = f"""
+            SELECT DISTINCT run, step
+            FROM (SELECT run, step FROM sequences UNION ALL SELECT run, step FROM metrics WHERE NOT {_IS_SETTING}){where}
+            ORDER BY run, step
+        """
+        for run, step in self._connection.execute(query).fetchall():
             found[run].append(step)
         return found
 
-    def _narrow(self, view: str, condition: str) -> None:
-        self._connection.execute(f"ALTER VIEW {view} RENAME TO every_{view}")
-        self._connection.execute(f"CREATE VIEW {view} AS SELECT * FROM every_{view} WHERE {condition}")
+    def _wrap(self, view: str, inner: str, clause: str) -> None:
+        self._connection.execute(f"ALTER VIEW {view} RENAME TO {inner}")
+        self._connection.execute(f"CREATE VIEW {view} AS SELECT * FROM {inner} {clause}")
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:

@@ -16,9 +16,13 @@ from .connection import limit_threads
 from .database import Database, cached
 from .macros import Catalogue, quoted
 from .ragged import Tokens, tokens_of
+from .table_views import step_condition
 
-_LISTS = {"mask": "response_mask", "advantages": "advantages"}
-_EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
+_LISTS = {
+    "mask": "coalesce(s.response_mask, []::BOOLEAN[])",
+    "advantage": "s.advantage",
+    "advantages": "coalesce(s.advantages, []::FLOAT[])",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +55,7 @@ def token_query(
         for name, scored in passes.items()
         if scored.logprobs
     ]
-    columns += [
-        "s.advantage" if name == "advantage" else f"coalesce(s.{_LISTS[name]}, {_EMPTY[name]}) AS {name}"
-        for name in lists
-    ]
+    columns += [f"{_LISTS[name]} AS {name}" for name in lists]
     tables = []
     for name, scored in passes.items():
         iteration = "" if scored.iteration is None else f" AND iteration = {scored.iteration}"
@@ -77,10 +78,8 @@ def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str]) -> To
 
 def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:
     terms = [] if run is None else [f"run = {quoted(run)}"]
-    if isinstance(steps, range):
-        terms.append(f"step BETWEEN {steps.start} AND {steps.stop - 1}")
-    elif steps is not None:
-        terms.append(f"step IN ({', '.join(str(step) for step in steps)})" if len(steps) else "false")
+    if steps is not None:
+        terms.append(step_condition(steps))
     return " AND ".join([*terms, keys] if keys else terms) or "true"
 
 
@@ -232,19 +231,19 @@ def places(database: Database) -> tuple[str, ...]:
     )
 
 
+@dataclass(slots=True)
 class _Reader(Generic[Unit, Made]):
-    def __init__(
-        self, traces: tuple[str, ...], steps: str, catalogue: Callable[[], Catalogue[Database]],
-        function: Callable[[Database, Unit], Iterable[Made]],
-    ):  # fmt: skip
-        self._traces, self._steps, self._catalogue, self._function = traces, steps, catalogue, function
-        self._database: Database | None = None
+    traces: tuple[str, ...]
+    steps: str
+    catalogue: Callable[[], Catalogue[Database]]
+    function: Callable[[Database, Unit], Iterable[Made]]
+    database: Database | None = None
 
     def run(self, unit: Unit) -> list[Made]:
-        if self._database is None:
+        if self.database is None:
             limit_threads(CPUS)
-            self._database = Database(self._traces, self._steps, catalogue=self._catalogue)
-        return list(self._function(self._database, unit))
+            self.database = Database(self.traces, self.steps, catalogue=self.catalogue)
+        return list(self.function(self.database, unit))
 
     def close(self) -> None:
         """Do nothing, because a reader has nothing to flush."""

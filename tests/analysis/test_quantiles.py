@@ -58,7 +58,7 @@ def test_a_histogram_gives_quantiles_within_its_error(draw, n):
     check(values, histogram.cuts(), ERROR)
     check(values, histogram.cuts(values.max()), ERROR)
     assert max(histogram.cuts(values.max())) <= values.max()
-    check(values, quantiles(values, histogram), 0)
+    check(values, quantiles([values], histogram), 0)
 
 
 def test_the_error_is_nearly_reached():
@@ -81,7 +81,7 @@ def test_histograms_of_parts_are_that_of_the_whole_in_any_order(parts, order):
     gathered = Gathered(histogram)
     for array in arrays:
         gathered.add(array)
-    assert gathered.cuts() == quantiles(whole, histogram)
+    assert gathered.cuts() == quantiles([whole], histogram)
     if len(whole):
         check(whole, histogram.cuts(), ERROR)
         check(whole, gathered.cuts(), 0)
@@ -96,7 +96,7 @@ def test_quantiles_of_a_step_have_the_digits_of_duckdb(values):
     array = np.array(values, np.float64)
     query = "SELECT quantile_cont(d, [0.5, 0.95, 0.99]) FROM (SELECT unnest(?::DOUBLE[]) AS d)"
     ((wanted,),) = duckdb.connect().execute(query, [values]).fetchall()
-    assert list(quantiles(array, Histogram.of(array), quantile_cont)) == wanted
+    assert list(quantiles([array], Histogram.of(array), quantile_cont)) == wanted
 
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
@@ -119,7 +119,7 @@ def test_equal_values_that_are_gathered_take_no_memory_each(monkeypatch):
     for start in range(0, len(values), 50):
         gathered.add(values[start : start + 50])
     assert sum(len(found) for parts in gathered._parts.values() for found, _ in parts) < 200
-    assert gathered.cuts() == quantiles(values, Histogram.of(values))
+    assert gathered.cuts() == quantiles([values], Histogram.of(values))
 
 
 def test_bins_follow_the_order_of_values():
