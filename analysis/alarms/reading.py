@@ -212,14 +212,12 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
         size = np.abs(values[among]) if alarm.of_size else values[among]
         worst = int(among[np.nanargmax(size) if alarm.above else np.nanargmin(size)])
         own, worst_step = float(values[worst]), int(steps[worst])
+        first_value = float(values[at[0]]) if len(at) else None
+    found = AlarmReading(alarm=alarm, own=own, is_raised=len(at) > 0, worst_step=worst_step, first_value=first_value)
     if not len(at):
-        return AlarmReading(alarm=alarm, own=own, is_raised=False, worst_step=worst_step)
-    if values is not None:
-        first_value = float(values[at[0]])
-    return AlarmReading(
-        alarm=alarm, own=own, is_raised=True, worst_step=worst_step, first_step=int(steps[at[0]]), first_value=first_value,
-        last_step=int(steps[at[-1]]), num_steps=len(at), still=bool(fires[-1]),
-    )  # fmt: skip
+        return found
+    first, last = (int(steps[place]) for place in at[[0, -1]])
+    return replace(found, first_step=first, last_step=last, num_steps=len(at), still=bool(fires[-1]))
 
 
 def _own(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
@@ -252,8 +250,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
     """Evaluate every alert rule at the selected steps. Pass `of_tokens` to reuse a `read_token_figures` result."""
-    run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
-    repeats = Repeats()
-    repeats.keep(whole, run, ())
-    of_tokens = read_token_figures(database, pair, run) if of_tokens is None else of_tokens
+    whole, repeats = database.of_steps(ALL_STEPS), Repeats()
+    repeats.keep(whole, ())
+    of_tokens = read_token_figures(database, pair) if of_tokens is None else of_tokens
     return judge_alarms(read_series(database, pair=pair), repeats, of_tokens, read_series(whole, pair=pair))

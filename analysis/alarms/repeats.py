@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..facts.rollouts import successive
 from ..trace.database import Database
 
 _ROWS = """
 SELECT step, hash(prompt_ids, response_ids) AS whole, reward
-FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
+FROM (SELECT *, row_number() OVER () AS place FROM sequences)
 ORDER BY step, place
 """
 WINDOW = 20
@@ -21,8 +22,8 @@ class Repeats:
     def __init__(self) -> None:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
+    def keep(self, database: Database, steps: Sequence[int]) -> None:
+        rows = database.connection.execute(_ROWS).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
         ends = np.flatnonzero(np.diff(step)) + 1
@@ -49,9 +50,7 @@ def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, nu
     Each reward is compared with the reward at the response's previous occurrence. `place` [N] are step indices,
     and `whole` [N] hashes of prompt and response. Rows are in recording order.
     """
-    order = np.lexsort((np.arange(len(whole)), whole))
-    again = order[1:][whole[order][1:] == whole[order][:-1]]
-    before = order[:-1][whole[order][1:] == whole[order][:-1]]
+    before, again = successive(whole, place)
     with np.errstate(invalid="ignore"):
         differs = np.abs(reward[again] - reward[before]) > 1e-6
     repeated, unequal = (

@@ -70,9 +70,8 @@ def attribute(
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    names = parse_pair(pair)
-    opened_control = None if control is None else open_database(control, steps)
-    return explain(open_database(trace, steps), names, control=opened_control, progress=progress)
+    names, baseline = parse_pair(pair), None if control is None else open_database(control, steps)
+    return explain(open_database(trace, steps), names, control=baseline, progress=progress)
 
 
 def explain(
@@ -92,11 +91,11 @@ def explain(
 
 
 def _alone(facts: Facts) -> Attribution:
-    if facts.fall is None:
-        supposed, known = _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS])
-        return _attribution(facts, known, (), supposed)
-    known = table(facts)
-    return _attribution(facts, known, judged(known, ALONE), None)
+    if facts.fall is not None:
+        known = table(facts)
+        return _attribution(facts, known, judged(known, ALONE), None)
+    supposed, known = _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS])
+    return _attribution(facts, known, (), supposed)
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
@@ -245,9 +244,8 @@ def broken_steps(facts: Facts) -> Iterator[int]:
     yield from (since for _, since, _ in data_faults_since(facts))
     lag = np.abs(facts.values("version_lag"))
     known = np.flatnonzero(np.isfinite(lag))
-    if len(known):
-        grows = known[1:][np.diff(lag[known]) >= 1]
-        yield from (int(facts.steps[place]) for place in grows[:1])
+    grows = known[1:][np.diff(lag[known]) >= 1]
+    yield from (int(facts.steps[place]) for place in grows[:1])
 
 
 def ending_step(rollouts: Rollouts) -> int | None:

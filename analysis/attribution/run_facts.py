@@ -262,13 +262,11 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> of_engine.StillEngine | None:
-        begins = _mismatch_begins(self)
-        return None if begins is None else of_engine.read_still_engine(self.rollouts, begins)
+        return of_engine.read_still_engine(self.rollouts, _mismatch_begins(self))
 
     @cached_property
     def earlier_weights(self) -> of_engine.EarlierWeights | None:
-        begins = _mismatch_begins(self)
-        return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
+        return of_engine.read_earlier_weights(self.rollouts, _mismatch_begins(self))
 
     def beside(self, control: Facts) -> Facts:
         """Locate the drop in the difference between the run and its baseline, and return the updated facts.
@@ -319,12 +317,13 @@ def read_facts(
     )  # fmt: skip
 
 
-def _mismatch_begins(facts: Facts) -> int | None:
+def _mismatch_begins(facts: Facts) -> float:
+    """Return the first step with a mismatch of at least BEGUN times its size at the onset, or infinity."""
+    if facts.mismatch is None:
+        return math.inf
     values = facts.values("mean_abs_d")
-    if facts.mismatch is None or not np.isfinite(values).any():
-        return None
     begun = facts.steps[values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10)]
-    return int(begun[0]) if len(begun) else None
+    return min(begun, default=math.inf)
 
 
 def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[Statement]) -> CheckResult | None:

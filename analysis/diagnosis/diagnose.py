@@ -157,7 +157,7 @@ def diagnose(
 
 def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
     attribution = explain(database, pair, control=control, progress=progress)
-    series, averages = read_series(database, pair=pair), read_averages(database, database.sources[0].run)
+    series, averages = read_series(database, pair=pair), read_averages(database)
     known = {name: figure(name, series, averages) for name in _LOGGED}
     metrics = {name: float(values[1].mean()) for name, values in known.items() if values is not None}
     half_square = metrics.get("k2", metrics.get("k3"))  # k3 is d^2 / 2 to second order

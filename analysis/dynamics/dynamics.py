@@ -55,14 +55,12 @@ def dynamics(
     source = database.sources[0]
     with database.telling(progress):
         series = read_series(database, pair=names)
-    if not series and database.kept_steps:
-        raise NothingToCompare(
-            f"{source.run}: {option('steps', steps)} matches no step with series values; choose different steps"
-        )
-    if not series:
-        raise NothingToCompare(f"{source.run} has neither sequences nor metrics; record a run with tim-trace record")
-    axis = next(iter(series.values())).steps
-    with database.telling(progress):
+        if not series:
+            problem = " has neither sequences nor metrics; record a run with tim-trace record"
+            if database.kept_steps:
+                problem = f": {option('steps', steps)} matches no step with series values; choose different steps"
+            raise NothingToCompare(f"{source.run}{problem}")
+        axis = next(iter(series.values())).steps
         known, later = known_run(database, names)
         changes_of, fall = _within(axis, read_changes(known, names)), read_outcomes(known, names).fall
         known_series = read_series(known, pair=names)

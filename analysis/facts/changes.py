@@ -212,7 +212,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
     outcomes = []
     rewards = array_of(database.connection.sql(_REWARDS).to_arrow_table()["reward"])
     floor = min(float(np.quantile(rewards, 0.01)), 0.0) if len(rewards) else 0.0
-    for name in sorted(read_evaluations(database, database.sources[0].run)):
+    for name in sorted(read_evaluations(database)):
         of_name = names == name
         outcomes.append(_outcome(name, steps[of_name], values[of_name], floor, is_evaluation=True))
     reward = series.get("reward")

@@ -98,7 +98,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
 
     A hyperparameter keeps its value at all steps until the next recorded change.
     """
-    logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run, False)
+    logged = [] if tokens_by_step(database) else read_logged(database, False)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
     columns = {**_of_sequences(database), **averages, **_of_reference(database)}
     columns = {name: column for name, column in columns.items() if np.isfinite(column[1]).any()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,9 +139,6 @@ class Rollouts:
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
-    def at(self, steps: Sequence[int]) -> Rollouts:
-        return self.ordered(np.isin(self.step, steps))
-
 
 @cached
 def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Rollouts:
@@ -200,11 +197,6 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
     return difference, np.abs(difference) > 1e-6 * scale
-
-
-def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
-    return at_a, at_b
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:

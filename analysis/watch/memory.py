@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,9 @@ from ...tracer.snapshot import TableFile
 from ...tracer.verified_file import FileCursor
 from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
-from ..facts.mismatch import read_step_mismatch
-from ..facts.read_series import (
-    Given,
-    on_steps,
-    read_averages,
-    read_clipping,
-    read_entropy,
-    read_given,
-    read_lags,
-    read_logged,
-    read_sampled,
-)
+from ..facts.read_series import Given, on_steps, read_averages, read_given, read_logged, read_rows
 from ..facts.series import KINDS, Series, named
 from ..trace.columns import read_hyperparameters
-from ..trace.database import Database
 from ..trace.source import Pair, Source
 from ..views import open_database
 
@@ -190,20 +178,20 @@ class Memory:
         database = open_database(source)
         if not summed:
             database.keep_steps(wanted)
-        run = source.run
-        self._logged = read_logged(database, run, bool(extents.steps))
+        self._logged = read_logged(database, bool(extents.steps))
         self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
-        self._averages = {} if extents.steps else read_averages(database, run)
+        self._averages = {} if extents.steps else read_averages(database)
         self._num_metrics = extents.num_metrics
-        self._given = self._given | read_given(database, run)
-        loss = read_loss(read_hyperparameters(database, run))
+        self._given = self._given | read_given(database)
+        loss = read_loss(read_hyperparameters(database))
         basis = (self._given, loss, any(column.name == "entropy" for column in self._logged))
         if basis != self._basis and self._read:  # the run's settings changed, so cached steps are out of date
             self._forget()
         self._basis = basis
         if wanted:
-            self._keep(wanted, self._columns(database, run), read_token_figures(database, self._pair, run))
-            self.repeats.keep(database, run, wanted)
+            columns = [*chain(*read_rows(database, self._pair, self._logged, self._given))]
+            self._keep(wanted, columns, read_token_figures(database, self._pair))
+            self.repeats.keep(database, wanted)
             self._read |= {step: extents.steps[step] for step in wanted}
 
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
@@ -220,16 +208,6 @@ class Memory:
             for name, values in self._of_tokens.items()
             if values
         }
-
-    def _columns(self, database: Database, run: str) -> list[Series]:
-        gap = read_step_mismatch(database, self._pair, run)
-        return [
-            *gap.columns,
-            *read_sampled(database, run),
-            *read_entropy(database, run, self._pair[0], self._logged, gap.estimate, self._given),
-            *read_lags(database, self._pair, run, self._given),
-            *read_clipping(database, run),
-        ]
 
     def _keep(self, steps: Sequence[int], columns: Sequence[Series], figures: Mapping[str, Figure]) -> None:
         for values in (*self._values.values(), *self._of_tokens.values()):

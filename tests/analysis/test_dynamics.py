@@ -211,12 +211,6 @@ def test_several_runs_are_read_one_at_a_time(tmp_path):
     both = open_database([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(InvalidOption, match="several traces are open; name one of a, b"):
         read_series(both)
-    own, of_both = read_series(open_database(tmp_path / "b")), read_series(both, run="b")
-    assert {name: each.values.tolist() for name, each in own.items()} == {
-        name: each.values.tolist() for name, each in of_both.items()
-    }
-    with pytest.raises(InvalidOption, match="got 'c'"):
-        read_series(both, run="c")
 
 
 def test_a_scale_has_room_for_zero():

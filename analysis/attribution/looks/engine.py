@@ -6,7 +6,7 @@ import numpy as np
 
 from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_UPDATES
-from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
+from ...facts.recorded import AFTER, order_beside
 from ...facts.series import Fall
 from .. import thresholds as t
 from ..fact import Fact, fact, of_ratio
@@ -42,10 +42,7 @@ def rise(facts: Facts, fall: Fall) -> Iterator[Fact]:
     if largest.before == 0 and when != AFTER:
         yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
         return
-    code = {
-        BEFORE: "mismatch_grows_before_fall", WITH: "mismatch_grows_with_fall", AFTER: "mismatch_grows_after_fall",
-    }[when]  # fmt: skip
-    yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
+    yield fact(f"mismatch_grows_{when}_fall", of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
     if step is None or when == AFTER or facts.moves.moves_at(step, "reward", "sampled", "length"):
         return
