@@ -7,17 +7,15 @@ import warnings
 from collections.abc import Mapping
 
 import numpy as np
-import pyarrow as pa
 
+from ..check.sample import read_pair_sums
 from ..facts.read_series import ESTIMATED, read_averages, read_series
 from ..facts.series import KINDS, MISMATCH, Series
 from ..statistics.estimators import Array
-from ..trace.columns import sequence_columns
 from ..trace.database import Database
-from ..trace.pair_sums import BATCH_ROWS, COUNTS, SUM_EXP_ABS_D, finite, pair_sums
-from ..trace.ragged import array_of
+from ..trace.pair_sums import COUNTS, SUM_EXP_ABS_D
 from ..trace.source import Pair
-from ..trace.tokens import PassRows, token_query, tokens_by_step, tokens_of_rows
+from ..trace.tokens import tokens_by_step
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
@@ -39,11 +37,8 @@ def read_token_figures(database: Database, pair: Pair) -> dict[str, Figure]:
     """
     if not tokens_by_step(database):
         return read_averages(database)
-    lists, run = ["mask"] if sequence_columns(database).mask else [], database.sources[0].run
-    query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
-    batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
-    steps_N, *columns = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    return token_figures(steps_N, dict(zip(NEEDED_SUMS, columns, strict=True)))
+    sums = read_pair_sums(database, pair, NEEDED_SUMS)
+    return token_figures(sums.steps, sums.columns)
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
@@ -59,11 +54,6 @@ def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[s
         np.bincount(place_N, sums[name][full_N], len(steps)) for name in ("num_tokens", "sum_prob_diff", SUM_EXP_ABS_D)
     )
     return lost | {name: (steps, total / n) for name, total in zip(OF_TOKENS, totals, strict=True)}
-
-
-def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    sums = pair_sums(finite(tokens_of_rows(rows, ("a", "b"))), NEEDED_SUMS)
-    return array_of(rows.column("step")), *sums.values()
 
 
 UNEQUAL_REWARDS = "unequal_rewards"

@@ -124,12 +124,11 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
                             f"> {RATE:g} times its earlier level", "a spike in the learning rate")),
     (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm",
                             f"> {NORM:g} times its median over 20 earlier steps, for {TIMES} steps", "updates are abnormally large")),
+    (rewards_contradict, _own_alarm("rewards_contradict", UNEQUAL_REWARDS,
+                                    "share of repeated responses whose reward differs from last time, over 20 steps",
+                                    f"> {UNEQUAL:g}", "the reward depends on more than the response")),
 )  # fmt: skip
 """tim-trace's own rules, as (function, alert). The function returns [n] bool: True where the alert fires."""
-CONTRADICT = _own_alarm(
-    "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
-    f"> {UNEQUAL:g}", "the reward depends on more than the response",
-)  # fmt: skip
 LEFT_OUT = replace(
     _own_alarm("logprobs_not_finite", NOT_FINITE, "tokens in the loss with a NaN or infinite logprob in either pass", "> 0",
                "mismatch metrics exclude these tokens", of_mismatch=True),
@@ -143,7 +142,7 @@ BROKEN = tuple(
         ("loss", "the logged loss", "this step's update was not finite"),
     )
 )
-EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), CONTRADICT, LEFT_OUT, *BROKEN)
+EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), LEFT_OUT, *BROKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,17 +220,14 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
+    unequal = {UNEQUAL_REWARDS: repeats.unequal()} if "reward" in series else {}
     for fires, alarm in SIGNS:
-        if (known := figure(alarm.metric, series, {})) is not None:
+        if (known := figure(alarm.metric, series, unequal)) is not None:
             with np.errstate(invalid="ignore"):
                 flags = fires(known[1])
             asked = np.isin(known[0], at)
             if asked.any():
                 yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
-    steps, unequal = repeats.unequal()
-    asked = np.isin(steps, at)
-    if asked.any() and "reward" in series:
-        yield _reading(CONTRADICT, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:

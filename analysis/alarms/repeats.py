@@ -20,27 +20,24 @@ FEWEST = 20
 
 class Repeats:
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._rows = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0)
 
     def keep(self, database: Database, steps: Sequence[int]) -> None:
-        rows = database.connection.execute(_ROWS).fetchnumpy()
-        step = np.asarray(rows["step"])
-        reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
-        ends = np.flatnonzero(np.diff(step)) + 1
-        for step_ in steps:
-            self._steps.pop(step_, None)
-        if len(step):
-            parts = (np.split(each, ends) for each in (step, np.asarray(rows["whole"]), reward))
-            for own, whole, rewards in zip(*parts, strict=True):
-                self._steps[int(own[0])] = (whole, rewards)
+        """Add the rows of `database`, and forget earlier ones of `steps`."""
+        found = database.connection.execute(_ROWS).fetchnumpy()
+        reward = np.ma.filled(found["reward"].astype(np.float64), np.nan)
+        left = ~np.isin(self._rows[0], steps)
+        step, whole, rewards = (
+            np.concatenate([before[left], np.asarray(added)])
+            for before, added in zip(self._rows, (found["step"], found["whole"], reward), strict=True)
+        )
+        self._rows = step, whole, rewards
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        steps = np.array(sorted(self._steps), np.int64)
-        if not len(steps):
-            return steps, np.empty(0)
-        parts = [self._steps[step] for step in steps.tolist()]
-        place = np.repeat(np.arange(len(steps)), [len(whole) for whole, _ in parts])
-        whole, reward = (np.concatenate([part[index] for part in parts]) for index in (0, 1))
+        step, whole, reward = self._rows
+        if not len(step):
+            return step, reward
+        steps, place = np.unique(step, return_inverse=True)
         return steps, unequal_rewards(place, whole, reward, len(steps))
 
 

@@ -14,7 +14,7 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..check.check import CheckResult
-from ..facts import thresholds as ft
+from ..facts import thresholds as t
 from ..facts.mismatch import FROM_START, FROM_UPDATES
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
@@ -26,7 +26,6 @@ from ..trace.columns import parse_pair
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..views import open_database
-from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SupposedCause, Suspect
 from .brief import query
 from .divergence import SAMPLING, UPDATE
@@ -226,7 +225,7 @@ _FEWEST_STEPS = 3
 def supposed_at(facts: Facts, step: int) -> Facts:
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
-        interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
+        interval=(step - 1, step + 1), fallen=step + int(t.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
     )  # fmt: skip
     return facts.with_fall(fall)
 

@@ -169,15 +169,12 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    n, before = len(values), values
+    n, size = len(values), float(np.median(values))
     if fall is not None:
         width = max(n // 10, 3)
         end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-        before = values[end - width : end]
-    size = float(np.median(before))
-    if fall is not None:
         first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
-        size = max(size, _largest(steps, values, first, last))
+        size = max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
     settled = float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)]))
     return RunMismatch(
         size=size, first=float(values[0]), settled=settled, late=float(np.median(values[-max(n // 4, 1) :]))

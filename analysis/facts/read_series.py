@@ -272,11 +272,14 @@ def read_logged(database: Database, has_tokens: bool) -> list[Series]:
     """Read the series that the training loop logged. `has_tokens` is True if any step has token data."""
     chosen = _chosen(database, has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
-    rows = database.connection.execute(_METRICS.format(names=names)).fetchall()
-    by_name: dict[str, list[tuple[int, float, int]]] = {}
-    for step, name, value, num_not_finite in rows:
-        by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
-    found = {series: _column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name}
+    rows = database.connection.execute(_METRICS.format(names=names)).fetchnumpy()
+    steps, values = rows["step"].astype(np.int64), np.ma.filled(rows["value"].astype(np.float64), np.nan)
+    found = {}
+    for series, name in chosen.items():
+        at = rows["name"] == name
+        own = -values[at] if series == "mean_d" and _bare(name) in _OF_ROLLOUT else values[at]
+        lost = steps[at & (rows["num_not_finite"] > 0)]
+        found[series] = named(series, steps[at], own, f"logged as {name}", lost, name)
     if "mean_abs_d" not in found and (estimate := _mean_abs_d(found)) is not None:
         found["mean_abs_d"] = estimate
     return [*found.values()]
@@ -304,14 +307,6 @@ def read_averages(database: Database) -> dict[str, tuple[np.ndarray, np.ndarray]
     """
     others = (one for one in read_logged(database, False) if one.name not in KINDS and one.name != "reference_k3")
     return {one.name: (one.steps[one.known], one.values[one.known]) for one in others if one.known.any()}
-
-
-def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
-    steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
-    not_finite = steps[num_not_finite > 0]
-    if _bare(name) in _OF_ROLLOUT and series == "mean_d":
-        values = -values.astype(float)
-    return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
 
 
 def _chosen(database: Database, has_tokens: bool) -> dict[str, str]:

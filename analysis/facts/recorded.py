@@ -12,7 +12,7 @@ from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from . import conditions, series
-from .changes import ChangePoint, change_points, read_changes, read_outcomes
+from .changes import ChangePoint, change_points, read_changes, read_fall
 from .conditions import SETTING
 from .read_series import read_evaluations, read_series
 from .series import MISMATCH, REWARD, Fall, Series
@@ -69,7 +69,7 @@ class RecordedChange:
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     by_name = read_series(database, pair=pair)
-    fall = read_outcomes(database, pair).fall
+    fall = read_fall(database, pair)
     found = [
         _of_series(by_name[name], change)
         for name, changes in read_changes(database, pair).items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,6 +138,9 @@ class Rollouts:
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
+
+    def at(self, steps: Sequence[int]) -> Rollouts:
+        return self.ordered(np.isin(self.step, steps))
 
 
 @cached

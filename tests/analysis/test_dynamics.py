@@ -4,9 +4,9 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.dynamics.dynamics import dynamics, growths
+from tim_trace.analysis.dynamics.dynamics import dynamics, growths, onsets_of
 from tim_trace.analysis.dynamics.text import dynamics_text, summary_sentences, unanswered_sentences
-from tim_trace.analysis.facts.changes import change_points, onsets_of
+from tim_trace.analysis.facts.changes import change_points
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.series import KINDS, Series, named
 from tim_trace.analysis.objective.objective import objective
