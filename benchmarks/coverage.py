@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.diagnosis.diagnose import removed_interval
-from tim_trace.analysis.dynamics.dynamics import growths
-from tim_trace.analysis.facts.changes import LEAST_SD, change_points
+from tim_trace.analysis.dynamics.dynamics import LEAST_SD, growths
+from tim_trace.analysis.facts.changes import change_points
 from tim_trace.analysis.facts.series import Outcome, Series, find_fall
 from tim_trace.analysis.gate.condition import LARGEST, SequenceColumns
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled

@@ -244,7 +244,7 @@ def pages():
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
             "evidence": evidence(),
-            "thresholds": thresholds("facts/series.py", "facts/thresholds.py", "attribution/thresholds.py"),
+            "thresholds": thresholds("facts/series.py", "facts/thresholds.py"),
         },
         "start/import.md": {"names": logged_names()},
         "start/write-traces.md": {"required": required(), "fields": json_fields()},

@@ -7,17 +7,15 @@ import warnings
 from collections.abc import Mapping
 
 import numpy as np
-import pyarrow as pa
 
+from ..check.sample import read_pair_sums
 from ..facts.read_series import ESTIMATED, read_averages, read_series
 from ..facts.series import KINDS, MISMATCH, Series
 from ..statistics.estimators import Array
-from ..trace.columns import sequence_columns
 from ..trace.database import Database
-from ..trace.pair_sums import BATCH_ROWS, COUNTS, SUM_EXP_ABS_D, finite, pair_sums
-from ..trace.ragged import array_of
+from ..trace.pair_sums import COUNTS, SUM_EXP_ABS_D
 from ..trace.source import Pair
-from ..trace.tokens import PassRows, token_query, tokens_by_step, tokens_of_rows
+from ..trace.tokens import tokens_by_step
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
@@ -30,20 +28,17 @@ NOT_FINITE = "num_not_finite"
 """Metric: number of loss tokens per step with a NaN or infinite logprob in either pass."""
 
 
-def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
+def read_token_figures(database: Database, pair: Pair) -> dict[str, Figure]:
     """Read three metrics per step from tokens: num_not_finite, prob_diff_mean and mean_exp_abs_d.
 
     With logprobs a and b of a token in the two passes, prob_diff_mean is the mean of |exp(a) - exp(b)|, and
     mean_exp_abs_d the mean of exp(|d|). These means cover the same tokens as `read_series`. For a run without tokens,
     return the logged averages instead (see `read_averages`).
     """
-    if not tokens_by_step(database, run):
-        return read_averages(database, run)
-    lists = ["mask"] if sequence_columns(database, run).mask else []
-    query = token_query({"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"], run=run, lists=lists)
-    batches = list(database.connection.mapped_batches(query, _of_batch, BATCH_ROWS))
-    steps_N, *columns = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    return token_figures(steps_N, dict(zip(NEEDED_SUMS, columns, strict=True)))
+    if not tokens_by_step(database):
+        return read_averages(database)
+    sums = read_pair_sums(database, pair, NEEDED_SUMS)
+    return token_figures(sums.steps, sums.columns)
 
 
 def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[str, Figure]:
@@ -61,11 +56,6 @@ def token_figures(steps_N: np.ndarray, sums: Mapping[str, np.ndarray]) -> dict[s
     return lost | {name: (steps, total / n) for name, total in zip(OF_TOKENS, totals, strict=True)}
 
 
-def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    sums = pair_sums(finite(tokens_of_rows(rows, ("a", "b"))), NEEDED_SUMS)
-    return array_of(rows.column("step")), *sums.values()
-
-
 UNEQUAL_REWARDS = "unequal_rewards"
 """Metric: share of repeated responses that got a different reward than last time (see repeats.py)."""
 
@@ -78,20 +68,19 @@ def is_of_pair(name: str) -> bool:
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
     """Return the metric `name` (one of FIGURES) of the open run, or None if not recorded. Infinities become NaN."""
-    run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
         if series is None:
             return None
         lost = np.isin(series.steps, series.not_finite)
         steps, values = series.steps, np.where(lost, np.nan, series.values)
-        kept = (series.known | lost) & np.isin(steps, database.kept_steps.get(run, steps))
+        kept = (series.known | lost) & np.isin(steps, database.kept_steps.get(database.sources[0].run, steps))
         return steps[kept], values[kept]
     if name == UNEQUAL_REWARDS:
         repeats = Repeats()
-        repeats.keep(database, run, ())
+        repeats.keep(database, ())
         return repeats.unequal()
-    return read_token_figures(database, pair, run).get(name)
+    return read_token_figures(database, pair).get(name)
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
@@ -103,28 +92,21 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     if metric in of_tokens:
         return of_tokens[metric]
     names = {"k1": ("mean_d",), "ess_token": ("ess",), "chi2_token": ("mean_d", "k3", "ess")}.get(metric, (metric,))
-    if any(name not in series for name in names):
+    # Published levels apply to the exact metric, not to estimates.
+    if any(name not in series or series[name].source.startswith(ESTIMATED) for name in names):
         return None
-    if any(series[name].source.startswith(ESTIMATED) for name in names):
-        return None  # published levels apply to the exact metric, not to estimates
-    columns = [series[name].values for name in names]
-    # If exp(d) overflows (d above 709 nats), k3 is infinite. A series omits infinite values, so restore them here.
-    if "k3" in names:
-        place, k3 = names.index("k3"), series["k3"]
-        columns[place] = np.where(np.isin(k3.steps, k3.not_finite), np.inf, k3.values)
-    known = np.logical_and.reduce([~np.isnan(values) for values in columns])
+    columns = {name: series[name].values for name in names}
+    if "k3" in columns:  # infinite if exp(d) overflows (d above 709 nats), but a series omits infinite values
+        k3 = series["k3"]
+        columns["k3"] = np.where(np.isin(k3.steps, k3.not_finite), np.inf, k3.values)
+    known = ~np.isnan([*columns.values()]).any(axis=0)
     if not known.any():
         return None
-    values = [column[known] for column in columns]
-    if metric == "k1":
-        found = -values[0]
-    elif metric == "chi2_token":
-        mean_d, k3, ess = values
+    found, *others = (column[known] for column in columns.values())
+    if metric == "chi2_token":
         with np.errstate(divide="ignore", over="ignore"):
-            found = (1 + mean_d + k3) ** 2 / ess - 1
-    else:
-        found = values[0]
-    return series[names[0]].steps[known], found
+            found = (1 + found + others[0]) ** 2 / others[1] - 1
+    return series[names[0]].steps[known], -found if metric == "k1" else found
 
 
 GAP = 0.06

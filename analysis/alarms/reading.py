@@ -124,12 +124,11 @@ SIGNS: tuple[tuple[Callable[[Array], Array], Alarm], ...] = (
                             f"> {RATE:g} times its earlier level", "a spike in the learning rate")),
     (norm_jumps, _own_alarm("grad_norm_spike", "grad_norm", "the gradient norm",
                             f"> {NORM:g} times its median over 20 earlier steps, for {TIMES} steps", "updates are abnormally large")),
+    (rewards_contradict, _own_alarm("rewards_contradict", UNEQUAL_REWARDS,
+                                    "share of repeated responses whose reward differs from last time, over 20 steps",
+                                    f"> {UNEQUAL:g}", "the reward depends on more than the response")),
 )  # fmt: skip
 """tim-trace's own rules, as (function, alert). The function returns [n] bool: True where the alert fires."""
-CONTRADICT = _own_alarm(
-    "rewards_contradict", UNEQUAL_REWARDS, "share of repeated responses whose reward differs from last time, over 20 steps",
-    f"> {UNEQUAL:g}", "the reward depends on more than the response",
-)  # fmt: skip
 LEFT_OUT = replace(
     _own_alarm("logprobs_not_finite", NOT_FINITE, "tokens in the loss with a NaN or infinite logprob in either pass", "> 0",
                "mismatch metrics exclude these tokens", of_mismatch=True),
@@ -143,7 +142,7 @@ BROKEN = tuple(
         ("loss", "the logged loss", "this step's update was not finite"),
     )
 )
-EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), CONTRADICT, LEFT_OUT, *BROKEN)
+EVERY_ALARM = (*ALARMS, *(alarm for _, alarm in SIGNS), LEFT_OUT, *BROKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,28 +211,23 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
         size = np.abs(values[among]) if alarm.of_size else values[among]
         worst = int(among[np.nanargmax(size) if alarm.above else np.nanargmin(size)])
         own, worst_step = float(values[worst]), int(steps[worst])
+        first_value = float(values[at[0]]) if len(at) else None
+    found = AlarmReading(alarm=alarm, own=own, is_raised=len(at) > 0, worst_step=worst_step, first_value=first_value)
     if not len(at):
-        return AlarmReading(alarm=alarm, own=own, is_raised=False, worst_step=worst_step)
-    if values is not None:
-        first_value = float(values[at[0]])
-    return AlarmReading(
-        alarm=alarm, own=own, is_raised=True, worst_step=worst_step, first_step=int(steps[at[0]]), first_value=first_value,
-        last_step=int(steps[at[-1]]), num_steps=len(at), still=bool(fires[-1]),
-    )  # fmt: skip
+        return found
+    first, last = (int(steps[place]) for place in at[[0, -1]])
+    return replace(found, first_step=first, last_step=last, num_steps=len(at), still=bool(fires[-1]))
 
 
 def _own(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
+    unequal = {UNEQUAL_REWARDS: repeats.unequal()} if "reward" in series else {}
     for fires, alarm in SIGNS:
-        if (known := figure(alarm.metric, series, {})) is not None:
+        if (known := figure(alarm.metric, series, unequal)) is not None:
             with np.errstate(invalid="ignore"):
                 flags = fires(known[1])
             asked = np.isin(known[0], at)
             if asked.any():
                 yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
-    steps, unequal = repeats.unequal()
-    asked = np.isin(steps, at)
-    if asked.any() and "reward" in series:
-        yield _reading(CONTRADICT, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
@@ -252,8 +246,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 def read_alarms(database: Database, pair: Pair, of_tokens: Mapping[str, Figure] | None = None) -> AlarmReadings:
     """Evaluate every alert rule at the selected steps. Pass `of_tokens` to reuse a `read_token_figures` result."""
-    run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
-    repeats = Repeats()
-    repeats.keep(whole, run, ())
-    of_tokens = read_token_figures(database, pair, run) if of_tokens is None else of_tokens
+    whole, repeats = database.of_steps(ALL_STEPS), Repeats()
+    repeats.keep(whole, ())
+    of_tokens = read_token_figures(database, pair) if of_tokens is None else of_tokens
     return judge_alarms(read_series(database, pair=pair), repeats, of_tokens, read_series(whole, pair=pair))

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..facts.rollouts import successive
 from ..trace.database import Database
 
 _ROWS = """
 SELECT step, hash(prompt_ids, response_ids) AS whole, reward
-FROM (SELECT *, row_number() OVER () AS place FROM sequences WHERE run = $run)
+FROM (SELECT *, row_number() OVER () AS place FROM sequences)
 ORDER BY step, place
 """
 WINDOW = 20
@@ -19,27 +20,24 @@ FEWEST = 20
 
 class Repeats:
     def __init__(self) -> None:
-        self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._rows = np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0)
 
-    def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
-        step = np.asarray(rows["step"])
-        reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))
-        ends = np.flatnonzero(np.diff(step)) + 1
-        for step_ in steps:
-            self._steps.pop(step_, None)
-        if len(step):
-            parts = (np.split(each, ends) for each in (step, np.asarray(rows["whole"]), reward))
-            for own, whole, rewards in zip(*parts, strict=True):
-                self._steps[int(own[0])] = (whole, rewards)
+    def keep(self, database: Database, steps: Sequence[int]) -> None:
+        """Add the rows of `database`, and forget earlier ones of `steps`."""
+        found = database.connection.execute(_ROWS).fetchnumpy()
+        reward = np.ma.filled(found["reward"].astype(np.float64), np.nan)
+        left = ~np.isin(self._rows[0], steps)
+        step, whole, rewards = (
+            np.concatenate([before[left], np.asarray(added)])
+            for before, added in zip(self._rows, (found["step"], found["whole"], reward), strict=True)
+        )
+        self._rows = step, whole, rewards
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        steps = np.array(sorted(self._steps), np.int64)
-        if not len(steps):
-            return steps, np.empty(0)
-        parts = [self._steps[step] for step in steps.tolist()]
-        place = np.repeat(np.arange(len(steps)), [len(whole) for whole, _ in parts])
-        whole, reward = (np.concatenate([part[index] for part in parts]) for index in (0, 1))
+        step, whole, reward = self._rows
+        if not len(step):
+            return step, reward
+        steps, place = np.unique(step, return_inverse=True)
         return steps, unequal_rewards(place, whole, reward, len(steps))
 
 
@@ -49,9 +47,7 @@ def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, nu
     Each reward is compared with the reward at the response's previous occurrence. `place` [N] are step indices,
     and `whole` [N] hashes of prompt and response. Rows are in recording order.
     """
-    order = np.lexsort((np.arange(len(whole)), whole))
-    again = order[1:][whole[order][1:] == whole[order][:-1]]
-    before = order[:-1][whole[order][1:] == whole[order][:-1]]
+    before, again = successive(whole, place)
     with np.errstate(invalid="ignore"):
         differs = np.abs(reward[again] - reward[before]) > 1e-6
     repeated, unequal = (

@@ -14,7 +14,7 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
 from ..check.check import CheckResult
-from ..facts import thresholds as ft
+from ..facts import thresholds as t
 from ..facts.mismatch import FROM_START, FROM_UPDATES
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.rollouts import Rollouts, other_endings
@@ -26,7 +26,6 @@ from ..trace.columns import parse_pair
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..views import open_database
-from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SupposedCause, Suspect
 from .brief import query
 from .divergence import SAMPLING, UPDATE
@@ -70,9 +69,8 @@ def attribute(
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    names = parse_pair(pair)
-    opened_control = None if control is None else open_database(control, steps)
-    return explain(open_database(trace, steps), names, control=opened_control, progress=progress)
+    names, baseline = parse_pair(pair), None if control is None else open_database(control, steps)
+    return explain(open_database(trace, steps), names, control=baseline, progress=progress)
 
 
 def explain(
@@ -92,11 +90,11 @@ def explain(
 
 
 def _alone(facts: Facts) -> Attribution:
-    if facts.fall is None:
-        supposed, known = _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS])
-        return _attribution(facts, known, (), supposed)
-    known = table(facts)
-    return _attribution(facts, known, judged(known, ALONE), None)
+    if facts.fall is not None:
+        known = table(facts)
+        return _attribution(facts, known, judged(known, ALONE), None)
+    supposed, known = _supposed(facts, sorted(set(broken_steps(facts)))[:_MOST_STEPS])
+    return _attribution(facts, known, (), supposed)
 
 
 def _beside(facts: Facts, control: Facts) -> Attribution:
@@ -227,7 +225,7 @@ _FEWEST_STEPS = 3
 def supposed_at(facts: Facts, step: int) -> Facts:
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
-        interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
+        interval=(step - 1, step + 1), fallen=step + int(t.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
     )  # fmt: skip
     return facts.with_fall(fall)
 
@@ -245,9 +243,8 @@ def broken_steps(facts: Facts) -> Iterator[int]:
     yield from (since for _, since, _ in data_faults_since(facts))
     lag = np.abs(facts.values("version_lag"))
     known = np.flatnonzero(np.isfinite(lag))
-    if len(known):
-        grows = known[1:][np.diff(lag[known]) >= 1]
-        yield from (int(facts.steps[place]) for place in grows[:1])
+    grows = known[1:][np.diff(lag[known]) >= 1]
+    yield from (int(facts.steps[place]) for place in grows[:1])
 
 
 def ending_step(rollouts: Rollouts) -> int | None:

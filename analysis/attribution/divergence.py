@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...schemas.passes import REFERENCE
-from ..facts import thresholds as ft
+from ..facts import thresholds as t
 from ..facts.relations import explained_by_length, pays_length_otherwise
 from ..facts.rollouts import Rollouts, reward_differences
 from ..facts.two_runs import paired, shared_tokens
 from ..statement import Measured
-from . import thresholds as t
 from .run_facts import Facts
 
 SAMPLING, ENGINE, SCORING, UPDATE = "sampling_parts", "engine_parts", "scoring_parts", "update_parts"
@@ -149,7 +148,7 @@ def _of_rewards(
         return "rewards_permuted_part", values
     since = facts.rollouts.since(step)
     explained, direction = explained_by_length(since, control.rollouts)
-    by_length = math.copysign(math.sqrt(explained), direction) if explained >= ft.LENGTH_EXPLAINS and direction else 0.0
+    by_length = math.copysign(math.sqrt(explained), direction) if explained >= t.LENGTH_EXPLAINS and direction else 0.0
     if not by_length and differs.mean() >= t.LENGTH_SHARE:
         by_length = pays_length_otherwise(since, control.rollouts)
     return ("rewards_by_length_part", values | {"correlation": by_length}) if by_length else ("rewards_part", values)

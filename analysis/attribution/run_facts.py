@@ -17,7 +17,7 @@ from ..facts import changes as timeline
 from ..facts import mismatch as of_engine
 from ..facts import relations
 from ..facts import rollouts as rows
-from ..facts import thresholds as ft
+from ..facts import thresholds as t
 from ..facts.conditions import SETTING
 from ..facts.read_series import read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
@@ -28,7 +28,6 @@ from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..trace.tokens import tokens_by_step
-from . import thresholds as t
 from .settings import is_setting, suspect_of
 
 _BREAK_STEPS, _FEWEST_STEPS = 10, 3
@@ -39,7 +38,7 @@ _ENOUGH = 20
 class Facts:
     trace: str
     series: Mapping[str, Series]
-    outcomes: timeline.RunOutcomes
+    outcomes: tuple[Outcome, ...]
     fall: Fall | None
     mismatch: of_engine.RunMismatch | None
     checked: CheckResult | None
@@ -52,7 +51,7 @@ class Facts:
 
     @property
     def outcome(self) -> Outcome | None:
-        return self.outcomes.judged
+        return self.outcomes[0] if self.outcomes else None
 
     @property
     def has_tokens(self) -> bool:
@@ -175,11 +174,11 @@ class Facts:
             return 0.0
         since, before = self.rollouts.since(found.step), self.rollouts.until(found.step - 1)
         explained, direction = relations.explained_by_length(since, before)
-        if explained >= ft.LENGTH_EXPLAINS and len(since.step) and direction:
+        if explained >= t.LENGTH_EXPLAINS and len(since.step) and direction:
             return math.copysign(math.sqrt(explained), direction)
-        if abs(found.length_correlation) > (ft.LENGTH_EXPLAINS if found.share >= ft.ALMOST_ALL else ft.LENGTH_IS_ALL):
+        if abs(found.length_correlation) > (t.LENGTH_EXPLAINS if found.share >= t.ALMOST_ALL else t.LENGTH_IS_ALL):
             return found.length_correlation
-        if found.share < ft.ALMOST_ALL:
+        if found.share < t.ALMOST_ALL:
             return 0.0
         return relations.pays_length_otherwise(since, before)
 
@@ -189,9 +188,9 @@ class Facts:
             return None
         # Openings repeat more often, but whole responses are more sensitive.
         for column in ("opening_reference", "reference"):
-            found = self._given_otherwise(column, ft.REFERENCE_MOVES)
-            if found is None or found.share <= ft.MOST or found.share_before > t.WAS_THERE * found.share:
-                found = self._given_otherwise_for_good(column, ft.REFERENCE_MOVES)
+            found = self._given_otherwise(column, t.REFERENCE_MOVES)
+            if found is None or found.share <= t.MOST or found.share_before > t.WAS_THERE * found.share:
+                found = self._given_otherwise_for_good(column, t.REFERENCE_MOVES)
             if found is not None:
                 return found
         return None
@@ -208,7 +207,7 @@ class Facts:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
         found = relations.changed_responses(self.rollouts, column, first=first, last=last, least=least)
-        if found is None or found.share <= ft.MOST or found.num_responses < t.FEW_CHANGED:
+        if found is None or found.share <= t.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         before, since = self.rollouts.until(found.step - 1), self.rollouts.since(found.step)
         unequal_since, unequal_before = (rows.unequal_share(part, column, least) for part in (since, before))
@@ -217,7 +216,7 @@ class Facts:
     @cached_property
     def new_reward(self) -> relations.ChangedResponses | None:
         found = self.changed_rewards if self.fall is None else None
-        if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
+        if found is None or found.share < t.MOST or found.num_responses < t.FEW_CHANGED:
             return None
         return found if not rows.repeated_responses(self.rollouts.since(found.step)).unequal > t.CHANGED else None
 
@@ -231,7 +230,7 @@ class Facts:
                 return within
         known = np.isfinite(self.since_fall.reward)
         overall = relations.correlation(self.since_fall.length[known], self.since_fall.reward[known])
-        return overall if abs(overall) > ft.LENGTH_EXPLAINS else math.nan
+        return overall if abs(overall) > t.LENGTH_EXPLAINS else math.nan
 
     @cached_property
     def advantages_break(self) -> int | None:
@@ -262,24 +261,22 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> of_engine.StillEngine | None:
-        begins = _mismatch_begins(self)
-        return None if begins is None else of_engine.read_still_engine(self.rollouts, begins)
+        return of_engine.read_still_engine(self.rollouts, _mismatch_begins(self))
 
     @cached_property
     def earlier_weights(self) -> of_engine.EarlierWeights | None:
-        begins = _mismatch_begins(self)
-        return None if begins is None else of_engine.read_earlier_weights(self.rollouts, begins)
+        return of_engine.read_earlier_weights(self.rollouts, _mismatch_begins(self))
 
     def beside(self, control: Facts) -> Facts:
         """Locate the drop in the difference between the run and its baseline, and return the updated facts.
 
         With the same seeds, this cancels the noise that both runs share.
         """
-        of_control = {one.name: one for one in control.outcomes.all}
-        pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes.all if one.name in of_control}
+        of_control = {one.name: one for one in control.outcomes}
+        pairs = {one.name: (one, of_control[one.name]) for one in self.outcomes if one.name in of_control}
         fall = self.fall
         if fall is None:
-            judged = [pair for pair in pairs.values() if pair[0].is_evaluation == self.outcomes.all[0].is_evaluation]
+            judged = [pair for pair in pairs.values() if pair[0].is_evaluation == self.outcomes[0].is_evaluation]
             found = (find(*pair) for find in (find_flat, find_fall) for pair in judged)
             fall = next((one for one in found if one is not None), None)
             if fall is not None and fall.kind == FLAT and "reward" in pairs:
@@ -302,29 +299,30 @@ def read_facts(
     name = database.given[0]
     notes: list[Statement] = []
     known, later = (database, None) if is_control else timeline.known_run(database, pair)
-    series = read_series(known, pair=pair)
+    series, fall = read_series(known, pair=pair), timeline.read_fall(known, pair)
     outcomes = timeline.read_outcomes(known, pair)
-    if outcomes.judged is None:
+    if not outcomes:
         notes.append(Statement(code="no_outcome", values={"min_values": timeline.MIN_VALUES}))
-    elif not outcomes.judged.is_evaluation:
+    elif not outcomes[0].is_evaluation:
         notes.append(Statement(code="no_evaluation"))
     if checked is None and not is_control:
         checked = _checked(database, pair, name, notes)
     if (mean_abs_d := series.get("mean_abs_d")) is not None and not tokens_by_step(database) and not is_control:
         notes[-1] = Statement(code="no_tokens", values={"source": mean_abs_d.source})
     return Facts(
-        trace=name, series=series, outcomes=outcomes, fall=outcomes.fall, checked=checked, database=known, pair=pair,
-        mismatch=of_engine.read_run_mismatch(series, outcomes.fall), settings=read_hyperparameters(known),
+        trace=name, series=series, outcomes=outcomes, fall=fall, checked=checked, database=known, pair=pair,
+        mismatch=of_engine.read_run_mismatch(series, fall), settings=read_hyperparameters(known),
         notes=tuple(notes), steps_asked=database.steps, later=later,
     )  # fmt: skip
 
 
-def _mismatch_begins(facts: Facts) -> int | None:
+def _mismatch_begins(facts: Facts) -> float:
+    """Return the first step with a mismatch of at least BEGUN times its size at the onset, or infinity."""
+    if facts.mismatch is None:
+        return math.inf
     values = facts.values("mean_abs_d")
-    if facts.mismatch is None or not np.isfinite(values).any():
-        return None
     begun = facts.steps[values >= t.BEGUN * max(facts.mismatch.size, float(np.nanmax(values)) / 10)]
-    return int(begun[0]) if len(begun) else None
+    return float(min(begun, default=math.inf))
 
 
 def _checked(database: Database, pair: tuple[str, str], trace: str, notes: list[Statement]) -> CheckResult | None:

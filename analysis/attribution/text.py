@@ -178,8 +178,7 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
     parts = []
-    for step, names in by_step.items():
-        *others, last = names
+    for step, (*others, last) in by_step.items():
         subject = f"{', '.join(others)} and {last} are" if others else f"{last} is"
         parts.append(f"{subject} NaN or infinite from step {step} until the end")
     return ", ".join(parts)

@@ -19,7 +19,7 @@ from ...tracer.arrow_arrays import number_array
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.macros import quoted
-from ..trace.pair_sums import COUNTS, finite, pair_sums
+from ..trace.pair_sums import COUNTS, SUM_EXP_ABS_D, finite, pair_sums
 from ..trace.ragged import array_of, counted, fitted, flat
 from ..trace.source import Pair
 from ..trace.sums import ensure
@@ -71,13 +71,12 @@ class PairSums:
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
     """Read the sums stored in the trace, or compute them from the tokens. With Ray, missing sums are stored first.
 
-    `names` is NEEDED_SUMS, optionally followed by other columns of schemas.sums. SUM_EXP_ABS_D is allowed only if
-    the trace stores no sums.
+    `names` is NEEDED_SUMS, optionally followed by other columns of schemas.sums or SUM_EXP_ABS_D, which no trace stores.
     """
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     has_mask = sequence_columns(database).mask
-    if database.sums.covers(pair):
+    if database.sums.covers(pair) and SUM_EXP_ABS_D not in names:
         counted = "list_sum(response_mask::INTEGER[])" if has_mask else "NULL"
         query = (
             f"SELECT step, {', '.join(f'coalesce(sums.{name}, 0) AS {name}' for name in names)}, "

@@ -19,6 +19,7 @@ from ..facts.series import LINEAR, Series
 from ..facts.two_runs import Pairs, paired, read_prefixes
 from ..statistics.noise import half_square_difference, highest_long_run_variance, tamed
 from ..trace.database import Database
+from ..trace.ragged import array_of
 from ..trace.tokens import step_ranges, tokens_by_step
 from .comparison import RunDifference
 
@@ -217,7 +218,7 @@ def logprob_differences(
     for chunk in step_ranges({step: num for step, num in tokens.items() if step in wanted}):
         prefixes = read_prefixes(a, b, chunk, passes)
         for name, of_pass in found.items():
-            of_pass.add(prefixes.a.step, *prefixes.logprobs(name))
+            of_pass.add(array_of(prefixes.a["step"]), *prefixes.logprobs(name))
     for name, of_pass in found.items():
         if of_pass.step is not None:
             yield RunDifference(

@@ -22,7 +22,6 @@ from ..alarms.figures import figure, token_figures
 from ..alarms.reading import read_alarms
 from ..attribution.attribute import explain
 from ..attribution.attribution import Attribution
-from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import CheckResult, gather, judge
 from ..check.data_checks import data_findings
@@ -31,6 +30,7 @@ from ..facts.changes import known_run
 from ..facts.conditions import SETTING
 from ..facts.read_series import read_averages, read_series
 from ..facts.recorded import CONTRACT, RecordedChange, read_recorded
+from ..facts.thresholds import ABRUPT
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, Array, addable
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
@@ -157,7 +157,7 @@ def diagnose(
 
 def _of_scalars(database: Database, pair: Pair, control: Database | None, progress: Progress) -> Diagnosis:
     attribution = explain(database, pair, control=control, progress=progress)
-    series, averages = read_series(database, pair=pair), read_averages(database, database.sources[0].run)
+    series, averages = read_series(database, pair=pair), read_averages(database)
     known = {name: figure(name, series, averages) for name in _LOGGED}
     metrics = {name: float(values[1].mean()) for name, values in known.items() if values is not None}
     half_square = metrics.get("k2", metrics.get("k3"))  # k3 is d^2 / 2 to second order

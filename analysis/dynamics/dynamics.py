@@ -11,17 +11,7 @@ from ...schemas.errors import NothingToCompare, option
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..facts.changes import (
-    FEWEST,
-    LEAST_SD,
-    PLANNED,
-    ChangePoint,
-    FirstChange,
-    known_run,
-    onsets_of,
-    read_changes,
-    read_outcomes,
-)
+from ..facts.changes import FEWEST, ChangePoint, known_run, read_changes, read_fall
 from ..facts.read_series import read_series
 from ..facts.series import Fall, Series
 from ..statement import Statement
@@ -55,16 +45,18 @@ def dynamics(
     source = database.sources[0]
     with database.telling(progress):
         series = read_series(database, pair=names)
-    if not series and database.kept_steps:
-        raise NothingToCompare(
-            f"{source.run}: {option('steps', steps)} matches no step with series values; choose different steps"
-        )
-    if not series:
-        raise NothingToCompare(f"{source.run} has neither sequences nor metrics; record a run with tim-trace record")
-    axis = next(iter(series.values())).steps
-    with database.telling(progress):
+        if not series:
+            problem = " has neither sequences nor metrics; record a run with tim-trace record"
+            if database.kept_steps:
+                problem = f": {option('steps', steps)} matches no step with series values; choose different steps"
+            raise NothingToCompare(f"{source.run}{problem}")
+        axis = next(iter(series.values())).steps
         known, later = known_run(database, names)
-        changes_of, fall = _within(axis, read_changes(known, names)), read_outcomes(known, names).fall
+        changes_of = {
+            name: tuple(change for change in changes if change.low <= axis[-1] and change.high >= axis[0])
+            for name, changes in read_changes(known, names).items()
+        }
+        fall = read_fall(known, names)
         known_series = read_series(known, pair=names)
     onsets = onsets_of(changes_of, {name: one.kind for name, one in known_series.items()})
     growth = growths(series.get("k3"), changes_of.get("k3", ()))
@@ -77,11 +69,33 @@ def dynamics(
     )  # fmt: skip
 
 
-def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
-    return {
-        name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
-        for name, changes in changes_of.items()
-    }
+LEAST_SD = 2.0
+"""Minimum size of a series' first change, relative to the scatter. Smaller changes are skipped."""
+
+_PLANNED = "learning_rate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstChange:
+    name: str
+    kind: str
+    change: ChangePoint
+    undecided: tuple[str, ...]
+    may_be_first: bool
+
+
+def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
+    large = {name: [each for each in found if abs(each.size_in_sd) >= LEAST_SD] for name, found in changes.items()}
+    moved = {name: found[0] for name, found in large.items() if found and name != _PLANNED}
+    ends = min((change.high for change in moved.values()), default=0)
+    order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
+    found = []
+    for name in order:
+        change, is_early = moved[name], moved[name].low <= ends
+        overlap = [other for other in order if change.low <= moved[other].high and moved[other].low <= change.high]
+        others = tuple(other for other in overlap if other != name)
+        found.append(FirstChange(name=name, kind=kinds[name], change=change, undecided=others, may_be_first=is_early))
+    return tuple(found)
 
 
 def _summary(series: Series, changes_of_series: tuple[ChangePoint, ...]) -> SeriesSummary:
@@ -122,10 +136,9 @@ def summarise(
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
     if later is not None:
         yield Statement(code="later", values={"outcome": later.outcome, "step": later.step, "verb": later.verb})
-    for name in PLANNED:
-        if changes.get(name):
-            steps = ", ".join(str(change.step) for change in changes[name][:5])
-            yield Statement(code="planned_change", values={"series": name, "steps": steps})
+    if planned := changes.get(_PLANNED):
+        steps = ", ".join(str(change.step) for change in planned[:5])
+        yield Statement(code="planned_change", values={"series": _PLANNED, "steps": steps})
     last = next((part for part in growth if part.part == "last third"), None)
     if last is not None and last.doubling is not None:
         code = "k3_doubles" if last.doubling > 0 else "k3_halves"

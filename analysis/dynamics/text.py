@@ -2,12 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..facts.changes import FirstChange
 from ..facts.recorded import interval_text
 from ..rows import MAIN_COLUMNS, Form, Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
-from .dynamics import Dynamics
+from .dynamics import Dynamics, FirstChange
 
 _MOST_NAMED = 3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from . import thresholds as t
 from .read_series import read_evaluations, read_series
 from .relations import relation_by_step
 from .rollouts import Rollouts
-from .series import LINEAR, LOG, Fall, Outcome, Series, find_fall, is_named_outcome, refined
+from .series import LOG, LOGIT, Fall, Outcome, Series, find_fall, is_named_outcome, refined
 
 MOST = 1000
 """Maximum number of values that are searched for changes. In longer series, neighbouring steps are averaged first."""
@@ -68,8 +68,8 @@ def change_points(series: Series) -> list[ChangePoint]:
             step=int(first[located.place]),
             low=int(last[located.low - 1]) + 1,  # the change may have happened at any step after the previous value
             high=int(last[min(located.high, len(values) - 1)]),
-            before=_within(_unscaled(located.before, series.scale), before),
-            after=_within(_unscaled(located.after, series.scale), after),
+            before=_unscaled(located.before, series.scale, before),
+            after=_unscaled(located.after, series.scale, after),
             size_in_sd=(located.after - located.before) / scatter, p=tail(located.gain, len(values)), kind=located.kind,
         )
         for located, (before, after) in zip(found, pairwise(of_bins), strict=True)
@@ -88,17 +88,13 @@ def _located(values: np.ndarray, places: list[int], variance: float) -> list[Loc
     return changes
 
 
-def _within(fitted: float, values: np.ndarray) -> float:
-    """Clip a fitted value to the range of the recorded ones, so that an all-zero segment stays exactly 0."""
-    return float(np.clip(fitted, values.min(), values.max()))
-
-
-def _unscaled(value: float, scale: str) -> float:
-    if scale == LINEAR:
-        return value
+def _unscaled(fitted: float, scale: str, values: np.ndarray) -> float:
+    """Convert to the original unit, and clip to the recorded range, so that an all-zero segment stays exactly 0."""
     if scale == LOG:
-        return math.exp(min(value, 700.0))
-    return 1.0 / (1.0 + math.exp(-max(min(value, 700.0), -700.0)))
+        fitted = math.exp(min(fitted, 700.0))
+    elif scale == LOGIT:
+        fitted = 1.0 / (1.0 + math.exp(-max(min(fitted, 700.0), -700.0)))
+    return float(np.clip(fitted, values.min(), values.max()))
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -108,54 +104,15 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     return steps[starts], steps[starts + counts - 1], np.add.reduceat(values, starts) / counts
 
 
-LEAST_SD = 2.0
-"""Minimum size of a series' first change, relative to the scatter. Smaller changes are skipped."""
-
-PLANNED = ("learning_rate",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstChange:
-    name: str
-    kind: str
-    change: ChangePoint
-    undecided: tuple[str, ...]
-    may_be_first: bool
-
-
-def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    large = {name: [each for each in found if abs(each.size_in_sd) >= LEAST_SD] for name, found in changes.items()}
-    moved = {name: found[0] for name, found in large.items() if found and name not in PLANNED}
-    ends = min((change.high for change in moved.values()), default=0)
-    order = sorted(moved, key=lambda name: (moved[name].step, moved[name].high, name))
-    found = []
-    for name in order:
-        change, is_early = moved[name], moved[name].low <= ends
-        overlap = [other for other in order if change.low <= moved[other].high and moved[other].low <= change.high]
-        others = tuple(other for other in overlap if other != name)
-        found.append(FirstChange(name=name, kind=kinds[name], change=change, undecided=others, may_be_first=is_early))
-    return tuple(found)
-
-
 _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND name NOT LIKE 'hyperparameter/%' ORDER BY name, step"
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcomes:
-    all: tuple[Outcome, ...]
-    fall: Fall | None
-
-    @property
-    def judged(self) -> Outcome | None:
-        return self.all[0] if self.all else None
-
-
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    fall = read_outcomes(database, pair).fall
+    fall = read_fall(database, pair)
     series = read_series(database, pair=pair)
     changes = {}
     with database.progress("finding changes", len(series)) as advance:
@@ -180,13 +137,13 @@ def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[Cha
 
 
 @cached
-def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
-    outcomes = _outcomes(database, read_series(database, pair=pair))
+def read_fall(database: Database, pair: Pair) -> Fall | None:
+    """Return the drop in the run's outcome. If it is an evaluation, the reward may locate its onset more precisely."""
+    outcomes = read_outcomes(database, pair)
     falls = [find_fall(outcome) for outcome in outcomes]
-    fall = falls[0] if falls else None
     if outcomes and outcomes[0].is_evaluation and not outcomes[-1].is_evaluation:
-        fall = refined(fall, falls[-1])
-    return RunOutcomes(all=outcomes, fall=fall)
+        return refined(falls[0], falls[-1])
+    return falls[0] if falls else None
 
 
 @cached
@@ -199,23 +156,25 @@ def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]
     whole = database.of_steps(ALL_STEPS)
-    fall = read_outcomes(whole, pair).fall
+    fall = read_fall(whole, pair)
     if fall is not None and fall.step <= last:
         return whole, None
     return database.of_steps(f":{last}"), fall
 
 
-def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:
+@cached
+def read_outcomes(database: Database, pair: Pair) -> tuple[Outcome, ...]:
+    """Return the run's outcomes with at least MIN_VALUES values, evaluations first. Drops are judged by the first one."""
     table = database.connection.sql(_METRICS).to_arrow_table()
     names = np.array(table["name"].to_pylist(), str)
     steps, values = array_of(table["step"]), array_of(table["value"])
     outcomes = []
     rewards = array_of(database.connection.sql(_REWARDS).to_arrow_table()["reward"])
     floor = min(float(np.quantile(rewards, 0.01)), 0.0) if len(rewards) else 0.0
-    for name in sorted(read_evaluations(database, database.sources[0].run)):
+    for name in sorted(read_evaluations(database)):
         of_name = names == name
         outcomes.append(_outcome(name, steps[of_name], values[of_name], floor, is_evaluation=True))
-    reward = series.get("reward")
+    reward = read_series(database, pair=pair).get("reward")
     if reward is not None:
         outcomes.append(_outcome("reward", reward.steps, reward.values, floor, is_evaluation=False))
     known = (outcome for outcome in outcomes if len(outcome.steps) >= MIN_VALUES)

@@ -98,9 +98,9 @@ def read_conditions(database: Database) -> dict[str, Series]:
 
     A hyperparameter keeps its value at all steps until the next recorded change.
     """
-    logged = [] if tokens_by_step(database) else read_logged(database, database.sources[0].run, False)
+    logged = [] if tokens_by_step(database) else read_logged(database, False)
     averages = {one.name: (one.steps, one.values) for one in logged if one.name in _QUANTITIES}
-    columns = {**_of_sequences(database), **averages, **_of_reference(database)}
+    columns = averages | _of_sequences(database)
     columns = {name: column for name, column in columns.items() if np.isfinite(column[1]).any()}
     found = {
         name: Series(name, *columns[name], scale, kind, source)
@@ -125,7 +125,10 @@ def _of_sequences(database: Database) -> dict[str, Column]:
     found: dict[str, Column] = {}
     others = [f"avg({name}) AS {name}" for name in SAMPLING_SETTINGS]
     others += [_MASKED] if sequence_columns(database).mask else []
-    for query in (_SAMPLED.format(others=", ".join(others)), _NEW, _ADVANTAGES):
+    queries = [_SAMPLED.format(others=", ".join(others)), _NEW, _ADVANTAGES]
+    if {"reference", "train"} <= {*scored_passes(database)}:
+        queries.append("SELECT step, k3 AS reference_k3 FROM pair_steps('reference', 'train') ORDER BY step")
+    for query in queries:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
@@ -155,13 +158,6 @@ def _places(database: Database) -> dict[str, Column]:
         "prompt_form_shift": (steps, np.where(place < tenth, np.nan, apart)),
         "share_new_places": (steps, np.where(place < quarter, np.nan, new)),
     }
-
-
-def _of_reference(database: Database) -> dict[str, Column]:
-    if not {"reference", "train"} <= {*scored_passes(database)}:
-        return {}
-    rows = by_step(database, "SELECT step, k3 FROM pair_steps('reference', 'train') ORDER BY step")
-    return {"reference_k3": (rows["step"], rows["k3"])}
 
 
 def _of_metrics(database: Database, known: list[Series]) -> Iterator[Series]:

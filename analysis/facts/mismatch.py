@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from ..statistics.estimators import Array
 from ..trace.columns import OptionalColumns, sequence_columns
 from ..trace.database import Database
 from ..trace.macros import quoted_pair
-from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
+from ..trace.pair_sums import BATCH_ROWS, Sizes, finite, pair_sums, sizes_of
 from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
@@ -32,30 +33,23 @@ SELECT step, sum(num_tokens) AS n, sum_in_order(sum_d, seq_id) / n AS mean_d, su
 FROM (SELECT *, max(peak_d) OVER (PARTITION BY run, step) AS top_d FROM pair_sums({pair})) AS kept
 LEFT JOIN (SELECT run, step, seq_id, advantage FROM sequences) USING (run, step, seq_id)
 LEFT JOIN step_cuts({pair}) USING (run, step)
-WHERE run = $run
 GROUP BY step ORDER BY step
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StepMismatch:
-    columns: list[Series]
-    estimate: list[Series]
-    """Entropy estimated as pass a's mean -logprob (nats). Empty if the mismatch comes from stored sums."""
-
-
-def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
-    has = sequence_columns(database, run)
+def read_step_mismatch(database: Database, pair: Pair) -> tuple[list[Series], list[Series]]:
+    """Return the mismatch, and the entropy (nats) estimated as pass a's mean -logprob: [] if it comes from stored sums."""
+    has = sequence_columns(database)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
-        rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
+        rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)))
     else:
-        rows = _of_tokens(database, pair, run, has)
+        rows = _of_tokens(database, pair, has)
     names = f"{pair[0]} - {pair[1]}"
     sources = dict.fromkeys(("k3", "mean_abs_d", "p99_abs_d", "max_abs_d", "mean_d", "ess"), f"d = {names}, nats")
     for sign in ("positive", "negative"):
         sources[f"k3_{sign}"] = f"d = {names}, nats, tokens with a {sign} advantage"
     estimate = columns_of(rows, {"entropy": f"estimated as the mean -logprob in {pair[0]}, nats"})
-    return StepMismatch(columns_of(rows, sources), estimate)
+    return columns_of(rows, sources), estimate
 
 
 _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "sum_weight", "sum_weight2")
@@ -66,19 +60,19 @@ _SIGNED = ("num_tokens", "sum_k3")
 class _StepBatch:
     step_N: np.ndarray
     sums: dict[str, Array]
-    abs_d_T: Array
+    sizes: Sizes
     num_read: int
     """Number of tokens read, including those excluded from the sums."""
 
 
-def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
+def _of_tokens(database: Database, pair: Pair, has: OptionalColumns) -> dict[str, np.ndarray]:
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
-    num_tokens = tokens_by_step(database, run)
+    num_tokens, run = tokens_by_step(database), database.sources[0].run
     parts = []
     with database.progress("reading tokens by step", sum(num_tokens.values())) as advance:
         for steps in step_ranges(num_tokens) or [range(0)]:
-            query = token_query(passes, ["a.step"], run=run, steps=steps, lists=lists)
+            query = token_query(passes, ["a.run", "a.step"], run=run, steps=steps, lists=lists)
             batches = []
             for batch in database.connection.mapped_batches(query, _of_batch, BATCH_ROWS):
                 advance(batch.num_read)
@@ -100,8 +94,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
         elif tokens.advantage_N is not None:
             signed = {column: np.where(sign * tokens.advantage_N > 0, sums[column], 0) for column in _SIGNED}
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
-    d_T = np.subtract(kept.a_T, kept.b_T, dtype=np.float64)
-    return _StepBatch(array_of(rows.column("step")), sums, np.abs(d_T, out=d_T), int(tokens.lengths_N.sum()))
+    return _StepBatch(array_of(rows.column("step")), sums, sizes_of(rows, kept), int(tokens.lengths_N.sum()))
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
@@ -119,7 +112,9 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
         return found
 
     n = total(sums["num_tokens"])
-    sizes = _sizes(batches)
+    sizes: dict[int, list[Array]] = {}
+    for _, step, part in chain.from_iterable(batch.sizes for batch in batches):
+        sizes.setdefault(step, []).append(part)
     p99 = [np.quantile(np.concatenate(sizes[step]), 0.99, overwrite_input=True) for step in steps.tolist()]
     scale_N = np.exp(sums["peak_d"] - largest(sums["peak_d"])[place_N])
     rows = {
@@ -134,17 +129,6 @@ def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
             if f"sum_k3_{name}" in sums:
                 rows[f"k3_{name}"] = total(sums[f"sum_k3_{name}"]) / total(sums[f"num_tokens_{name}"])
     return rows
-
-
-def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    parts: dict[int, list[Array]] = {}
-    for batch in batches:
-        ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Index of each step's last sequence.
-        last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
-        for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.abs_d_T, ends_N[last][:-1]), strict=False):
-            parts.setdefault(step, []).append(sizes)
-    return parts
 
 
 def _used_once(database: Database, pair: Pair) -> bool:
@@ -185,15 +169,12 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
     steps, values = mean_abs_d.steps[mean_abs_d.known], mean_abs_d.values[mean_abs_d.known]
-    n, before = len(values), values
+    n, size = len(values), float(np.median(values))
     if fall is not None:
         width = max(n // 10, 3)
         end = max(int(np.searchsorted(steps, fall.step, side="right")), width)
-        before = values[end - width : end]
-    size = float(np.median(before))
-    if fall is not None:
         first, last = min(fall.interval[0], fall.low), max(fall.interval[1], fall.high, fall.fallen)
-        size = max(size, _largest(steps, values, first, last))
+        size = max(float(np.median(values[end - width : end])), _largest(steps, values, first, last))
     settled = float(np.median(values[n // 10 : max(n // 2, n // 10 + 1)]))
     return RunMismatch(
         size=size, first=float(values[0]), settled=settled, late=float(np.median(values[-max(n // 4, 1) :]))
@@ -242,7 +223,7 @@ class StillEngine:
         return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
 
 
-def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
+def read_still_engine(rollouts: Rollouts, first: float) -> StillEngine | None:
     """Return the shares of repeated prefixes with the same logprob as before in the engine and in the trainer.
 
     Only prefixes from step `first` on are considered. Return None if too few of them are repeated.
@@ -294,7 +275,7 @@ class EarlierWeights:
         return self.is_one or are_several
 
 
-def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
+def read_earlier_weights(rollouts: Rollouts, first: float) -> EarlierWeights | None:
     """From step `first` on, match the engine's prefix logprobs against the trainer's from earlier steps."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     # Match only prefixes at which engine and trainer differ, because only one of several replicas may lag.

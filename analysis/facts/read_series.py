@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from ...schemas.loss import read_loss
 from ...tracer.weights.checkpoints import open_weights
 from ...tracer.weights.reader import WeightReader
 from ..statistics.loss import sql_options
-from ..trace.columns import passes_with, read_hyperparameters, sequence_columns
+from ..trace.columns import passes_with, read_hyperparameters
 from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.source import Pair
@@ -23,11 +23,12 @@ from .series import KINDS, SPARSE, Series, by_step, columns_of, is_evaluation, n
 _ENTROPY = """
 SELECT step, favg({value}) AS entropy
 FROM (
-    SELECT s.step, unnest(p.{column})::DOUBLE AS x{mask}
+    SELECT s.step, unnest(p.{column})::DOUBLE AS x,
+           unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask
     FROM sequences AS s JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
-    WHERE s.run = $run AND p.run = $run AND p."pass" = $name AND p.iteration = 0
+    WHERE p."pass" = $name AND p.iteration = 0
 )
-WHERE isfinite(x){masked}
+WHERE isfinite(x) AND mask
 GROUP BY step ORDER BY step
 """
 
@@ -42,7 +43,6 @@ JOIN (SELECT run, step, seq_id, "pass", iteration, policy_version FROM scores WH
 LEFT JOIN (
     SELECT run, step, seq_id, policy_version FROM scores WHERE "pass" = {b} AND iteration = 0
 ) AS b ON b.run = s.run AND b.step = s.step AND b.seq_id = s.seq_id
-WHERE s.run = $run
 GROUP BY s.step ORDER BY s.step
 """
 
@@ -50,59 +50,41 @@ _CLIPPED = """
 SELECT step, coalesce(sum(n) FILTER (loss_clips(clamped_exp(log_ratio), advantage, {loss})), 0) / sum(n) AS clip_share
 FROM (
     SELECT step, {terms}
-    FROM (
-        SELECT s.step, s.seq_id, p.iteration, {advantage} AS advantage,
-               unnest(p.logprobs)::DOUBLE AS above, unnest(q.logprobs)::DOUBLE AS below{mask}
-        FROM sequences AS s
-        JOIN scores AS p ON p.run = s.run AND p.step = s.step AND p.seq_id = s.seq_id
-        JOIN scores AS q ON q.run = s.run AND q.step = s.step AND q.seq_id = s.seq_id
-        WHERE s.run = $run AND p.run = $run AND q.run = $run
-          AND p."pass" = 'current' AND q."pass" = $below AND q.iteration = 0
-    )
-    WHERE isfinite(above) AND isfinite(below){masked}
+    FROM pair('current', $below) WHERE iteration_b = 0 AND isfinite(d) AND mask
     {grouped}
 )
 WHERE isfinite(advantage)
 GROUP BY step ORDER BY step
 """
 
-_TERMS = "above - below AS log_ratio, advantage, 1 AS n"
-_TERMS_OF_SEQUENCES = (
-    "{mean}(above - below) AS log_ratio, avg(advantage) FILTER (isfinite(advantage)) AS advantage, count(*) AS n"
-)
-
-_MASK = ", unnest(coalesce(s.response_mask, list_resize([]::BOOLEAN[], s.num_response_tokens, true))) AS mask"
-_ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[], s.num_response_tokens, s.advantage)))"
-
-
 Given = frozenset[tuple[str, str]]
 """The optional `scores` columns that a run recorded, each as a tuple (column, pass)."""
 
 
-def read_given(database: Database, run: str) -> Given:
+def read_given(database: Database) -> Given:
     columns = ("entropy", "policy_version")
-    return frozenset((column, name) for column in columns for name in passes_with(database, column, run))
+    return frozenset((column, name) for column in columns for name in passes_with(database, column))
 
 
 def read_entropy(
-    database: Database, run: str, pass_a: str, metrics: list[Series], estimate: list[Series], given: Given
+    database: Database, pass_a: str, metrics: list[Series], estimate: list[Series], given: Given
 ) -> list[Series]:
     """Read the token entropy by step, or estimate it from logprobs if the run recorded none (see `read_given`)."""
     for name in ("train", "current"):
         if ("entropy", name) in given:
             what = f"mean token entropy in {name}, nats"
-            return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
+            return columns_of(_mean(database, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
         return []
     if estimate:
         return estimate
-    if not passes_with(database, "logprobs", run, of=[pass_a]):
+    if not passes_with(database, "logprobs", of=[pass_a]):
         return []
     what = f"estimated as the mean -logprob in {pass_a}, nats"
-    return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
+    return columns_of(_mean(database, pass_a, "logprobs"), {"entropy": what})
 
 
-def read_lags(database: Database, pair: Pair, run: str, given: Given) -> list[Series]:
+def read_lags(database: Database, pair: Pair, given: Given) -> list[Series]:
     """Return the series policy_lag and version_lag (see read_series)."""
     loss = "current" if ("policy_version", "current") in given else "train"
     # Engine scores recorded without a policy version were computed with the sequence's policy version.
@@ -112,48 +94,38 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given) -> list[Se
         "policy_lag": f"number of updates between the sampling weights and the {loss} weights",
         "version_lag": f"number of updates between the {pair[1]} weights and the {pair[0]} weights",
     }
-    return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
+    return columns_of(by_step(database, query, {"loss": loss}), sources)
 
 
-def read_clipping(database: Database, run: str) -> list[Series]:
+def read_clipping(database: Database) -> list[Series]:
     """Read the share of tokens clipped by the recorded loss. analysis.objective defines when a token is clipped."""
-    loss = read_loss(read_hyperparameters(database, run))
+    loss = read_loss(read_hyperparameters(database))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
         return []
-    has = sequence_columns(database, run)
-    mean = "avg" if loss.level == losses.SEQUENCE_MEAN else "sum"
-    query = _CLIPPED.format(
-        loss=sql_options(loss),
-        terms=_TERMS if loss.level == losses.TOKEN else _TERMS_OF_SEQUENCES.format(mean=mean),
-        grouped="" if loss.level == losses.TOKEN else "GROUP BY step, seq_id, iteration",
-        advantage=_ADVANTAGES if has.advantages else "s.advantage",
-        mask=_MASK if has.mask else "",
-        masked=" AND mask" if has.mask else "",
-    )
+    terms, grouped = "d AS log_ratio, advantage, 1 AS n", ""
+    if loss.level != losses.TOKEN:
+        mean = "avg" if loss.level == losses.SEQUENCE_MEAN else "sum"
+        terms = f"{mean}(d) AS log_ratio, avg(advantage) FILTER (isfinite(advantage)) AS advantage, count(*) AS n"
+        grouped = "GROUP BY step, seq_id, iteration_a"
+    query = _CLIPPED.format(loss=sql_options(loss), terms=terms, grouped=grouped)
     source = f"share of tokens clipped by {loss.kind} (ratio current / {loss.denominator})"
-    return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
+    return columns_of(by_step(database, query, {"below": loss.denominator}), {"clip_share": source})
 
 
-def _mean(database: Database, run: str, name: str, column: str) -> dict[str, np.ndarray]:
-    has = sequence_columns(database, run)
-    query = _ENTROPY.format(
-        column=column,
-        value="x" if column == "entropy" else "-x",
-        mask=_MASK if has.mask else "",
-        masked=" AND mask" if has.mask else "",
-    )
+def _mean(database: Database, name: str, column: str) -> dict[str, np.ndarray]:
+    query = _ENTROPY.format(column=column, value="x" if column == "entropy" else "-x")
     with database.following(f"reading {column} by step"):
-        return by_step(database, query, {"run": run, "name": name})
+        return by_step(database, query, {"name": name})
 
 
 MISMATCH: Pair = ("train", "rollout")
 
 
-def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
+def read_series(database: Database, *, pair: Pair = MISMATCH) -> dict[str, Series]:
     """Read a run's series by step, named as in `series.KINDS`. Series without data are left out.
 
     All series share the same steps. `pair` names the passes in the mismatch d = logprob(a) - logprob(b) (nats), taken
-    over tokens in the loss mask with finite logprobs in both passes. `run` is required if several traces are open.
+    over tokens in the loss mask with finite logprobs in both passes.
 
     - k3 = mean(exp(d) - 1 - d), ess = (sum w)^2 / (n sum w^2) with w = exp(d)
     - policy_lag: number of updates between the weights used for sampling and those used in the loss
@@ -162,52 +134,43 @@ def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = 
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
-    return dict(_read(database, pair, _run(database, run)))
+    if len(database.sources) != 1:
+        names = ", ".join(source.run for source in database.sources)
+        raise InvalidOption(f"several traces are open; name one of {names}", option="run")
+    return dict(_read(database, pair))
 
 
 @cached
-def _read(database: Database, pair: Pair, run: str) -> dict[str, Series]:
-    columns = list(_columns(database, pair, run))
+def _read(database: Database, pair: Pair) -> dict[str, Series]:
+    metrics, given = read_logged(database, bool(tokens_by_step(database))), read_given(database)
+    first, rest = read_rows(database, pair, metrics, given)
+    columns: list[Series] = []
+    known: set[str] = set()
+    for source in (first, metrics, rest, read_changed(database)):
+        found = [column for column in source if len(column.steps) and column.name not in known]
+        known |= {column.name for column in found if column.known.any()}
+        columns += found
     if not columns:
         return {}
     steps = np.unique(np.concatenate([column.steps for column in columns])).astype(np.int64)
-    found = {column.name: on_steps(steps, column) for column in columns}
-    return {name: found[name] for name in KINDS if name in found}
+    series = {column.name: on_steps(steps, column) for column in columns}
+    return {name: series[name] for name in KINDS if name in series}
 
 
-def _columns(database: Database, pair: Pair, run: str) -> Iterable[Series]:
-    metrics, given = read_logged(database, run, bool(tokens_by_step(database, run))), read_given(database, run)
-    step_mismatch = read_step_mismatch(database, pair, run)
-    sources = (
-        step_mismatch.columns,
-        read_sampled(database, run),
-        metrics,
-        read_entropy(database, run, pair[0], metrics, step_mismatch.estimate, given),
-        read_lags(database, pair, run, given),
-        read_clipping(database, run),
-        read_changed(database, run),
-    )
-    known: set[str] = set()
-    for columns in sources:
-        found = [column for column in columns if len(column.steps) and column.name not in known]
-        known |= {column.name for column in found if np.isfinite(column.values).any()}
-        yield from found
+def read_rows(database: Database, pair: Pair, metrics: list[Series], given: Given) -> tuple[list[Series], list[Series]]:
+    """Read the series of sequences and scores: those that replace logged `metrics`, and those that metrics replace."""
+    mismatch, estimate = read_step_mismatch(database, pair)
+    return [*mismatch, *read_sampled(database)], [
+        *read_entropy(database, pair[0], metrics, estimate, given),
+        *read_lags(database, pair, given),
+        *read_clipping(database),
+    ]
 
 
 def on_steps(steps: np.ndarray, series: Series) -> Series:
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, series.steps)] = series.values
     return replace(series, steps=steps, values=values)
-
-
-def _run(database: Database, run: str | None) -> str:
-    names = [source.run for source in database.sources]
-    if run is None and len(names) == 1:
-        return names[0]
-    if run not in names:
-        problem = "several traces are open" if run is None else f"got {run!r}"
-        raise InvalidOption(f"{problem}; name one of {', '.join(names)}", option="run")
-    return run
 
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -275,27 +238,27 @@ _OF_OTHERS = re.compile(r"(^|[/._])(value|critic|kl|ref|reference|entropy|aux|ba
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
 FROM metrics
-WHERE run = $run AND step > 0 AND value IS NOT NULL AND name IN ({names})
+WHERE step > 0 AND value IS NOT NULL AND name IN ({names})
 GROUP BY step, name ORDER BY step
 """
 
 _NAMES = """
 SELECT DISTINCT name FROM metrics
-WHERE run = $run AND step > 0 AND value IS NOT NULL AND NOT contains(name, 'eval') AND NOT contains(name, 'hyperparameter/')
+WHERE step > 0 AND value IS NOT NULL AND NOT contains(name, 'eval') AND NOT contains(name, 'hyperparameter/')
 ORDER BY name
 """
 _NUM_STEPS = """
 SELECT name, count(DISTINCT step) FROM metrics
-WHERE run = $run AND step > 0 AND value IS NOT NULL AND name NOT LIKE 'hyperparameter/%'
+WHERE step > 0 AND value IS NOT NULL AND name NOT LIKE 'hyperparameter/%'
 GROUP BY name
 """
 _OF_TRAINING = (*LAST_WORDS["loss"], *LAST_WORDS["grad_norm"], *LAST_WORDS["learning_rate"])
 
 
 @cached
-def read_evaluations(database: Database, run: str) -> frozenset[str]:
+def read_evaluations(database: Database) -> frozenset[str]:
     """Return the names of logged metrics that are outcomes on held-out data."""
-    num_steps = dict(database.connection.execute(_NUM_STEPS, {"run": run}).fetchall())
+    num_steps = dict(database.connection.execute(_NUM_STEPS).fetchall())
     of_training = [
         num
         for name, num in num_steps.items()
@@ -305,15 +268,18 @@ def read_evaluations(database: Database, run: str) -> frozenset[str]:
     return frozenset(name for name, num in num_steps.items() if is_evaluation(name, is_sparse=num <= SPARSE * usual))
 
 
-def read_logged(database: Database, run: str, has_tokens: bool) -> list[Series]:
+def read_logged(database: Database, has_tokens: bool) -> list[Series]:
     """Read the series that the training loop logged. `has_tokens` is True if any step has token data."""
-    chosen = _chosen(database, run, has_tokens)
+    chosen = _chosen(database, has_tokens)
     names = ", ".join(quoted(name) for name in chosen.values()) or "NULL"
-    rows = database.connection.execute(_METRICS.format(names=names), {"run": run}).fetchall()
-    by_name: dict[str, list[tuple[int, float, int]]] = {}
-    for step, name, value, num_not_finite in rows:
-        by_name.setdefault(name, []).append((step, np.nan if value is None else value, num_not_finite))
-    found = {series: _column(series, name, by_name[name]) for series, name in chosen.items() if name in by_name}
+    rows = database.connection.execute(_METRICS.format(names=names)).fetchnumpy()
+    steps, values = rows["step"].astype(np.int64), np.ma.filled(rows["value"].astype(np.float64), np.nan)
+    found = {}
+    for series, name in chosen.items():
+        at = rows["name"] == name
+        own = -values[at] if series == "mean_d" and _bare(name) in _OF_ROLLOUT else values[at]
+        lost = steps[at & (rows["num_not_finite"] > 0)]
+        found[series] = named(series, steps[at], own, f"logged as {name}", lost, name)
     if "mean_abs_d" not in found and (estimate := _mean_abs_d(found)) is not None:
         found["mean_abs_d"] = estimate
     return [*found.values()]
@@ -334,26 +300,18 @@ def _mean_abs_d(found: Mapping[str, Series]) -> Series | None:
     return None
 
 
-def read_averages(database: Database, run: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def read_averages(database: Database) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return logged averages that are not in `series.KINDS`, such as `prob_diff_mean`, as (steps, values) by name.
 
     Call this only on a run without token data.
     """
-    others = (one for one in read_logged(database, run, False) if one.name not in KINDS and one.name != "reference_k3")
+    others = (one for one in read_logged(database, False) if one.name not in KINDS and one.name != "reference_k3")
     return {one.name: (one.steps[one.known], one.values[one.known]) for one in others if one.known.any()}
 
 
-def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Series:
-    steps, values, num_not_finite = (np.array(column) for column in zip(*rows, strict=True))
-    not_finite = steps[num_not_finite > 0]
-    if _bare(name) in _OF_ROLLOUT and series == "mean_d":
-        values = -values.astype(float)
-    return named(series, steps.astype(np.int64), values.astype(float), f"logged as {name}", not_finite, name)
-
-
-def _chosen(database: Database, run: str, has_tokens: bool) -> dict[str, str]:
-    rows = database.connection.execute(_NAMES, {"run": run}).fetchall()
-    evaluations = read_evaluations(database, run)
+def _chosen(database: Database, has_tokens: bool) -> dict[str, str]:
+    rows = database.connection.execute(_NAMES).fetchall()
+    evaluations = read_evaluations(database)
     logged = {name: None for (name,) in rows if name not in evaluations}
     averages = {} if has_tokens else AVERAGES
     bare = {_bare(name): name for name in reversed(logged)} if averages else {}
@@ -380,7 +338,7 @@ _SEQUENCES = """
 SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
        avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
        coalesce(avg((NOT isfinite(reward))::INTEGER), 0) AS share_not_finite
-FROM sequences WHERE run = $run GROUP BY step ORDER BY step
+FROM sequences GROUP BY step ORDER BY step
 """
 
 _GROUPS = """
@@ -389,7 +347,7 @@ FROM (
     SELECT step, group_id,
            CASE WHEN min(reward) = max(reward) THEN 0.0 ELSE stddev_samp(reward ORDER BY seq_id) END AS spread
     FROM sequences
-    WHERE run = $run AND group_id IS NOT NULL AND isfinite(reward)
+    WHERE group_id IS NOT NULL AND isfinite(reward)
     GROUP BY step, group_id
     HAVING count(*) > 1
 )
@@ -399,9 +357,9 @@ GROUP BY step ORDER BY step
 _MOST = 0.5
 
 
-def read_sampled(database: Database, run: str) -> list[Series]:
-    sequences = by_step(database, _SEQUENCES, {"run": run})
-    groups = by_step(database, _GROUPS, {"run": run})
+def read_sampled(database: Database) -> list[Series]:
+    sequences = by_step(database, _SEQUENCES)
+    groups = by_step(database, _GROUPS)
     no_number = sequences["step"][sequences["share_not_finite"] > _MOST]
     of_sequences = {
         "reward": "mean sequence reward",
@@ -415,9 +373,9 @@ def read_sampled(database: Database, run: str) -> list[Series]:
     return [*columns_of(sequences, of_sequences, {"reward": no_number}), *columns_of(groups, of_groups)]
 
 
-def read_changed(database: Database, run: str) -> list[Series]:
+def read_changed(database: Database) -> list[Series]:
     """Read the share of weights that changed bitwise in each version. This reads only metadata, not the weights."""
-    source = next(source for source in database.sources if source.run == run)
+    source = database.sources[0]
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):
         return []
@@ -429,7 +387,7 @@ def read_changed(database: Database, run: str) -> list[Series]:
             elements = sum(tensor.numel for part in parts for tensor in reader.layout(part).tensors)
             changed = sum(sum(count.values()) for count in counts if count is not None)
             shares[version] = changed / elements if elements else np.nan
-    kept = database.kept_steps.get(run)
+    kept = database.kept_steps.get(source.run)
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
     what = "share of weights that changed bitwise since the last recorded version"

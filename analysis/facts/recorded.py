@@ -12,7 +12,7 @@ from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from . import conditions, series
-from .changes import ChangePoint, change_points, read_changes, read_outcomes
+from .changes import ChangePoint, change_points, read_changes, read_fall
 from .conditions import SETTING
 from .read_series import read_evaluations, read_series
 from .series import MISMATCH, REWARD, Fall, Series
@@ -53,9 +53,9 @@ class RecordedChange:
     """`low` to `high` is the 95% confidence interval. Both equal `step` for a deliberate change."""
     before: float | str
     after: float | str
-    size_in_sd: float | None
+    size_in_sd: float | None = None
     """Size of the change on the series' scale, in standard deviations of its noise. None if deliberate."""
-    shape: str
+    shape: str = SET
     """`shift` for a jump, `ramp` for a new slope, `set` for a deliberate change."""
     order: str = ""
     """Time of the change relative to the drop: `before`, `with` or `after`. Empty if there is no drop."""
@@ -69,13 +69,13 @@ class RecordedChange:
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     by_name = read_series(database, pair=pair)
-    fall = read_outcomes(database, pair).fall
+    fall = read_fall(database, pair)
     found = [
         _of_series(by_name[name], change)
         for name, changes in read_changes(database, pair).items()
         for change in changes
     ]
-    judged = {*read_evaluations(database, database.sources[0].run), *((fall.outcome, fall.onset_of) if fall else ())}
+    judged = {*read_evaluations(database), *((fall.outcome, fall.onset_of) if fall else ())}
     known = {(one.steps.tobytes(), one.values.tobytes()) for one in by_name.values()}
     for one in conditions.read_conditions(database).values():
         if one.name in judged or one.name in by_name or (one.steps.tobytes(), one.values.tobytes()) in known:
@@ -126,20 +126,18 @@ def _set(series: Series) -> Iterator[RecordedChange]:
     if parts and parts[-1][1] < len(values) - 1:
         parts.append((len(values) - 1, len(values) - 1))  # the setting is still changing at the end of the run
     for (_, last), (first, _) in pairwise(parts):
-        change = _made(series.name, series.kind, int(steps[last + 1]), float(values[last]), float(values[first]))
-        yield replace(change, high=int(steps[first]), shape="ramp" if first > last + 1 else SET)
-
-
-def _made(name: str, kind: str, step: int, before: float | str, after: float | str) -> RecordedChange:
-    return RecordedChange(
-        series=name, kind=kind, step=step, low=step, high=step, before=before, after=after, size_in_sd=None, shape=SET
-    )
+        step, high = int(steps[last + 1]), int(steps[first])
+        yield RecordedChange(
+            series=series.name, kind=series.kind, step=step, low=step, high=high, before=float(values[last]),
+            after=float(values[first]), shape="ramp" if first > last + 1 else SET,
+        )  # fmt: skip
 
 
 def _texts(database: Database) -> Iterator[RecordedChange]:
     for kind, query, num_shown in ((SETTING, _TEXTS, None), (CONTRACT, _CONTRACTS, 8)):
         for name, step, before, after in database.connection.execute(query).fetchall():
-            yield _made(name, kind, step, before[:num_shown], after[:num_shown])
+            values = {"before": before[:num_shown], "after": after[:num_shown]}
+            yield RecordedChange(series=name, kind=kind, step=step, low=step, high=step, **values)
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:

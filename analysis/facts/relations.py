@@ -9,15 +9,7 @@ import numpy as np
 from ..statement import Measured
 from ..trace.ragged import centred
 from . import thresholds as t
-from .rollouts import (
-    FEWEST_COMPARED,
-    FEWEST_SPANNING,
-    Rollouts,
-    comparable,
-    reward_differences,
-    shared_responses,
-    successive,
-)
+from .rollouts import FEWEST_COMPARED, FEWEST_SPANNING, Rollouts, comparable, reward_differences, successive
 
 _FEWEST_OF_LENGTH = 5
 
@@ -82,7 +74,7 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 
     Return (0, 0) if there are too few shared responses, or if their rewards hardly differ.
     """
-    at_a, at_b = shared_responses(run, control)
+    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
     known = np.isfinite(difference)
     difference, base, at = difference[known], base[known], at_a[known]
@@ -107,7 +99,7 @@ def _explained(values: np.ndarray, length: np.ndarray) -> float:
 
 
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
-    at_a, at_b = shared_responses(run, control)
+    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
     chosen = np.isfinite(difference) & differs
     overall = length_correlation(difference[chosen], run.length[at_a][chosen], run.step[at_a][chosen])

@@ -202,11 +202,6 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
     return difference, np.abs(difference) > 1e-6 * scale
 
 
-def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
-    return at_a, at_b
-
-
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps, and for each step the share of responses that end early with an unusual last token.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,53 +67,38 @@ def _numbered(kind_N: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRows:
-    """The sequences of one run. `response`, `mask` and the values of `logprobs` (by pass) are Arrow list arrays."""
-
-    step: np.ndarray
-    prompt: np.ndarray
-    whole: np.ndarray
-    response: Any
-    logprobs: dict[str, Any]
-    mask: Any = None
-
-    def at(self, places_K: np.ndarray) -> RunRows:
-        places = number_array(places_K, pa.int64())
-        return RunRows(
-            self.step[places_K], self.prompt[places_K], self.whole[places_K], self.response.take(places),
-            {name: lists.take(places) for name, lists in self.logprobs.items()},
-            None if self.mask is None else self.mask.take(places),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class Prefixes:
-    a: RunRows
-    b: RunRows
+    """Paired sequences of two runs, up to the first token that differs."""
+
+    a: pa.Table
+    b: pa.Table
+    """[K] rows with `step`, `response_ids`, the extra columns, and one list of logprobs per pass."""
+    passes: Sequence[str]
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return, for each pair, the number of tokens scored by both runs, [K], and their logprobs in A and B, [T]."""
-        lists = [rows.logprobs[name] for rows in (self.a, self.b)]
+        lists = [rows[f"p{self.passes.index(name)}"] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
         return num_K, a_T, b_T
 
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
-    one, two = (_read(database, steps, passes, columns) for database in (a, b))
-    pairs = paired(one, two)
-    one, two = one.at(pairs.a), two.at(pairs.b)
-    (ids_a, length_a), (ids_b, length_b) = (flat(rows.response) for rows in (one, two))
+    tables = [_read(database, steps, passes, columns) for database in (a, b)]
+    keys = ({name: array_of(rows[name]) for name in ("step", "prompt", "whole")} for rows in tables)
+    pairs = paired(*(SimpleNamespace(**each) for each in keys))
+    one, two = (rows.take(number_array(at, pa.int64())) for rows, at in zip(tables, (pairs.a, pairs.b), strict=True))
+    (ids_a, length_a), (ids_b, length_b) = (flat(rows["response_ids"]) for rows in (one, two))
     num_K = np.minimum(length_a, length_b)
     tokens = [array_of(ids)[first(length, num_K)] for ids, length in ((ids_a, length_a), (ids_b, length_b))]
     differs = np.flatnonzero(tokens[0] != tokens[1])
     ends_K = np.cumsum(num_K)
     rows, place = np.unique(np.searchsorted(ends_K, differs, side="right"), return_index=True)
     num_K[rows] = differs[place] - (ends_K - num_K)[rows]
-    return Prefixes(one, two, pairs.equal, (length_a, length_b), num_K)
+    return Prefixes(one, two, passes, pairs.equal, (length_a, length_b), num_K)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,27 +123,22 @@ def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) ->
         if count := int(np.isfinite(apart_T).sum()):
             apart[name] = total / count
     is_cut = ~found.equal_K & (found.num_K == length_a) & (length_a < length_b)
-    flags, length_K = flat(found.a.mask)
+    flags, length_K = flat(found.a["response_mask"])
     diverges = (found.num_K < np.minimum(length_a, length_b)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
     is_in_tool = ~array_of(flags.fill_null(False))[places]
     return SharedTokens(apart=apart, num_cut=int(is_cut.sum()), num_in_tool=int(is_in_tool.sum()))
 
 
-def _read(database: Database, steps: range, passes: Sequence[str], columns: str) -> RunRows:
+def _read(database: Database, steps: range, passes: Sequence[str], columns: str) -> pa.Table:
     within = step_condition(steps)
-    names = [f"p{number}" for number in range(len(passes))]
     query = _ROWS.format(
-        columns=columns + "".join(f", {name}.logprobs AS {name}" for name in names),
+        columns=columns + "".join(f", p{number}.logprobs AS p{number}" for number in range(len(passes))),
         within=within,
         joins="\n".join(
-            f'LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE {within} AND "pass" = {quoted(wanted)} '
-            f"AND iteration = 0) AS {name} USING (step, seq_id)"
-            for name, wanted in zip(names, passes, strict=True)
+            f'LEFT JOIN (SELECT step, seq_id, logprobs FROM scores WHERE {within} AND "pass" = {quoted(name)} '
+            f"AND iteration = 0) AS p{number} USING (step, seq_id)"
+            for number, name in enumerate(passes)
         ),
     )
-    table = database.connection.sql(query).to_arrow_table().combine_chunks()
-    arrays = {name: array_of(table[name]) for name in ("step", "prompt", "whole")}
-    lists = {wanted: table[name] for name, wanted in zip(names, passes, strict=True)}
-    mask = table["response_mask"] if "response_mask" in table.column_names else None
-    return RunRows(**arrays, response=table["response_ids"], logprobs=lists, mask=mask)
+    return database.connection.sql(query).to_arrow_table().combine_chunks()

@@ -87,7 +87,7 @@ def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Ite
 
 def sizes_read(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[Sizes]:
     return connection.mapped_batches(
-        pair_lists, lambda rows: _sizes(rows, _finite_of_rows(rows)), _batch_rows(mean_tokens)
+        pair_lists, lambda rows: sizes_of(rows, _finite_of_rows(rows)), _batch_rows(mean_tokens)
     )
 
 
@@ -224,14 +224,14 @@ def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
 def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
     tokens = _finite_of_rows(rows)
     columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
-    return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
+    return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), sizes_of(rows, tokens)
 
 
 def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
     return finite(tokens_of({side: rows.column(f"logprobs_{side}") for side in ("a", "b")}, mask=rows.column("mask")))
 
 
-def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
+def sizes_of(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     run_N, step_N = rows.column("run").dictionary_encode(), array_of(rows.column("step"))
     ends_N = np.cumsum(tokens.num_tokens_N)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,9 @@ from ...tracer.snapshot import TableFile
 from ...tracer.verified_file import FileCursor
 from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
-from ..facts.mismatch import read_step_mismatch
-from ..facts.read_series import (
-    Given,
-    on_steps,
-    read_averages,
-    read_clipping,
-    read_entropy,
-    read_given,
-    read_lags,
-    read_logged,
-    read_sampled,
-)
-from ..facts.series import KINDS, Series, named
+from ..facts.read_series import Given, on_steps, read_averages, read_given, read_logged, read_rows
+from ..facts.series import KINDS, LINEAR, MISMATCH, Series
 from ..trace.columns import read_hyperparameters
-from ..trace.database import Database
 from ..trace.source import Pair, Source
 from ..views import open_database
 
@@ -97,8 +85,9 @@ class Surveyor:
         )
 
     def _count(self, table: str, rows: pa.Table) -> _Counted:
-        if self._newest:
-            rows = _of_newest(rows, self._newest)
+        if self._newest:  # leave out steps that were trained again
+            newest = pa.array([self._newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
+            rows = rows.filter(pc.fill_null(pc.equal(rows["attempt"], newest), True))
         if table == METRICS:
             return _Counted(num_metrics=rows.num_rows)
         if table == SEQUENCES:
@@ -133,11 +122,6 @@ def _sealed_rows(source: Source, table: str, entry: TableFile) -> pa.Table:
     return rows
 
 
-def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
-    wanted = pa.array([newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
-    return rows.filter(pc.fill_null(pc.equal(rows["attempt"], wanted), True))
-
-
 MOST_TOKENS = 10_000_000
 """Maximum number of response tokens read per refresh, newest steps first. The newest step is always read."""
 RATE_STEPS = 20
@@ -165,10 +149,8 @@ class Memory:
         self._num_metrics = -1
         self._logged: list[Series] = []
         self._averages: dict[str, Figure] = {}
-        self._values: dict[str, dict[int, Any]] = {}
-        """series -> step -> (value, True if NaN or infinity was recorded)"""
-        self._sources: dict[str, str] = {}
-        self._of_tokens: dict[str, dict[int, Any]] = {}
+        self._series: dict[str, Series] = {}
+        """Series of `read_series` and, under other names, metrics of `read_token_figures`, at the steps read so far."""
 
     def pending(self, extents: Extents) -> list[int]:
         if not self._read.keys() <= extents.steps.keys():
@@ -190,24 +172,26 @@ class Memory:
         database = open_database(source)
         if not summed:
             database.keep_steps(wanted)
-        run = source.run
-        self._logged = read_logged(database, run, bool(extents.steps))
+        self._logged = read_logged(database, bool(extents.steps))
         self.times = database.connection.execute(_LOGGED_TIMES, {"steps": RATE_STEPS + 1}).fetchall()[::-1]
-        self._averages = {} if extents.steps else read_averages(database, run)
+        self._averages = {} if extents.steps else read_averages(database)
         self._num_metrics = extents.num_metrics
-        self._given = self._given | read_given(database, run)
-        loss = read_loss(read_hyperparameters(database, run))
+        self._given = self._given | read_given(database)
+        loss = read_loss(read_hyperparameters(database))
         basis = (self._given, loss, any(column.name == "entropy" for column in self._logged))
         if basis != self._basis and self._read:  # the run's settings changed, so cached steps are out of date
             self._forget()
         self._basis = basis
         if wanted:
-            self._keep(wanted, self._columns(database, run), read_token_figures(database, self._pair, run))
-            self.repeats.keep(database, run, wanted)
+            columns = [*chain(*read_rows(database, self._pair, self._logged, self._given))]
+            figures = read_token_figures(database, self._pair)
+            columns += [Series(name, *figure, LINEAR, MISMATCH) for name, figure in figures.items()]
+            self._keep(wanted, {column.name: column for column in columns})
+            self.repeats.keep(database, wanted)
             self._read |= {step: extents.steps[step] for step in wanted}
 
     def series(self, steps: Iterable[int]) -> dict[str, Series]:
-        columns = [self._column(name) for name in self._values if self._values[name]]
+        columns = [one for name, one in self._series.items() if name in KINDS]
         # Entropies recorded per token replace entropies logged per step.
         found = {column.name: column for column in (*self._logged, *columns) if len(column.steps)}
         every = np.unique(np.concatenate([np.fromiter(steps, np.int64), *(c.steps for c in found.values())]))
@@ -215,40 +199,23 @@ class Memory:
         return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        return self._averages | {
-            name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
-            for name, values in self._of_tokens.items()
-            if values
-        }
+        found = {name: (one.steps, one.values) for name, one in self._series.items() if name not in KINDS}
+        return self._averages | {name: figure for name, figure in found.items() if len(figure[0])}
 
-    def _columns(self, database: Database, run: str) -> list[Series]:
-        gap = read_step_mismatch(database, self._pair, run)
-        return [
-            *gap.columns,
-            *read_sampled(database, run),
-            *read_entropy(database, run, self._pair[0], self._logged, gap.estimate, self._given),
-            *read_lags(database, self._pair, run, self._given),
-            *read_clipping(database, run),
-        ]
-
-    def _keep(self, steps: Sequence[int], columns: Sequence[Series], figures: Mapping[str, Figure]) -> None:
-        for values in (*self._values.values(), *self._of_tokens.values()):
-            for step in steps:
-                values.pop(step, None)
-        for column in columns:
-            kept = self._values.setdefault(column.name, {})
-            lacking = np.isin(column.steps, column.not_finite).tolist()
-            kept.update(zip(column.steps.tolist(), zip(column.values.tolist(), lacking, strict=True), strict=True))
-            self._sources[column.name] = column.source
-        for name, (of_steps, found) in figures.items():
-            self._of_tokens.setdefault(name, {}).update(zip(of_steps.tolist(), found.tolist(), strict=True))
-
-    def _column(self, name: str) -> Series:
-        values = self._values[name]
-        steps = np.array(sorted(values), np.int64)
-        found, lacking = zip(*(values[step] for step in steps.tolist()), strict=True)
-        return named(name, steps, np.array(found), self._sources[name], steps[np.array(lacking)])
+    def _keep(self, steps: Sequence[int], columns: Mapping[str, Series]) -> None:
+        for name, one in {**self._series, **columns}.items():
+            none = replace(one, steps=one.steps[:0], values=one.values[:0], not_finite=one.not_finite[:0])
+            self._series[name] = _updated(self._series.get(name, none), steps, columns.get(name, none))
 
     def _forget(self) -> None:
-        self._read, self._values, self._of_tokens = {}, {}, {}
-        self.repeats = Repeats()
+        self._read, self._series, self.repeats = {}, {}, Repeats()
+
+
+def _updated(old: Series, steps: Sequence[int], new: Series) -> Series:
+    """Replace the values of `old` at `steps` by those of `new`."""
+    left = ~np.isin(old.steps, steps)
+    pairs = ((old.steps, new.steps), (old.values, new.values))
+    at, values = (np.concatenate([before[left], after]) for before, after in pairs)
+    order = np.argsort(at)
+    lost = np.union1d(np.setdiff1d(old.not_finite, steps), new.not_finite)
+    return replace(new, steps=at[order], values=values[order], not_finite=lost)

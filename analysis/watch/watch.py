@@ -128,9 +128,8 @@ class Watcher:
         last = max(steps, default=None)
         if last is not None and (not self._seen_steps or last > self._seen_steps[-1][0]):
             self._seen_steps = [*self._seen_steps, (last, time.time())][-RATE_STEPS:]
-        if (found := _rate_of(self._seen_steps)) is not None:
-            return found, "measured while watching"
-        return None, ""
+        found = _rate_of(self._seen_steps)
+        return found, "" if found is None else "measured while watching"
 
     def _silence(self, source: Source) -> str:
         age_s, per_minute = self._age(source), _rate_of(self._memory.times)

@@ -80,7 +80,7 @@ def test_an_alarm_sounds_where_one_step_passes_its_level_and_the_mean_of_the_run
 
 def test_figures_that_need_tokens_are_what_a_plain_query_gives(tmp_path):
     database = open_database(spiked(tmp_path / "run"))
-    found = read_token_figures(database, PAIR, database.sources[0].run)
+    found = read_token_figures(database, PAIR)
     rows = database.ask(
         "SELECT step, avg(abs(exp(logprob_a::DOUBLE) - exp(logprob_b::DOUBLE))), avg(exp(abs(d))) "
         "FROM pair('train', 'rollout') WHERE mask GROUP BY step ORDER BY step"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import thresholds
+from tim_trace.analysis.attribution import text
 from tim_trace.analysis.attribution.attribution import SUSPECTS, Attribution, Evidence, Suspect
 from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.settings import suspect_of
@@ -74,7 +74,7 @@ def facts(series=None, **given):
         name: Series(name, STEPS, np.asarray(values, float), "log", name) for name, values in (series or {}).items()
     }
     found = GivenFacts(
-        trace="run", series=known, outcomes=None, fall=FALL, mismatch=None, checked=None, database=None,
+        trace="run", series=known, outcomes=(), fall=FALL, mismatch=None, checked=None, database=None,
         pair=("train", "rollout"), settings={}, notes=(),
     )  # fmt: skip
     found.__dict__["given"] = {
@@ -348,7 +348,7 @@ def numbers_of(sentence):
 
 
 def test_every_code_in_the_rules_has_a_sentence():
-    room = Path(thresholds.__file__).parent
+    room = Path(text.__file__).parent
     source = "".join(file.read_text(encoding="utf-8") for file in room.rglob("*.py") if file.name != "text.py")
     known = {*EVIDENCE, *DIFFERENCES, *NOTES, *SUSPECTS}
     assert set(re.findall(r'(?:code=|fact\(\s*)"(\w+)"', source)) <= known

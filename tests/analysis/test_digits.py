@@ -305,7 +305,7 @@ def own(trace):
 
 
 def ess_by_step(trace):
-    columns = read_step_mismatch(open_database(trace), ("train", "rollout"), "run").columns
+    columns = read_step_mismatch(open_database(trace), ("train", "rollout"))[0]
     (ess,) = (column for column in columns if column.name == "ess")
     return dict(zip(ess.steps.tolist(), ess.values.tolist(), strict=True))
 

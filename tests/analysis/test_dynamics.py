@@ -4,9 +4,9 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.dynamics.dynamics import dynamics, growths
+from tim_trace.analysis.dynamics.dynamics import dynamics, growths, onsets_of
 from tim_trace.analysis.dynamics.text import dynamics_text, summary_sentences, unanswered_sentences
-from tim_trace.analysis.facts.changes import change_points, onsets_of
+from tim_trace.analysis.facts.changes import change_points
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.series import KINDS, Series, named
 from tim_trace.analysis.objective.objective import objective
@@ -211,12 +211,6 @@ def test_several_runs_are_read_one_at_a_time(tmp_path):
     both = open_database([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(InvalidOption, match="several traces are open; name one of a, b"):
         read_series(both)
-    own, of_both = read_series(open_database(tmp_path / "b")), read_series(both, run="b")
-    assert {name: each.values.tolist() for name, each in own.items()} == {
-        name: each.values.tolist() for name, each in of_both.items()
-    }
-    with pytest.raises(InvalidOption, match="got 'c'"):
-        read_series(both, run="c")
 
 
 def test_a_scale_has_room_for_zero():

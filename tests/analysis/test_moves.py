@@ -738,7 +738,7 @@ def outcome(values):
 def test_a_supposed_fall_has_its_onset_at_the_step():
     read = Facts(
         trace="run", series={"mean_abs_d": series("mean_abs_d", level(0.0, 0.5))},
-        outcomes=SimpleNamespace(judged=outcome([0.0])), fall=None,
+        outcomes=(outcome([0.0]),), fall=None,
         mismatch=None, checked=None, database=None, pair=("train", "rollout"), settings={}, notes=(),
     )  # fmt: skip
     found = silent.supposed_at(read, 30)

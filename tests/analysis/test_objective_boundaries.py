@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from tim_trace.analysis.dynamics.dynamics import summarise
+from tim_trace.analysis.dynamics.dynamics import onsets_of, summarise
 from tim_trace.analysis.dynamics.text import summary_sentences
-from tim_trace.analysis.facts.changes import ChangePoint, onsets_of
+from tim_trace.analysis.facts.changes import ChangePoint
 from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.objective.sentences import verdict_sentence
 from tim_trace.analysis.objective.verdict import Estimate, direction, verdict

@@ -209,7 +209,7 @@ def test_tinker_s_metrics_are_the_mismatch_they_measure(tmp_path):
     wanted = np.array([each.mean() for each in d[1:]])
     wanted[29] = -0.02
     assert series["mean_d"].values == pytest.approx(wanted, abs=1e-15)
-    assert read_averages(database, "run")["k2"][1] == pytest.approx([(each**2).mean() / 2 for each in d[1:]], rel=1e-12)
+    assert read_averages(database)["k2"][1] == pytest.approx([(each**2).mean() / 2 for each in d[1:]], rel=1e-12)
     assert series["mean_abs_d"].values == pytest.approx([math.sqrt((each**2).mean()) for each in d[1:]], rel=1e-12)
     assert series["mean_abs_d"].source.startswith(ESTIMATED)
     assert series["entropy"].values == pytest.approx([-sampling.mean() for sampling, _ in pairs[1:]])
@@ -397,7 +397,7 @@ def test_every_framework_name_is_known(tmp_path, prefix, name):
     import_dump("metrics", text(tmp_path / "a.jsonl", as_lines(given)), output=tmp_path / "run")
     database = open_database(tmp_path / "run")
     series = next(series for series, names in AVERAGES.items() if name in names)
-    averages = {key: values.tolist() for key, (_, values) in read_averages(database, "run").items()}
+    averages = {key: values.tolist() for key, (_, values) in read_averages(database).items()}
     if series == "reference_k3":
         from tim_trace.analysis.facts.conditions import read_conditions
 

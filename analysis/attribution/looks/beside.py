@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...facts import thresholds as ft
+from ...facts import thresholds as t
 from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -54,7 +54,7 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
     if facts.mismatch is not None and control.mismatch is not None:
         run, other = facts.mismatch.size, control.mismatch.size
-        until = facts.steps <= (math.inf if parted is None else parted.step) + ft.AHEAD
+        until = facts.steps <= (math.inf if parted is None else parted.step) + t.AHEAD
         n = min(len(facts.steps), len(control.steps))
         early = (facts.values("mean_abs_d")[:n] > 3 * control.values("mean_abs_d")[:n])[until[:n]].any()
         level = max(of_ratio(run, other, 30.0), 0.0) * weighs(facts)

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...facts import thresholds as ft
+from ...facts import thresholds as t
 from ...facts.mismatch import FROM_UPDATES
 from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
 from ...facts.series import Fall
-from .. import thresholds as t
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 
@@ -107,7 +106,7 @@ def unsampled(facts: Facts, fall: Fall) -> Iterator[Fact]:
     steps, logprob = facts.rollouts.by_step(facts.rollouts.sampled)
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropy, surprisal = facts.values("entropy")[known][of], -logprob[at]
-    before, since = shared < fall.interval[0] - ft.AHEAD, shared > fall.latest
+    before, since = shared < fall.interval[0] - t.AHEAD, shared > fall.latest
     if before.sum() < _FEWEST or since.sum() < _FEWEST or (entropy <= 0).any():
         return
     ratios = surprisal / entropy
@@ -131,7 +130,7 @@ def declared_lag(facts: Facts) -> tuple[float, float]:
     if facts.fall is None:
         first, last = steps[0], steps[-1]
     else:
-        first, last = facts.fall.interval[0] - ft.AHEAD, facts.fall.latest
+        first, last = facts.fall.interval[0] - t.AHEAD, facts.fall.latest
     learned = steps < first if (steps < first).mean() >= t.LEARNED else steps <= last
     at = (steps >= first) & (steps <= last)
     at_fall, usual = values[at] if at.any() else values, values[learned] if learned.any() else values

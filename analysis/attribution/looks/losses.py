@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from ....schemas.loss import CURRENT, PPO, REINFORCE, Loss, read_loss
-from ...facts import thresholds as ft
+from ...facts import thresholds as t
 from ...facts.conditions import LOGGED, is_coefficient, read_conditions
 from ...facts.read_series import read_series
 from ...facts.rollouts import read_rollouts
@@ -191,7 +191,7 @@ def coefficients(facts: Facts, fall: Fall) -> Iterator[Fact]:
     The coefficients are fitted to differences between successive steps, so that common trends do not count.
     """
     steps, names, columns_SF, loss = read_loss_terms(facts.database, facts.pair)
-    since = steps >= fall.interval[0] - ft.AHEAD
+    since = steps >= fall.interval[0] - t.AHEAD
     columns_SF, loss = columns_SF[since], loss[since]
     change, changes_SF = np.diff(loss), np.diff(columns_SF, axis=0)
     if len(change) < 2 * _FEWEST_DIFFERENCES or not change.any():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...check.finding import DataFinding
-from ...facts import thresholds as ft
+from ...facts import thresholds as t
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.recorded import AFTER, GIVEN, order_beside
 from ...facts.relations import explained_by_length_since, new_reward_values, relation
@@ -235,7 +235,7 @@ def sizes(facts: Facts, fall: Fall) -> Iterator[Fact]:
     yield fact("advantages_changed", level, "mean", series="advantage_mean", **values)
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
-    first_near = fall.interval[0] - ft.AHEAD
+    first_near = fall.interval[0] - t.AHEAD
     earlier, around = largest[steps < first_near], (steps >= first_near) & (steps <= fall.interval[1])
     if len(earlier) >= _FEWEST_STEPS and around.any():
         at = np.flatnonzero(around)[int(np.nanargmax(np.nan_to_num(largest[around])))]
@@ -285,7 +285,7 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
     steps = np.unique(facts.rollouts.step)
     if not len(steps):
         return
-    before = facts.rollouts.until(min(fall.interval[0] - int(ft.AHEAD) - 1, int(steps[len(steps) // 5])))
+    before = facts.rollouts.until(min(fall.interval[0] - int(t.AHEAD) - 1, int(steps[len(steps) // 5])))
     first = len(np.unique(before.step))
     last = min(int(np.searchsorted(steps, fall.latest, "right")), len(steps) - 2)
     if first < 3 or last <= first:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...facts import thresholds as ft
+from ...facts import thresholds as t
 from ...facts.conditions import is_learning_rate
 from ...facts.recorded import RecordedChange
 from ...facts.series import Fall
@@ -23,7 +23,7 @@ def values_of(change: RecordedChange) -> dict[str, float | int | str]:
 
 def nearness(facts: Facts, step: int) -> float:
     assert facts.fall is not None
-    early = facts.fall.interval[0] - ft.AHEAD - step
+    early = facts.fall.interval[0] - t.AHEAD - step
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
 
 
@@ -72,7 +72,7 @@ def updates(facts: Facts, fall: Fall) -> Iterator[Fact]:
         return
     size = float(np.median(until))
     yield fact("update_size", of_ratio(size, 0.003, 30.0), update_to_weight=size)
-    first = fall.interval[0] - ft.AHEAD - 5
+    first = fall.interval[0] - t.AHEAD - 5
     before, near = values[steps < first][-20:], (steps >= first) & (steps <= fall.latest)
     if len(before) >= 5 and near.any():
         at = np.flatnonzero(near)[int(values[near].argmax())]
