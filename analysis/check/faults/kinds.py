@@ -171,9 +171,10 @@ def find_adapter(data: PairData) -> list[Finding]:
 
 def find_after_update(data: PairData) -> list[Finding]:
     """Detect that one side was scored after the update on the same batch, which raises logprobs in sequences with a
-    positive advantage. With stale weights, logprobs and advantages are not correlated."""
+    positive advantage. With stale weights, they can be raised, too, but not at the first step."""
     advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
-    if advantage is None or not np.isfinite(advantage[rows]).any():
+    is_stale = _grew(data) and not features.growth(data).is_sudden
+    if is_stale or advantage is None or not np.isfinite(advantage[rows]).any():
         return []
     mean = means(clipped(data.d / data.scale), data.seq)[rows]
     mean = centred(mean, np.unique(data.sample.steps[rows], return_inverse=True)[1])
