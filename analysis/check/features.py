@@ -64,7 +64,7 @@ def _tokens(data: PairData) -> dict[str, float]:
     return {
         "token_score": _certainty(token_effect(data)[1]),
         "bigram": variance_between(clipped(data.d / data.scale), bigrams)[0] if repeat else 0.0,
-        "later_fall_score": _certainty(fades(data, data.position > 0)),
+        "later_fall_score": _certainty(fades(data, data.position > 0)[1]),
         "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
         "later_turn": float(log[turn].mean() - log[~turn].mean()) / max(float(log.std()), 1e-9) if is_known else 0.0,
     }  # fmt: skip
@@ -103,16 +103,21 @@ def _certainty(score: float) -> float:
     return float(np.tanh(score / 6.0))  # bounded, so that large runs do not dominate
 
 
-def fades(data: PairData, inside: np.ndarray) -> float:
-    """Return how much the mismatch at `inside` ([K] bool) drops from the first to the last third of a response, in
-    standard errors. The effect of a different prompt fades along the response; that of different weights does not."""
+def fades(data: PairData, inside: np.ndarray) -> tuple[float, float]:
+    """Return by how much the log of the mismatch at `inside` ([K] bool) drops from the first to the last third of a
+    response, and the same in standard errors.
+
+    The effect of a different prompt fades along the response; that of different weights hardly does.
+    """
     beyond = data.level_beyond_tokens
     known = np.isfinite(beyond) & inside
     along = data.position / np.maximum(data.sample.lengths[data.seq], 1)
     thirds = (known & (along < 1 / 3), known & (along >= 2 / 3))
     first, last = (means(beyond[each], data.seq[each], data.sample.num_sequences) for each in thirds)
     falls = (first - last)[np.isfinite(first - last)]
-    return float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12)) if len(falls) > 1 else 0.0
+    if len(falls) < 2:
+        return 0.0, 0.0
+    return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
 
 
 @once

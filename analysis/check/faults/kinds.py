@@ -535,8 +535,9 @@ def _finding(
     if kind == "weights":
         if _grew(data):
             numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-            # Different weights alone do not make the mismatch fade along responses: in 45 runs, `fades` is at most 2.7.
-            if features.fades(data, data.sample.steps[data.seq] >= grown.since) > 4:
+            # With different weights alone, it fades by a sixth at most. With older weights in a prompt cache, it fades by a third.
+            fall, certainty = features.fades(data, data.sample.steps[data.seq] >= grown.since)
+            if fall > 0.3 and certainty > 4:
                 numbers["cause"] = "early"
         along = along_movement(data) if numbers["cause"] != "early" else 0.0
         behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
