@@ -172,16 +172,13 @@ def along_movement(data: PairData) -> float:
 
 
 class RepeatedTokens(NamedTuple):
-    num: int
-    a: float
+    is_known: bool
+    """False if there are fewer than MIN_REPEATS repeated tokens."""
+    a: float = 0.0
     """Rms difference between pass a's logprobs of the same repeated token, converted to a logit error (nats)."""
-    b: float
-    d: float
+    b: float = 0.0
+    d: float = 0.0
     """Rms d at the repeated tokens, converted to a logit error (nats)."""
-
-    @property
-    def is_known(self) -> bool:
-        return self.num >= MIN_REPEATS
 
 
 MIN_REPEATS = 20
@@ -196,9 +193,9 @@ def repeats(data: PairData) -> RepeatedTokens:
     one, two = neighbours(np.lexsort((data.seq, keys, steps)), keys, steps, temperature)
     one, two = (each[data.rest[one] > 0.05] for each in (one, two))
     if len(one) < MIN_REPEATS:
-        return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
+        return RepeatedTokens(False)
     apart = data.a[one] - data.a[two], data.b[one] - data.b[two], data.d[one] * np.sqrt(2)
-    return RepeatedTokens(len(one), *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
+    return RepeatedTokens(True, *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
 
 
 class Frozen(NamedTuple):

@@ -75,10 +75,8 @@ class PairData:
         return out
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Correct pass b so that d is `right` ([N] nats) at `tokens` ([N] bool). Drop tokens where `right` is NaN.
-
-        If other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`.
-        """
+        """Correct pass b so that d is `right` ([N] nats) at `tokens` ([N] bool). Drop tokens where `right` is NaN. If
+        other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`."""
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)

@@ -70,10 +70,7 @@ class PairSums:
 
 def read_pair_sums(database: Database, pair: Pair, names: tuple[str, ...] = NEEDED_SUMS) -> PairSums:
     """Read the sums stored in the trace, or compute them from the tokens. With Ray, missing sums are stored first.
-
-    `names` is NEEDED_SUMS, optionally followed by other columns of schemas.sums. SUM_EXP_ABS_D is allowed only if
-    the trace stores no sums.
-    """
+    `names` is NEEDED_SUMS and other columns of schemas.sums. SUM_EXP_ABS_D needs a trace that stores no sums."""
     if database.ray is not None:
         ensure(database, pair, of_run=False, progress=database.progress)
     has_mask = sequence_columns(database).mask
@@ -254,7 +251,9 @@ def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read tokens from pairs of consecutive steps spread over the run, and from its worst steps."""
-    steps = _chosen_steps(database, worst_steps)
+    tokens = tokens_by_step(database)
+    most = int(np.clip(MAX_READ_TOKENS * len(tokens) / max(sum(tokens.values()), 1), 2, MAX_SAMPLED_STEPS))
+    steps = list(tokens) if len(tokens) <= most else sorted({*neighbouring_pairs(list(tokens), most), *worst_steps})
     query = token_query(
         {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=steps, of_sequences=True,
         lists=["mask"], order=_ORDER, keys=_keys_within(database, pair, steps),
@@ -282,15 +281,7 @@ _ROWS = [
     *(f"s.{name}" for name in _OF_SEQUENCE),
     *(f"{side}.{name} AS {name}_{side}" for side in ("a", "b") for name in _OF_PASS),
 ]
-
-
 _ORDER = "s.step, s.group_id, length(s.seq_id), s.seq_id"
-
-
-def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
-    tokens = tokens_by_step(database)
-    most = int(np.clip(MAX_READ_TOKENS * len(tokens) / max(sum(tokens.values()), 1), 2, MAX_SAMPLED_STEPS))
-    return list(tokens) if len(tokens) <= most else sorted({*neighbouring_pairs(list(tokens), most), *worst})
 
 
 def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
