@@ -92,7 +92,6 @@ def fades(data: PairData, inside: np.ndarray) -> float:
     return float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12)) if len(falls) > 1 else 0.0
 
 
-@once
 def error_structure(data: PairData) -> tuple[float, float, float]:
     """Return the mean autocorrelation over _LAGS of log(|d| / (1 - p)) after subtracting the means per token id and per
     step (high if neighbouring tokens have similar mismatches), the same after subtracting each sequence's mean (0 if

@@ -329,16 +329,14 @@ MOST_LOST = 0.2
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:
     column = table[f"entropy_{side}"]
-    entropy, share_lost = None, 0.0
-    if column.null_count < len(column):
-        entropy, there = fitted(column, lengths).astype(np.float64), np.repeat(~array_of(column.is_null()), lengths)
-        there &= np.isfinite(logprobs)
-        possible = entropy <= _most_entropy(logprobs.astype(np.float64), 2 * num_ids)  # the vocabulary may be larger
-        share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
-        entropy = entropy if np.isfinite(entropy).any() else None
+    logprobs, entropy = logprobs.astype(np.float64), fitted(column, lengths).astype(np.float64)
+    there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs)
+    possible = entropy <= _most_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
+    share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
     return PassSample(
-        name=name, logprobs=logprobs.astype(np.float64), is_null=array_of(flat(table[side])[0].is_null()),
-        entropy=entropy, share_lost=share_lost, versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
+        name=name, logprobs=logprobs, is_null=array_of(flat(table[side])[0].is_null()),
+        entropy=entropy if np.isfinite(entropy).any() else None, share_lost=share_lost,
+        versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(), forward_row=_numbers(table[f"forward_row_{side}"]),
         pad_left=_numbers(table[f"pad_left_{side}"]),
     )  # fmt: skip

@@ -152,8 +152,7 @@ def find_missing(data: PairData) -> list[Finding]:
         (a, b, lost_a & ~lost_b, a.is_null, "missing"), (b, a, lost_b & ~lost_a, b.is_null, "missing"),
         (a, b, in_both, a.is_null & b.is_null, "missing_in_both"),
     )  # fmt: skip
-    missing = [finding for each in asked if (finding := _missing(data, *each)) is not None]
-    found = [_shifted_mask(data, finding) or finding for finding in missing]
+    found = [finding for each in asked if (finding := _missing(data, *each)) is not None]
     elsewhere = data.sums.num_not_finite - int(((lost_a & ~a.is_null) | (lost_b & ~b.is_null)).sum())
     if elsewhere > 0:
         share = elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1)
@@ -199,13 +198,14 @@ def _missing(
         "of_sequences": sample.num_sequences, "place": place if cut else "scattered", "value": kind, "cause": cause,
     }  # fmt: skip
     found = _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
-    return replace(found, side="engine" if side.name == ROLLOUT else "trainer") if cause == "not_finite" else found
+    if cause == "not_finite":
+        found = replace(found, side="engine" if side.name == ROLLOUT else "trainer")
+    return _shifted_mask(data, side, found) or found
 
 
-def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
+def _shifted_mask(data: PairData, side: PassSample, finding: Finding) -> Finding | None:
     """Return a finding if the loss mask is inverted or shifted: as many tokens are wrongly left out as included."""
     sample = data.sample
-    side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
     wrong = (sample.mask & ~has, has & ~sample.mask)
     lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
