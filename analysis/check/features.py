@@ -17,7 +17,7 @@ import numpy as np
 
 from ..trace.ragged import centred
 from .finding import Number
-from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
+from .pair_data import PairData, allowed_noise, level, levels, logit_error, neighbours, once
 from .sample import PassSample
 from .where import later_turn, where_text
 
@@ -31,57 +31,34 @@ _LAGS = (1, 2, 4)
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    found = _size(data) | _sampling(data) | _tokens(data) | _rows(data)
-    return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
-
-
-def _size(data: PairData) -> dict[str, float]:
-    noise, allowed = logit_error(data), allowed_noise(data)
-    middle = float(np.median(noise))
-    return {
-        "level": _log(level(data) / allowed), "median": _log(middle / allowed),
-        "tail": _log(float(np.quantile(noise, 0.99)) / max(middle, 1e-9)), "near": float(np.mean(noise < allowed / 4)),
-        "first_step": _log(growth(data).first / allowed),
-    }  # fmt: skip
-
-
-def _sampling(data: PairData) -> dict[str, float]:
-    """Measure whether exp(-d) averages 1 and d averages -mean(d^2) / 2, as in samples from a similar distribution."""
-    d, num = data.d, data.num_kept
-    error = float(d.std()) / np.sqrt(num)
-    ratio = np.exp(np.clip(-d, -30, 10))
-    return {
-        "lean": float(d.mean()) / max(float(np.abs(d).mean()), 1e-12),
-        "divergence": -float(d.mean()) / max(float(np.mean(d * d)) / 2 + 2 * error, 1e-12),
-        "excess_b": _certainty((ratio.mean() - 1) / max(ratio.std() / np.sqrt(num), 1e-12)),
-        "correlation": pearson(data.a, data.b), "follows_b": pearson(d, data.b),
-    }  # fmt: skip
-
-
-def _tokens(data: PairData) -> dict[str, float]:
-    log, turn, bigrams = levels(data), later_turn(data.sample)[data.keep], data.sample.bigrams[data.keep]
-    is_known, repeat = min(turn.sum(), (~turn).sum()) >= 4, data.num_kept - len(np.unique(bigrams)) >= MIN_REPEATS
-    return {
-        "token_score": _certainty(token_effect(data)[1]),
-        "bigram": variance_between(clipped(data.d / data.scale), bigrams)[0] if repeat else 0.0,
-        "later_fall_score": _certainty(fades(data, data.position > 0)[1]),
-        "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
-        "later_turn": float(log[turn].mean() - log[~turn].mean()) / max(float(log.std()), 1e-9) if is_known else 0.0,
-    }  # fmt: skip
-
-
-def _rows(data: PairData) -> dict[str, float]:
-    log, twins, rows = levels(data), repeats(data), np.unique(data.seq)
+    d, log, noise, allowed, twins = data.d, levels(data), logit_error(data), allowed_noise(data), repeats(data)
+    signed, middle, rows = clipped(d / data.scale), float(np.median(noise)), np.unique(data.seq)
+    # In samples from a similar distribution, exp(-d) averages 1 and d averages -mean(d^2) / 2.
+    ratio, root = np.exp(np.clip(-d, -30, 10)), np.sqrt(data.num_kept)
+    turn, bigrams = later_turn(data.sample)[data.keep], data.sample.bigrams[data.keep]
+    repeat, turns = data.num_kept - len(np.unique(bigrams)) >= MIN_REPEATS, min(turn.sum(), (~turn).sum()) >= 4
     share, exact, persistence = variance_between(log, data.seq)[0], exact_rows(data)[0], error_structure(data)
     unsteady = float(not_repeatable(data) is not None)
-    return {
-        "row": share, "row_signed": variance_between(clipped(data.d / data.scale), data.seq)[0],
+    found = {
+        "level": _log(level(data) / allowed), "median": _log(middle / allowed),
+        "tail": _log(float(np.quantile(noise, 0.99)) / max(middle, 1e-9)), "near": float(np.mean(noise < allowed / 4)),
+        "first_step": _log(growth(data).first / allowed), "lean": float(d.mean()) / max(float(np.abs(d).mean()), 1e-12),
+        "divergence": -float(d.mean()) / max(float(np.mean(d * d)) / 2 + 2 * (float(d.std()) / root), 1e-12),
+        "excess_b": _certainty((ratio.mean() - 1) / max(ratio.std() / root, 1e-12)),
+        "correlation": pearson(data.a, data.b), "follows_b": pearson(d, data.b),
+        "token_score": _certainty(token_effect(data)[1]),
+        "bigram": variance_between(signed, bigrams)[0] if repeat else 0.0,
+        "later_fall_score": _certainty(fades(data, data.position > 0)[1]),
+        "position": variance_between(log, data.position)[0], "has_turns": float(turn.any()),
+        "later_turn": float(log[turn].mean() - log[~turn].mean()) / max(float(log.std()), 1e-9) if turns else 0.0,
+        "row": share, "row_signed": variance_between(signed, data.seq)[0],
         "row_in_step": variance_between(means(log, data.seq)[rows], data.sample.steps[rows])[0], "exact_rows": exact,
         "persistence": persistence[0], "persistence_within": persistence[1], "sequences": _certainty(persistence[2]),
         "unsteady": unsteady, "unsteady_rows": unsteady * (exact == 0) * float(np.clip(1 - share, 0.0, 1.0)) ** 4,
         "twins_both": _log((twins.a + 1e-5) / (twins.b + 1e-5)) if twins.is_known else 0.0,
         "along": _certainty(along_movement(data)),
     }  # fmt: skip
+    return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
 
 def means(values: np.ndarray, group: np.ndarray, num: int = 0) -> np.ndarray:
@@ -120,14 +97,10 @@ def fades(data: PairData, inside: np.ndarray) -> tuple[float, float]:
     return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
 
 
-@once
 def error_structure(data: PairData) -> tuple[float, float, float]:
-    """Describe how log(|d| / (1 - p)) varies after subtracting the means per token id and per step.
-
-    Returns its mean autocorrelation over _LAGS (high if neighbouring tokens have similar mismatches), the same after
-    subtracting each sequence's mean (0 if whole sequences are affected), and the z-score of the variance between
-    sequences. Returns (0, 1, 0) for too few tokens.
-    """
+    """Return the mean autocorrelation over _LAGS of log(|d| / (1 - p)) after subtracting the means per token id and per
+    step (high if neighbouring tokens have similar mismatches), the same after subtracting each sequence's mean (0 if
+    whole sequences are affected), and the z-score of the variance between sequences."""
     level = data.level_beyond_tokens.copy()
     known = np.isfinite(level)
     if known.sum() < 2 * max(_LAGS):
@@ -151,8 +124,7 @@ def _persistence(level: np.ndarray, seq: np.ndarray) -> float:
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of variance in d / (1 - p), clipped at the 99th percentile, that is explained by token
-    ids, and its z-score under pure noise. Both are 0 if there are too few tokens."""
+    """Return `variance_between` token ids of d / (1 - p), clipped at the 99th percentile. 0 for too few tokens."""
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
@@ -167,9 +139,7 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
     """Return the adjusted share of variance in `values` [K] explained by `group` [K], and its z-score under pure noise.
-
-    Both are 0 if there is one group or each group has one value.
-    """
+    Both are 0 if there is one group or each group has one value."""
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(values), len(count)
@@ -187,11 +157,9 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
 
 @once
 def along_movement(data: PairData) -> float:
-    """Return the correlation between d and the change in pass a's logprobs over the steps, in standard errors.
-
-    Positive if pass b lags behind pass a, negative if pass a lags behind pass b, and 0 for fewer than three steps.
-    Tokens are compared within bigrams, after removing the dependence of d on the logprob.
-    """
+    """Return the correlation between d and the change in pass a's logprobs over the steps, in standard errors: positive
+    if pass b lags behind pass a, negative if pass a lags behind pass b, and 0 for fewer than three steps. Tokens are
+    compared within bigrams, after removing the dependence of d on the logprob."""
     sample = data.sample
     steps = sample.steps[data.seq].astype(float)
     if len(np.unique(steps)) < 3 or not data.num_kept:
@@ -208,16 +176,13 @@ def along_movement(data: PairData) -> float:
 
 
 class RepeatedTokens(NamedTuple):
-    num: int
-    a: float
+    is_known: bool
+    """False if there are fewer than MIN_REPEATS repeated tokens."""
+    a: float = 0.0
     """Rms difference between pass a's logprobs of the same repeated token, converted to a logit error (nats)."""
-    b: float
-    d: float
+    b: float = 0.0
+    d: float = 0.0
     """Rms d at the repeated tokens, converted to a logit error (nats)."""
-
-    @property
-    def is_known(self) -> bool:
-        return self.num >= MIN_REPEATS
 
 
 MIN_REPEATS = 20
@@ -229,16 +194,12 @@ def repeats(data: PairData) -> RepeatedTokens:
     """Compare tokens that have the same prefix, step and temperature."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
-    order = np.lexsort((data.seq, keys, steps))
-    one, two = order[:-1], order[1:]
-    twin = data.rest[one] > 0.05
-    for each in (keys, steps, temperature):
-        twin &= each[one] == each[two]
-    one, two = one[twin], two[twin]
+    one, two = neighbours(np.lexsort((data.seq, keys, steps)), keys, steps, temperature)
+    one, two = (each[data.rest[one] > 0.05] for each in (one, two))
     if len(one) < MIN_REPEATS:
-        return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
-    apart = (data.a[one] - data.a[two]), (data.b[one] - data.b[two]), data.d[one] * np.sqrt(2)
-    return RepeatedTokens(len(one), *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
+        return RepeatedTokens(False)
+    apart = data.a[one] - data.a[two], data.b[one] - data.b[two], data.d[one] * np.sqrt(2)
+    return RepeatedTokens(True, *(float(np.sqrt(np.mean((x / data.scale[one]) ** 2) / 2)) for x in apart))
 
 
 class Frozen(NamedTuple):
@@ -260,14 +221,10 @@ def frozen(data: PairData) -> Frozen | None:
     other side's logprobs change. None if there are fewer than MIN_REPEATS such tokens."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
-    order = np.lexsort((steps, keys))
-    one, two = order[:-1], order[1:]
-    again = (keys[one] == keys[two]) & (temperature[one] == temperature[two]) & (steps[one] < steps[two])
-    again &= data.rest[one] > 0.05
-    one, two = one[again], two[again]
-    apart = {
-        side: np.abs(values[one] - values[two]) / data.scale[one] for side, values in (("a", data.a), ("b", data.b))
-    }
+    one, two = neighbours(np.lexsort((steps, keys)), keys, temperature)
+    later = (steps[one] < steps[two]) & (data.rest[one] > 0.05)
+    one, two = one[later], two[later]
+    apart = {"a": (data.a[one] - data.a[two]) / data.scale[one], "b": (data.b[one] - data.b[two]) / data.scale[one]}
     for since in np.unique(steps[one]):
         inside = steps[one] >= since
         if inside.sum() < MIN_REPEATS:
@@ -310,8 +267,7 @@ def growth(data: PairData) -> MismatchGrowth:
     above = np.flatnonzero(level > np.sqrt(max(first, 1e-9) * max(later, 1e-9)))
     if not len(above):
         return MismatchGrowth(first, later, None)
-    parts = np.split(level, above[:1])
-    is_sudden = all(len(part) >= 2 and np.ptp(part) < 0.5 * part.min() for part in parts)
+    is_sudden = all(len(part) >= 2 and np.ptp(part) < 0.5 * part.min() for part in np.split(level, above[:1]))
     return MismatchGrowth(first, later, int(known[above[0]]), is_sudden)
 
 
@@ -332,8 +288,7 @@ def onset(data: PairData) -> Onset | None:
     found = []
     for values in (data.position, total, *(total + each for each in padding if each.any())):
         column = values.astype(np.int64)
-        count = np.bincount(column)
-        size, part = np.cumsum(count)[:-1], np.cumsum(np.bincount(column, log - log.mean()))[:-1]
+        size, part = np.cumsum(np.bincount(column))[:-1], np.cumsum(np.bincount(column, log - log.mean()))[:-1]
         is_onset = (np.minimum(size, num - size) >= max(20.0, 0.02 * num)) & (part < 0)
         shares = np.where(is_onset, part**2 * (1 / np.maximum(size, 1) + 1 / np.maximum(num - size, 1)), 0.0)
         found.append((float(shares.max(initial=0.0)), int(shares.argmax()) + 1 if len(shares) else 0, column))
@@ -357,10 +312,8 @@ def onset(data: PairData) -> Onset | None:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences that agree within rounding, and the indices of all other sequences.
-
-    The share is 0 if the two groups hardly differ, or if no sequences clearly exceed rounding.
-    """
+    """Return the share of sequences that agree within rounding, and the indices of all other sequences. The share is 0
+    if the two groups hardly differ, or if no sequences clearly exceed rounding."""
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
     rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
@@ -379,20 +332,6 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     if not is_parted or high < allowed_noise(data) / 8 or low > allowed_noise(data) / 2:
         return 0.0, rows[:0]
     return at / len(middle), rows[at:]
-
-
-def sampled(data: PairData, side: str) -> tuple[float, float]:
-    """Return the mean of a side's logprob + entropy in nats and in standard errors over sequences, or (NaN, 0) without
-    entropies. The mean is near 0 if the tokens were sampled from that side's distribution."""
-    entropy = getattr(data.sample, side).entropy
-    if entropy is None:
-        return float("nan"), 0.0
-    values = getattr(data, side) + entropy[data.keep]
-    there = np.isfinite(values)
-    if there.sum() < FEW:
-        return float(values[there].mean()) if there.any() else float("nan"), 0.0
-    total = np.bincount(np.unique(data.seq[there], return_inverse=True)[1], values[there])
-    return float(values[there].mean()), float(total.sum() / max(total.std() * np.sqrt(len(total)), 1e-9))
 
 
 REASONS: dict[str, tuple[str, str]] = {
@@ -544,7 +483,7 @@ class Side(NamedTuple):
     sampled_mean: float
     """Mean of logprob + entropy (nats). Near 0 if this pass sampled the tokens. NaN if no entropies were recorded."""
     sampled_score: float
-    """`sampled_mean` in standard errors. 0 if no entropies were recorded."""
+    """`sampled_mean` in standard errors over sequences. 0 if no entropies were recorded."""
 
     @property
     def names(self) -> dict[str, Number]:
@@ -554,13 +493,22 @@ class Side(NamedTuple):
 @once
 def sides(data: PairData) -> tuple[Side, Side]:
     a, b = data.sample.a, data.sample.b
-    one = Side("a", a, b, data.a, data.b, 1.0, *sampled(data, "a"))
-    return one, Side("b", b, a, data.b, data.a, -1.0, *sampled(data, "b"))
+    one = Side("a", a, b, data.a, data.b, 1.0, *_sampled(data, a.entropy, data.a))
+    return one, Side("b", b, a, data.b, data.a, -1.0, *_sampled(data, b.entropy, data.b))
+
+
+def _sampled(data: PairData, entropy: np.ndarray | None, logprobs: np.ndarray) -> tuple[float, float]:
+    values = logprobs + (np.nan if entropy is None else entropy[data.keep])
+    there = np.isfinite(values)
+    mean = float(values[there].mean()) if there.any() else float("nan")
+    if there.sum() < FEW:
+        return mean, 0.0
+    total = np.bincount(np.unique(data.seq[there], return_inverse=True)[1], values[there])
+    return mean, float(total.sum() / max(total.std() * np.sqrt(len(total)), 1e-9))
 
 
 def counts(data: PairData, tokens: np.ndarray | None = None) -> dict[str, Number]:
     """Count all kept tokens and sequences, and those in `tokens` ([K] bool, by default all)."""
-    of_sequences = len(np.unique(data.seq))
-    inside = data.num_kept if tokens is None else int(tokens.sum())
-    rows = of_sequences if tokens is None else len(np.unique(data.seq[tokens]))
-    return {"num_tokens": inside, "of_tokens": data.num_kept, "num_sequences": rows, "of_sequences": of_sequences}
+    seq = data.seq if tokens is None else data.seq[tokens]
+    num = {"num_sequences": len(np.unique(seq)), "of_sequences": len(np.unique(data.seq))}
+    return {"num_tokens": len(seq), "of_tokens": data.num_kept, **num}

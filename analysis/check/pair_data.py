@@ -75,10 +75,8 @@ class PairData:
         return out
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Correct pass b so that d is `right` ([N] nats) at `tokens` ([N] bool). Drop tokens where `right` is NaN.
-
-        If other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`.
-        """
+        """Correct pass b so that d is `right` ([N] nats) at `tokens` ([N] bool). Drop tokens where `right` is NaN. If
+        other tokens of a row also have a large d, the whole row is probably misplaced, so keep only its `tokens`."""
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
@@ -114,10 +112,8 @@ class PairData:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] d divided by the logit change that explains d (the difference in log-odds). For small d, this is 1 - p.
-
-        The ratio lies between the two passes' values of 1 - p, where values below 0.001 count as 0.001.
-        """
+        """[K] d divided by the logit change that explains d (the difference in log-odds). It lies between the two
+        passes' values of 1 - p, where values below 0.001 count as 0.001."""
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), 1e-3) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -132,10 +128,7 @@ class PairData:
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
         """[K] log of `noise`, minus its mean over all tokens with the same id. What remains is the effect of location.
-
-        Before taking the log, 2% of the median is added to `noise`. Each id's mean is shrunk towards the overall mean,
-        as if the id had ten more tokens at the overall mean.
-        """
+        Each id's mean is shrunk towards the overall mean, as if the id had ten more tokens there."""
         there = np.isfinite(self.noise)
         known = self.noise[there]
         level = np.log(known + max(0.02 * float(np.median(known)) if len(known) else 0.0, 1e-9))
@@ -150,8 +143,7 @@ class PairData:
         return int(self.keep.sum())
 
     def rms(self, where: np.ndarray | None = None) -> float:
-        d = self.d if where is None else self.d[where]
-        return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
+        return rms(self.d if where is None else self.d[where])
 
     @property
     def names(self) -> dict[str, str]:
@@ -162,6 +154,10 @@ class PairData:
         names = getattr(self.sample, side).contracts
         counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
+
+
+def rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values * values))) if len(values) else 0.0
 
 
 def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
@@ -269,10 +265,7 @@ def dtype_of(contract: Contract) -> str | None:
 def value_precision(logprobs: np.ndarray) -> str | None:
     """Return the precision to which at least 95% of logprobs [K] were rounded: a dtype in HALF_ULP, `float32`, or a
     grid such as `3 decimals`, `steps of 0.01` or `probabilities in steps of 1/255`. None if too few values are
-    informative.
-
-    If both a dtype and a grid fit, the dtype wins unless the grid has less than half as many points.
-    """
+    informative. If both a dtype and a grid fit, the dtype wins unless the grid has less than half as many points."""
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
     values, counts = np.unique(telling, return_counts=True)
@@ -284,34 +277,30 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     # Values near 0 are distinct as floats but all become 0 on a grid, so sizes below 0.001 count as 0.001.
     low, high = np.quantile(np.maximum(size, 1e-3), [0.05, 0.95])
     possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
-    for name, step in _steps(values[counts > 1].astype(float)):
-        scaled = telling / step
-        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
-            possible[name] = 2 * (high - low) / step
-    probability = np.exp(-telling.astype(float))
+    steps, repeated = (
+        {f"{decimals} decimals": 10.0**-decimals for decimals in range(5)},
+        values[counts > 1].astype(float),
+    )
+    if len(repeated) >= 8 and (least := np.diff(repeated).min()) > 1e-4:
+        step = f"{repeated[-1] / np.round(repeated / least).max():.6g}"
+        steps[f"steps of {step}"] = float(step)
+    grids = [(name, telling / step, 0.0, 2 * (high - low) / step) for name, step in steps.items()]
     for parts in (100, 127, 128, 255, 256, 1_000):  # number of equal steps from 0 to 1
-        scaled = probability * parts
-        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + 1e-5) >= 0.95:
-            possible[f"probabilities in steps of 1/{parts}"] = float(parts)
+        scaled = np.exp(-telling.astype(float)) * parts
+        grids.append((f"probabilities in steps of 1/{parts}", scaled, 1e-5, float(parts)))
+    for name, scaled, error, num_points in grids:
+        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1) + error) >= 0.95:
+            possible[name] = num_points
     return min(possible, key=lambda name: possible[name], default="float32")
-
-
-def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
-    steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
-    least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
-    if least > 1e-4:
-        step = repeated[-1] / np.round(repeated / least).max()
-        steps.append((f"steps of {step:.6g}", float(f"{step:.6g}")))
-    return steps
 
 
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms logit error that rounding explains (nats)."""
     # Assume bfloat16 for an unknown dtype: float16 logits do not reveal the dtype of the layers before the head.
-    known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
-    dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
-    return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * spread(data)
+    dtypes = [str(dtype) for side in precisions(data) for dtype in (side.declared, side.coarsest)]
+    roundoff = max(UNIT_ROUNDOFF.get(dtype, UNIT_ROUNDOFF["bfloat16"]) for dtype in dtypes)
+    return NOISE_FACTOR * roundoff * spread(data)
 
 
 @once
@@ -342,8 +331,7 @@ def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
     if precision in HALF_ULP:
         # Below the smallest normal number, the spacing is constant, so smaller exponents are raised to its exponent.
         least = {"float8_e5m2": -13, "float8": -5, "float16": -13}.get(precision, -126)
-        exponent = np.maximum(np.frexp(values)[1], least)
-        return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[precision] - 1))
+        return np.asarray(np.ldexp(1.0, np.maximum(np.frexp(values)[1], least) - HALF_ULP[precision] - 1))
     *_, last = precision.split()
     if "/" in last:
         step = np.round(np.exp(values) * int(last[2:]))
@@ -374,11 +362,8 @@ def level(data: PairData) -> float:
 
 
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
-    """Infer the logits' dtype from logprob differences within one context. None if there are too few differences.
-
-    In one context, two logprobs differ by as much as their logits. bfloat16 logits above 1 are multiples of 2^-7, and
-    so are their differences. A temperature divides this spacing.
-    """
+    """Infer the logits' dtype from logprob differences within one context, which equal the logits' differences. None if
+    there are too few. bfloat16 logits above 1 are multiples of 2^-7, and a temperature divides this spacing."""
     # Leave out small differences, because they are always near a grid point, and large ones, because the logprobs' own
     # rounding errors are too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
@@ -398,13 +383,19 @@ def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str |
     return "float32"
 
 
+def neighbours(order: np.ndarray, *same: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pairs of consecutive tokens in `order` that have equal values in each of the arrays `same`."""
+    one, two = order[:-1], order[1:]
+    equal = np.logical_and.reduce([each[one] == each[two] for each in same])
+    return one[equal], two[equal]
+
+
 @once
 def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     keys, tokens, steps = data.sample.prefix_keys[data.keep], data.sample.tokens[data.keep], data.sample.steps[data.seq]
-    order = np.lexsort((tokens, keys, steps))
-    one, two = order[:-1], order[1:]
-    pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])
-    return one[pair], two[pair]
+    one, two = neighbours(np.lexsort((tokens, keys, steps)), keys, steps)
+    differ = tokens[one] != tokens[two]
+    return one[differ], two[differ]
 
 
 def is_mixture(data: PairData) -> bool | None:

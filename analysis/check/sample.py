@@ -179,8 +179,7 @@ class Sample:
     @cached_property
     def previous(self) -> np.ndarray:
         """[N] int64 id of the preceding response token. -1 for the first."""
-        before = np.concatenate([[-1], self.tokens[:-1].astype(np.int64)])
-        return np.where(self.position > 0, before, -1)
+        return np.where(self.position > 0, np.r_[-1, self.tokens[:-1].astype(np.int64)], -1)
 
     @cached_property
     def bigrams(self) -> np.ndarray:
@@ -226,23 +225,19 @@ def _followed(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(mixed ^ (mixed >> np.uint64(29)))
 
 
-def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
+def run_lengths(flags: np.ndarray, seq: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
+    """Return how many tokens, or `counted` tokens, each token's run of equal `flags` within its sequence has, [N]."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
-    return np.asarray(np.bincount(run)[run])
+    return np.asarray(np.bincount(run, counted)[run])
 
 
 def template_tokens(sample: Sample, side: PassSample) -> np.ndarray:
-    """Return [N] bool: tokens in the loss that `side` did not sample, because a chat template inserted them.
-
-    They have no logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare among
-    the other tokens.
-    """
+    """Return [N] bool: tokens in the loss that `side` did not sample, because a chat template inserted them. They have
+    no logprob, adjoin tokens outside the loss that have none either, and share a few ids that are rare elsewhere."""
     null, ids = side.is_null, sample.tokens
-    run = np.cumsum(np.r_[True, (np.diff(null) != 0) | (np.diff(sample.seq) != 0)]) - 1
     missing = sample.mask & null
-    found = missing & (np.bincount(run, ~sample.mask)[run] > 0)
-    chosen = np.isin(ids, ids[found])
-    usual = (1 + (chosen & ~null).sum()) / (1 + (~null).sum())
+    found = missing & (run_lengths(null, sample.seq, ~sample.mask) > 0)
+    usual = (1 + (np.isin(ids, ids[found]) & ~null).sum()) / (1 + (~null).sum())
     cost = len(np.unique(ids[found])) * np.log(ids.max(initial=0) + 1)
     is_clear = found.sum() * np.log(usual) + cost < CHANCE and found.sum() > 0.95 * missing.sum()
     return np.asarray(found & (is_clear and side.name == ROLLOUT))
@@ -258,7 +253,9 @@ def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read tokens from pairs of consecutive steps spread over the run, and from its worst steps."""
-    steps = _chosen_steps(database, worst_steps)
+    tokens = tokens_by_step(database)
+    most = int(np.clip(MAX_READ_TOKENS * len(tokens) / max(sum(tokens.values()), 1), 2, MAX_SAMPLED_STEPS))
+    steps = list(tokens) if len(tokens) <= most else sorted({*neighbouring_pairs(list(tokens), most), *worst_steps})
     query = token_query(
         {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=steps, of_sequences=True,
         lists=["mask"], order=_ORDER, keys=_keys_within(database, pair, steps),
@@ -271,14 +268,10 @@ def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> S
 def logprobs_of(database: Database, name: str, sample: Sample, worst_steps: Sequence[int]) -> np.ndarray:
     """Return another pass's logprobs of the sample's tokens, [N] nats, NaN where missing."""
     other = read_sample(database, (sample.a.name, name), worst_steps)
-    place = {key: row for row, key in enumerate(zip(other.steps.tolist(), other.seq_ids, strict=True))}
-    values = np.full(len(sample.tokens), np.nan)
-    for row, key in enumerate(zip(sample.steps.tolist(), sample.seq_ids, strict=True)):
-        if (own := place.get(key)) is not None:
-            values[sample.starts[row] : sample.starts[row + 1]] = other.b.logprobs[
-                other.starts[own] : other.starts[own + 1]
-            ]
-    return values
+    rows = zip(other.steps.tolist(), other.seq_ids, other.starts[:-1], other.starts[1:], strict=True)
+    known = {(step, seq_id): other.b.logprobs[first:last] for step, seq_id, first, last in rows}
+    own = zip(sample.steps.tolist(), sample.seq_ids, sample.lengths, strict=True)
+    return np.concatenate([known.get((step, seq_id), np.full(length, np.nan)) for step, seq_id, length in own])
 
 
 _OF_SEQUENCE = (
@@ -290,18 +283,7 @@ _ROWS = [
     *(f"s.{name}" for name in _OF_SEQUENCE),
     *(f"{side}.{name} AS {name}_{side}" for side in ("a", "b") for name in _OF_PASS),
 ]
-
-
 _ORDER = "s.step, s.group_id, length(s.seq_id), s.seq_id"
-
-
-def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
-    tokens = tokens_by_step(database)
-    known = list(tokens)
-    most = int(np.clip(MAX_READ_TOKENS * len(known) / max(sum(tokens.values()), 1), 2, MAX_SAMPLED_STEPS))
-    if len(known) <= most:
-        return known
-    return sorted({*neighbouring_pairs(known, most), *worst})
 
 
 def _keys_within(database: Database, pair: Pair, steps: list[int]) -> str:
@@ -349,16 +331,14 @@ MOST_LOST = 0.2
 
 def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: np.ndarray, num_ids: int) -> PassSample:
     column = table[f"entropy_{side}"]
-    entropy, share_lost = None, 0.0
-    if column.null_count < len(column):
-        entropy, there = fitted(column, lengths).astype(np.float64), np.repeat(~array_of(column.is_null()), lengths)
-        there &= np.isfinite(logprobs)
-        possible = entropy <= _most_entropy(logprobs.astype(np.float64), 2 * num_ids)  # the vocabulary may be larger
-        share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
-        entropy = entropy if np.isfinite(entropy).any() else None
+    logprobs, entropy = logprobs.astype(np.float64), fitted(column, lengths).astype(np.float64)
+    there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs)
+    possible = entropy <= _most_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
+    share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
     return PassSample(
-        name=name, logprobs=logprobs.astype(np.float64), is_null=array_of(flat(table[side])[0].is_null()),
-        entropy=entropy, share_lost=share_lost, versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
+        name=name, logprobs=logprobs, is_null=array_of(flat(table[side])[0].is_null()),
+        entropy=entropy if np.isfinite(entropy).any() else None, share_lost=share_lost,
+        versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(), forward_row=_numbers(table[f"forward_row_{side}"]),
         pad_left=_numbers(table[f"pad_left_{side}"]),
     )  # fmt: skip

@@ -127,9 +127,9 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 def places(data: PairData) -> list[Where]:
     """Describe where the mismatch is located. Return only descriptions with enough evidence, best first."""
     level, num = levels(data), np.bincount(data.seq, minlength=data.sample.num_sequences)
-    mean, rows = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1), np.flatnonzero(num)
-    of_rows = sequence_columns(data.sample).items()
-    found = [_place(data, name, values[rows], mean[rows], rows) for name, values in of_rows]
+    rows = np.flatnonzero(num)
+    mean = (np.bincount(data.seq, level, len(num)) / np.maximum(num, 1))[rows]
+    found = [_place(data, name, values[rows], mean, rows) for name, values in sequence_columns(data.sample).items()]
     found += [_place(data, name, values, level, None) for name, values in token_columns(data).items()]
     if ids := _trigger_ids(data):
         here = np.isin(data.sample.tokens[data.keep], ids)
@@ -182,9 +182,7 @@ def _trigger_ids(data: PairData) -> list[int]:
 
 def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None) -> Where | None:
     """Describe the tokens whose `values` coincide with a high `level`. If `rows` are given, describe rows instead."""
-    noise = logit_error(data)
-    best = _split(name, values, level)
-    if best is None:
+    if (best := _split(name, values, level)) is None:
         return None
     gain, kind, known, chosen, marked, there = best
     if kind == "one_of" and known.dtype.kind in "if" and not name.startswith("phase") and len(chosen) > 2:
@@ -199,6 +197,7 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
     inside = marked if rows is None else np.isin(data.seq, rows[marked])
     if marked[there].all() or inside.all() or not inside.any() or (kind == "one_of" and inside.mean() > MAX_COVERED):
         return None
+    noise = logit_error(data)
     typical = np.minimum(noise, np.quantile(noise, 0.995))
     mean_ratio = float(typical[inside].mean() / max(float(typical[~inside].mean()), 1e-12))
     ratio = max(float(np.exp(level[marked].mean() - level[there & ~marked].mean())), mean_ratio)
@@ -215,10 +214,8 @@ def _place(data: PairData, name: str, values: np.ndarray, level: np.ndarray, row
 def _split(
     name: str, values: np.ndarray, level: np.ndarray
 ) -> tuple[float, Kind, np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones.
-
-    Returns the gain, the kind, the distinct values, the indices of the values inside, and two masks: the units inside,
-    and the units with a value.
+    """Return the split of units (sequences or tokens) by their values that best separates high levels from low ones:
+    the gain, the kind, the distinct values, the indices of those inside, and masks of the units inside and with a value.
     """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
@@ -235,8 +232,8 @@ def _split(
         between = part**2 / inside + part**2 / np.maximum(num - inside, 1e-9)
         return np.asarray(-num / 2 * np.log(np.maximum(1 - between / max(total, 1e-30), 1e-12)))
 
-    options: list[tuple[float, Kind, np.ndarray]] = []
     size: np.ndarray = np.arange(1, len(known))
+    options: list[tuple[float, Kind, np.ndarray]] = [(0.0, "is", size)]
     if known.dtype == bool:
         chosen = int(sums[1] / counts[1] > sums[0] / counts[0])
         options.append((float(gains(counts[1:], sums[1:])[0]) - 1, "is" if chosen else "before", np.array([chosen])))
@@ -258,8 +255,7 @@ def _split(
         worth = gains(np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]) - cost
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
-    nothing: tuple[float, Kind, np.ndarray] = (0.0, "is", size)
-    gain, kind, chosen_values = max(options, key=lambda option: option[0], default=nothing)
+    gain, kind, chosen_values = max(options, key=lambda option: option[0])
     marked = np.zeros(len(values), bool)
     marked[np.flatnonzero(there)[np.isin(place, chosen_values)]] = True
     return (gain, kind, known, chosen_values, marked, there) if gain >= PLACE_NATS else None
@@ -267,8 +263,8 @@ def _split(
 
 def onset_of(data: PairData, name: str) -> tuple[int, float] | None:
     """Return the value of a token feature at which the mismatch increases, and the factor. None without evidence."""
-    values, level = token_columns(data)[name], levels(data)
-    if (best := _split(name, values, level)) is None or best[1] != "from":
+    level = levels(data)
+    if (best := _split(name, token_columns(data)[name], level)) is None or best[1] != "from":
         return None
     _, _, known, chosen, marked, _ = best
     return int(known[chosen.min()]), float(np.exp(level[marked].mean() - level[~marked].mean()))
@@ -293,8 +289,9 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
         **{f"{name}_above_0": np.where(np.isfinite(x), x > 0, np.nan) for name, x in sample.outcomes.items()},
         "response_length": sample.lengths.astype(float), "prompt_length": prompt.astype(float),
         "total_length": total.astype(float), "step": sample.steps.astype(float), "row": order.astype(float),
-        "group_rank": _group_rank(sample, order),
     }  # fmt: skip
+    groups = np.array([f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)])
+    columns["group_rank"] = np.where(any(sample.group_ids), rank_of(groups, order), np.nan)
     for side, own in (("a", sample.a), ("b", sample.b)):
         columns |= {
             f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
@@ -344,8 +341,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 def recorded_order(sample: Sample) -> np.ndarray:
     """Return each sequence's index within its step [S], ordering sequences by the number in their id."""
-    names = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
-    return _rank_in(np.argsort(names, kind="stable"), sample.steps)
+    return rank_of(sample.steps, np.array([f"{len(name):08d}{name}" for name in sample.seq_ids]))
 
 
 @once
@@ -356,9 +352,8 @@ def occurrences(data: PairData) -> dict[str, np.ndarray]:
     given = [np.asarray(each or (), np.int64) for each in sample.prompts]
     prompt_rows = np.repeat(np.arange(len(given)), [len(each) for each in given])
     num_ids = int(max(tokens.max(initial=0), *(each.max(initial=0) for each in given), 0)) + 1
-    in_response = rank_of(rows * num_ids + tokens)
     in_row = rank_of(np.r_[prompt_rows, rows] * num_ids + np.concatenate([*given, tokens]))[len(prompt_rows) :]
-    return {"response": in_response[data.keep], "row": in_row[data.keep]}
+    return {"response": rank_of(rows * num_ids + tokens)[data.keep], "row": in_row[data.keep]}
 
 
 def _seen_before(sample: Sample) -> np.ndarray:
@@ -371,10 +366,8 @@ def _seen_before(sample: Sample) -> np.ndarray:
 
 
 def batches(sample: Sample, order: np.ndarray) -> dict[str, np.ndarray]:
-    """Map each possible batch size (rows) to the sequences' batch numbers, [S]. Under the key `step`, each step
-    is one batch."""
-    sizes = PERIODS[:-1]
-    return {**{str(size): sample.steps * 1_000_000 + order // size for size in sizes}, "step": sample.steps}
+    """Map each possible batch size (rows), or `step`, to the sequences' batch numbers, [S]."""
+    return {str(size): sample.steps * 1_000_000 + order // size for size in PERIODS[:-1]} | {"step": sample.steps}
 
 
 def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
@@ -384,30 +377,17 @@ def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
     return np.asarray(out[place])
 
 
-def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
-    if not any(sample.group_ids):
-        return np.full(sample.num_sequences, np.nan)
-    names = [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)]
-    return _rank_in(np.argsort(order, kind="stable"), np.unique(names, return_inverse=True)[1]).astype(float)
-
-
-def _rank_in(order: np.ndarray, label: np.ndarray) -> np.ndarray:
-    rank = np.empty(len(label), np.int64)
-    rank[order] = rank_of(label[order])
-    return rank
-
-
-def rank_of(label: np.ndarray) -> np.ndarray:
-    """Return, for each element, how many earlier elements have the same label, [N]."""
-    order = np.argsort(label, kind="stable")
+def rank_of(label: np.ndarray, *keys: np.ndarray) -> np.ndarray:
+    """Return, for each element, how many earlier elements have the same label, [N], after sorting by `keys` if given."""
+    order = np.lexsort((*keys, label))
     rank = np.empty(len(label), np.int64)
     rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
     return rank
 
 
 def row_columns(sample: Sample) -> dict[str, np.ndarray]:
-    own = {"last_id": sample.tokens[sample.starts[1:] - 1], "reward": sample.outcomes["reward"]}
-    return sequence_columns(sample) | own
+    last_id, reward = sample.tokens[sample.starts[1:] - 1], sample.outcomes["reward"]
+    return sequence_columns(sample) | {"last_id": last_id, "reward": reward}
 
 
 _DESCRIBING = ("step", "last_id", "finish_reason", "group_rank", "version", "reward", "response_length")
@@ -450,5 +430,4 @@ def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] |
 
 
 def _known(values: np.ma.MaskedArray) -> np.ndarray:
-    unknown = np.broadcast_to(np.asarray(values.mask, bool), values.shape)
-    return np.where(unknown, np.nan, np.asarray(values.data, float))
+    return np.ma.filled(values.astype(float), np.nan)

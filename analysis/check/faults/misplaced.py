@@ -20,6 +20,7 @@ from .. import commands
 from ..features import Side, counts, sides
 from ..finding import Fault, Hypothesis, Number, located, nobodys, predicting, unexplained
 from ..pair_data import PairData, allowed_noise, logit_error, once, value_rounding
+from ..sample import run_lengths
 from ..where import PERIODS, Where, batches, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
@@ -45,20 +46,20 @@ _AFTER = f"{_ROWS_OFF} agree up to some token (between positions {{first_place}}
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     lag, where = numbers["lag"], f", {where_text(numbers)}," if "feature" in numbers else ""
-    way = {"direction": "later", "which": "next"} if lag > 0 else {"direction": "earlier", "which": "previous"}
+    direction, which = ("later", "next") if lag > 0 else ("earlier", "previous")
     tokens_off = f"{abs(lag)} token{'s' * (abs(lag) > 1)}"
-    whose = f"the {way['which']} token" if abs(lag) == 1 else f"the token {abs(lag)} places {way['direction']}"
+    whose = f"the {which} token" if abs(lag) == 1 else f"the token {abs(lag)} places {direction}"
     if "," in str(numbers.get("lags", "")):
         whose += f" (or at a distance of {numbers['lags'].partition(', ')[2]} tokens)"
     more = "; both tokens have the same id, so one token was recorded twice" if numbers.get("is_repeated") else ""
     if numbers.get("num_beside"):
         more += f"; {numbers['num_beside']:,} values next to these fit no token nearby, so they probably belong to another row"
-    return {"tokens_off": tokens_off, "where": where, "whose": whose, "more_text": more, **way}
+    return {"tokens_off": tokens_off, "where": where, "whose": whose, "more_text": more, "direction": direction}
 
 
 def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     pairs = [f"{key[11:]} with {other}" for key, other in numbers.items() if key.startswith("belongs_to/")]
-    return {"pairs": ", ".join(pairs[:4]) + (", ..." if numbers["num_sequences"] > 4 else "")}
+    return {"pairs": ", ".join(pairs[:4]) + ", ..." * (numbers["num_sequences"] > 4)}
 
 
 _BLOCKS = (
@@ -152,9 +153,8 @@ def _placed(
 
 def _shifted(data: PairData) -> Hypothesis | None:
     index = _index(data)
-    before = row_means(_cost(data, index))
     # Leave out rows that agree, because they would hide a shift of the other rows.
-    off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
+    off = np.flatnonzero(np.nan_to_num(row_means(_cost(data, index))) > max(MIN_OFF_NATS, allowed_noise(data)))
     if len(off) < 2:
         return None
     lags = _counted_lags(data, index, off)
@@ -182,10 +182,11 @@ def _shifted(data: PairData) -> Hypothesis | None:
         f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
         "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
     )
+    by = (name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9)
     numbers: dict[str, Number] = {
         "lag": lag, "moved": float(after[fits].mean()), "unmoved": float(own[fits].mean()), **data.names,
         "least": int(lags.min()), "largest": int(lags.max()), "num_sequences": len(rows), "of_sequences": len(off),
-        "counted": "" if is_one else _counted(data, rows, lags), "cause": "" if is_one else "own",
+        "counted": "" if is_one else next(by, ""), "cause": "" if is_one else "own",
     }  # fmt: skip
     return _placed(
         data, SHIFT, "moved_rows" if is_one else "own_lags", _lagged(index, row_lags)[data.seq, data.position],
@@ -210,11 +211,7 @@ def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
             there = np.where(columns + at < index.shape[1], np.roll(b, -at, axis=1), np.nan)
             distance += np.nan_to_num(np.minimum(np.abs(there - window[:, at : at + 1]), CAP_NATS), nan=CAP_NATS)
         tried.append(distance.argmin(axis=1) - start)
-    costs = []
-    for lags in tried:
-        cost = _cost(data, index, lags[:, None])
-        enough = np.isfinite(cost).sum(axis=1) >= np.maximum(4, 0.3 * length)
-        costs.append(np.where(enough, np.nan_to_num(row_means(cost), nan=np.inf), np.inf))
+    costs = [row_means(_cost(data, index, lags[:, None]), np.maximum(4, 0.3 * length)) for lags in tried]
     return np.asarray(np.stack(tried)[np.argmin(costs, axis=0), np.arange(len(index))])
 
 
@@ -239,11 +236,6 @@ def _counted_lags(data: PairData, index: np.ndarray, rows: np.ndarray) -> np.nda
             if fits.sum() > max(0.9 * long.sum(), 3) and len(np.unique(lags[fits])) > 2:
                 return np.asarray(lags)
     return None
-
-
-def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
-    """Return the name of the quantity by which nearly all rows are shifted, such as `padding of 8`. Empty if none."""
-    return next((name for name, each in _known_lags(data) if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
 
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
@@ -281,8 +273,7 @@ def _of_neighbours(
     data: PairData, where: Sequence[Where], side: Side, source: np.ndarray, lags: Mapping[int, int]
 ) -> Hypothesis:
     there, off, ids = source >= 0, nobodys(data), data.sample.tokens[data.keep]
-    run = np.cumsum(np.r_[True, (np.diff(off) != 0) | (np.diff(data.seq) != 0)]) - 1
-    beside = off & ~there & (np.bincount(run, there)[run] > 0)
+    beside = off & ~there & (run_lengths(off, data.seq, there) > 0)
     moved = np.abs(_at(side.others, source) - side.values)
     same = (ids == ids[source]) & (side.values == side.values[source])
     ordered = sorted(lags, key=lambda lag: -lags[lag])
@@ -331,9 +322,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
             values = b[candidates]
             values[np.isfinite(values)] = mixed(values[np.isfinite(values)])
             for row in tried[step]:
-                off_by = np.minimum(np.abs(a[row] - values), CAP_NATS)
-                enough = np.isfinite(off_by).sum(axis=1) >= min(4, np.isfinite(a[row]).sum())
-                costs = np.where(enough, np.nan_to_num(row_means(off_by), nan=np.inf), np.inf)
+                costs = row_means(np.minimum(np.abs(a[row] - values), CAP_NATS), min(4, np.isfinite(a[row]).sum()))
                 if costs.min() < REALIGNED_SHARE / 2 * own[row] and candidates[costs.argmin()] != row:
                     partner[row] = candidates[costs.argmin()]
         return partner
@@ -402,10 +391,8 @@ def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.nda
 
 
 def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's cheapest sequence of lags of pass b, [R, T], and its saving over no lag at all (nats), [R].
-
-    A nonzero lag at the start and each change of the lag cost two nats, and a token without a partner CAP_NATS / 2.
-    """
+    """Return each row's cheapest sequence of lags of pass b, [R, T], and its saving over no lag at all (nats), [R]. A
+    nonzero lag at the start and each change of the lag cost two nats, and a token without a partner CAP_NATS / 2."""
     there, states, switch = index >= 0, np.arange(len(LAGS))[:, None], 2.0
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
     best = np.where(np.array(LAGS)[:, None] == 0, 0.0, np.full((1, len(index)), switch))
@@ -436,7 +423,7 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     is_rows = other_row[moved].mean() > 0.5
     values, counts = np.unique(apart[other_row] if is_rows else np.where(other_row, 0, away)[moved], return_counts=True)
     most = int(values[counts.argmax()]) if not is_rows or counts.max() > 0.8 * counts.sum() else None
-    runs = np.concatenate([[True], (np.diff(away) != 0) | (np.diff(data.seq) != 0)]) & moved
+    runs = np.r_[True, (np.diff(away) != 0) | (np.diff(data.seq) != 0)] & moved
     hypothesis = _placed(
         data, MISPLACED, "found_elsewhere", source, moved, of_a=True, cost=runs.sum() * np.log(data.num_kept),
         weight=float(np.sum(data.d[moved] ** 2) / np.sum(data.d**2)), next=commands.row(data, int(data.seq[moved.argmax()])),
@@ -537,6 +524,8 @@ def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.nd
     return np.asarray(np.minimum(np.abs(_at(data.a, index) - _at(data.b, _lagged(index, lag))), CAP_NATS))
 
 
-def row_means(costs: np.ndarray) -> np.ndarray:
+def row_means(costs: np.ndarray, least: int | np.ndarray = 0) -> np.ndarray:
+    """Return each row's mean cost, [R]: NaN for a row without costs, infinity for one with fewer than `least`."""
     count = np.isfinite(costs).sum(axis=1)
-    return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)
+    means = np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)
+    return np.where(count < least, np.inf, means)

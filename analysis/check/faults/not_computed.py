@@ -65,8 +65,6 @@ _REASONS = {
     "floor": "; every token with a lower logprob in {other} has this value in {side}, so {side} is clamped there",
     "none": "",
 }
-
-
 _PLACES = {
     "scattered": "scattered over {num_sequences:,} sequences",
     "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
@@ -142,11 +140,8 @@ def reference_copied(data: PairData, numbers: Mapping[str, Number]) -> Finding:
 
 
 def find_missing(data: PairData) -> list[Finding]:
-    """Detect logprobs that are NaN, infinite, or NULL although the other pass has a value.
-
-    They indicate truncation if they are at the ends of sequences, and lost values if they are elsewhere. NaN and
-    infinities are also counted at steps that are not inspected.
-    """
+    """Detect logprobs that are NaN, infinite, or NULL although the other pass has a value. At the ends of sequences they
+    indicate truncation, elsewhere lost values. NaN and infinities are also counted at steps that are not inspected."""
     sample = data.sample
     a, b = sample.a, sample.b
     lost_a, lost_b = (
@@ -157,8 +152,7 @@ def find_missing(data: PairData) -> list[Finding]:
         (a, b, lost_a & ~lost_b, a.is_null, "missing"), (b, a, lost_b & ~lost_a, b.is_null, "missing"),
         (a, b, in_both, a.is_null & b.is_null, "missing_in_both"),
     )  # fmt: skip
-    missing = [finding for each in asked if (finding := _missing(data, *each)) is not None]
-    found = [_shifted_mask(data, finding) or finding for finding in missing]
+    found = [finding for each in asked if (finding := _missing(data, *each)) is not None]
     elsewhere = data.sums.num_not_finite - int(((lost_a & ~a.is_null) | (lost_b & ~b.is_null)).sum())
     if elsewhere > 0:
         share = elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1)
@@ -204,34 +198,32 @@ def _missing(
         "of_sequences": sample.num_sequences, "place": place if cut else "scattered", "value": kind, "cause": cause,
     }  # fmt: skip
     found = _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
-    return replace(found, side="engine" if side.name == ROLLOUT else "trainer") if cause == "not_finite" else found
+    if cause == "not_finite":
+        found = replace(found, side="engine" if side.name == ROLLOUT else "trainer")
+    return _shifted_mask(data, side, found) or found
 
 
-def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
-    """Return a finding if the loss mask seems to be inverted or shifted, otherwise None.
-
-    In each row, a shifted mask has about as many false exclusions as false inclusions.
-    """
+def _shifted_mask(data: PairData, side: PassSample, finding: Finding) -> Finding | None:
+    """Return a finding if the loss mask is inverted or shifted: as many tokens are wrongly left out as included."""
     sample = data.sample
-    side = next((each for each in (sample.a, sample.b) if each.name == finding.numbers["side"]), sample.a)
     has, place = np.isfinite(side.logprobs), np.arange(len(sample.mask))
     wrong = (sample.mask & ~has, has & ~sample.mask)
     lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
     num, num_out = int(lost.sum()), int(out[lost > 0].sum())
     numbers: dict[str, Number] = {"side": side.name, "num_tokens": num, "num_left_out": num_out}
-    if num_out and (sample.mask != has).all():
-        numbers["cause"] = "inverted"
-        return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
-    if np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
-        return None
 
     def fits(late: int) -> bool:
         origin = np.clip(place + late, 0, len(place) - 1)
         inside = (lost > 0)[sample.seq] & (sample.seq[origin] == sample.seq)
         return bool(np.mean(sample.mask[origin][inside] == has[inside]) > 0.98)
 
-    tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
-    numbers["num_late"] = next((late for late in tried if fits(late)), 0)
+    if num_out and (sample.mask != has).all():
+        numbers["cause"] = "inverted"
+    elif np.minimum(lost, out).sum() < 0.8 * num or num_out > 1.25 * num:
+        return None
+    else:
+        tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
+        numbers["num_late"] = next((late for late in tried if fits(late)), 0)
     return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
 
@@ -417,20 +409,19 @@ def find_constant_rows(data: PairData) -> Iterator[Hypothesis]:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Detect passes that are bitwise equal everywhere, or in whole sequences despite different dtypes.
-
-    If the dtypes are the same, equal bits in some sequences, such as those without padding, are not a fault.
-    """
+    """Detect passes that are bitwise equal everywhere, or in whole sequences despite different dtypes. With the same
+    dtype, equal bits in some sequences, such as those without padding, are not a fault."""
     if not data.num_kept:
         return []
     differing = _differing(data.contract("a"), data.contract("b"))
     if not data.d.any():
-        numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
+        numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names, **differing}
         if differing:
             # Two engines may be designed to give the same bits, but two dtypes never give the same bits everywhere.
             next, is_expected = commands.replay(data, "", "as-recorded"), "dtype_a" not in differing
-            known = {**numbers, **differing}
-            return [COPIES.finding(data, "equal_against_contracts", is_expected=is_expected, next=next, numbers=known)]
+            return [
+                COPIES.finding(data, "equal_against_contracts", is_expected=is_expected, next=next, numbers=numbers)
+            ]
         numbers["contracts_known"] = int(bool(data.contract("a") and data.contract("b")))
         return [EQUAL.finding(data, "equal_bits", numbers=numbers)]
     if found := _copied_since(data):

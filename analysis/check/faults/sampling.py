@@ -59,10 +59,6 @@ def _moved_ids(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"ids_text": ids, "lowers": "lowers" if is_lower else "raises", "raises": "raises" if is_lower else "lowers"}
 
 
-def _copies(numbers: Mapping[str, Any]) -> dict[str, str]:
-    return {"copies_text": _COPIES.format_map(numbers) if numbers.get("copies") else ""}
-
-
 _COPIES = (
     ". All tokens lose the same factor, {copies}, as if the softmax summed over the vocabulary {copies} times, for "
     "example over tensor-parallel ranks that each have all logits"
@@ -126,7 +122,7 @@ PADDED_VOCABULARY = Fault(
         "ids that {other} leaves out, such as head rows beyond the tokenizer's length, tokens that {other} forbids, "
         "or a vocabulary shard missing in {other}{copies_text}"
     },
-    words={"lost_mass": _copies},
+    words={"lost_mass": lambda n: {"copies_text": _COPIES.format_map(n) if n.get("copies") else ""}},
 )
 GRAMMAR = Fault(
     code="grammar", title="one side was sampled under a grammar, so its softmax covers only the allowed tokens",
@@ -322,10 +318,8 @@ IMPOSSIBLE_LOGPROB = -80.0
 
 
 def find_one_sided(data: PairData) -> list[Hypothesis]:
-    """Explain d if its larger values nearly all have the same sign.
-
-    The mean of exp(-|d|) over sampled tokens is then the probability mass that both passes share.
-    """
+    """Explain d if its larger values nearly all have the same sign. The mean of exp(-|d|) over sampled tokens is then
+    the probability mass that both passes share."""
     size = np.abs(data.d)
     squares = size * size
     if len(size) < 20 or not size.any():
@@ -379,11 +373,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
     """Explain d by a recorded temperature T that one side applied as ln(p) / T, while the other normalised p^(1/T).
-
     Then d is (1/T - 1) times the Renyi entropy of order T of the normalised distribution. This is at least the
-    distribution's entropy if T < 1, and at most its entropy if T > 1. If one side leaves out tokens, d has no such
-    relation to T.
-    """
+    distribution's entropy if T < 1, and at most its entropy if T > 1."""
     usual = _temperatures(data).get("recorded_sampling", 1.0)
     if data.entropy is None or usual <= 0 or recorded_filter(data):
         return None
@@ -421,12 +412,9 @@ def recorded_filter(data: PairData) -> str:
 
 
 def _is_cut(data: PairData, raised: Side) -> bool:
-    """Return True if tokens were filtered out, or False if padding rows were added to the vocabulary.
-
-    Signs of truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in
-    every context, or the mean of 1 / p (which estimates how many tokens can be sampled) is far below the vocabulary
-    size.
-    """
+    """Return True if tokens were filtered out, or False if padding rows were added to the vocabulary. Signs of
+    truncation: a single token was kept and has logprob 0, the kept tokens have nearly the same total mass in every
+    context, or the mean of 1 / p (an estimate of how many tokens can be sampled) is far below the vocabulary size."""
     was_cut = (raised.own.logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(raised.other.logprobs)
     if recorded_filter(data) or np.any(was_cut & data.sample.mask):
         return True
@@ -475,11 +463,8 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
 
 def _repeated(data: PairData) -> list[Hypothesis]:
     """Explain d by log-odds that differ by a constant per earlier occurrence of the token, or by one constant after the
-    first occurrence.
-
-    The fit compares tokens with the same id and includes log-odds as a second regressor, which rules out biases per
-    token id and scale factors.
-    """
+    first occurrence. The fit compares tokens with the same id, which rules out biases per token id, and includes
+    log-odds as a second regressor, which rules out scale factors."""
     known, odds_a, odds_b, ids, place = _informative_odds(data)
     if len(place) < 200:
         return []
@@ -591,10 +576,8 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows.
-
-    The passes agree, so the comparison is valid, unless both recorded values in another unit, which looks the same.
-    """
+    """Detect tokens sampled from a distribution that neither pass recorded, in the whole run or in some rows. The passes
+    agree, so the comparison is valid, unless both recorded values in another unit, which looks the same."""
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
     if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
@@ -604,20 +587,18 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     part = part_of_rows(data.sample, excess) if _is_plain(data) else None
     numbers: dict[str, Number] = {"mean": side.sampled_mean, "recorded": recorded, "cause": "sampled_elsewhere"}
     if part is not None:
-        signal, (where, rows) = "sampled_by_rows", part
+        where, rows = part
         inside, values = rows[data.seq], side.values + entropy
         numbers |= counts(data, inside) | {"where": where.removeprefix("all ")}
         numbers |= {"mean": float(np.nanmean(values[inside])), "mean_rest": float(np.nanmean(values[~inside]))}
-    elif ratio_in_bits(-side.values, entropy):
-        return []
-    # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
-    # tokens need more evidence, because slightly different weights can cause them, too.
-    elif abs(side.sampled_score) >= CLEAR * (1 if recorded or is_sharper else 2) and abs(side.sampled_mean) >= 0.05:
-        signal = "sampled_elsewhere"
-        if is_sharper and not _is_plain(data):
-            return []
     else:
-        return []
+        # Overly likely tokens are reported only if the recording rules out a filter and a temperature. Overly unlikely
+        # tokens need more evidence, because slightly different weights can cause them, too.
+        needed = CLEAR * (1 if recorded or is_sharper else 2)
+        is_clear = abs(side.sampled_score) >= needed and abs(side.sampled_mean) >= 0.05
+        if not is_clear or (is_sharper and not _is_plain(data)) or ratio_in_bits(-side.values, entropy):
+            return []
+    signal = "sampled_elsewhere" if part is None else "sampled_by_rows"
     finding = PENALTY.finding(data, signal, next=commands.tokens(data), effect=0.0, numbers=numbers)
     if part is not None or recorded or is_sharper:
         finding = replace(finding, side=None)

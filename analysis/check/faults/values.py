@@ -15,7 +15,17 @@ from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, counts, exact_rows, judged, judged_words, pearson, sides
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting, scored
-from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, half_ulp, once, precisions, value_rounding
+from ..pair_data import (
+    HALF_ULP,
+    PairData,
+    allowed_noise,
+    context_pairs,
+    half_ulp,
+    once,
+    precisions,
+    rms,
+    value_rounding,
+)
 from .sampling import MAX_LEFT
 
 MAX_LOGPROB = 1e-4
@@ -69,7 +79,7 @@ LOW_PRECISION = Fault(
         "rounded_logits": "{side}'s logits are rounded to {dtype}, although its contract declares float32, so the head "
         "was computed or stored in low precision",
     },
-    words={"rounded_values": lambda n: {"grid_text": _grid_text(str(n["dtype"]))}},
+    words={"rounded_values": lambda n: {"grid_text": _grid_text(n["dtype"])}},
 )  # fmt: skip
 
 
@@ -129,11 +139,10 @@ temperature, and is about 0 for unrelated values."""
 def find_positive(data: PairData) -> Iterator[Hypothesis]:
     for side in sides(data):
         where = side.values > MAX_LOGPROB
-        if where.any():
-            values, next = side.values[where], commands.tokens(data, f"mask AND logprob_{side.key} > {MAX_LOGPROB}")
-            numbers = side.names | {"num_tokens": len(values)}
-            numbers |= {"least": float(values.min()), "largest": float(values.max())}
-            yield certain(NOT_LOGPROBS.finding(data, "above_zero", where, next=next, numbers=numbers))
+        if len(values := side.values[where]):
+            next = commands.tokens(data, f"mask AND logprob_{side.key} > {MAX_LOGPROB}")
+            numbers = {"num_tokens": len(values), "least": float(values.min()), "largest": float(values.max())}
+            yield certain(NOT_LOGPROBS.finding(data, "above_zero", where, next=next, numbers=side.names | numbers))
 
 
 # --- One side is a function of the other
@@ -162,7 +171,7 @@ def _functions(data: PairData, side: Side) -> list[Hypothesis]:
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
         # A floor changes only the least probable tokens.
-        typical = _rms if unit == "floor" else _typical
+        typical = rms if unit == "floor" else _typical
         # The residual must also be small compared with the scatter of the values. If logprobs hardly vary, a constant
         # difference (as from lost mass) looks like a factor, and any function fits.
         size = typical(data.d)
@@ -218,8 +227,8 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         count = np.bincount(data.seq[some], minlength=data.sample.num_sequences)
         ratios = np.bincount(data.seq[some], np.log(values[some] / other[some]), len(count))
         factors = np.exp(ratios / np.maximum(count, 1))
-        is_divided = np.median(factors) < 1
-        if is_divided and (count >= 4).sum() >= 8 and np.std(np.log(factors[count >= 4])) > 0.05:
+        enough = count >= 4
+        if np.median(factors) < 1 and enough.sum() >= 8 and np.std(np.log(factors[enough])) > 0.05:
             yield "factor_by_length", values / factors[data.seq], {}, 4.0 * len(np.unique(data.seq))
     yield "by_length", values * data.sample.lengths[data.seq], {}, 2.0
     yield "cumulative", values - np.where(starts, 0.0, before), {}, 2.0
@@ -234,21 +243,21 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
     offset = float(np.median((np.exp(np.minimum(values, 50.0)) - p)[p <= np.quantile(p, 0.1)]))
     if offset > 1e-12 and np.min(values) > np.log(offset) - 1e-3:
         yield "floor", other + values - np.log(p + offset), {"factor": offset}, 8.0
-    yield "curve", _curve(data, values, other), {"curve": _shape(values, other)}, 8.0
+    some = np.argsort(other, kind="stable")[np.linspace(0, len(other) - 1, 5).astype(int)]
+    shape = ", ".join(f"{values[each]:.3g} for {other[each]:.3g}" for each in some)
+    yield "curve", _curve(data, values, other), {"curve": shape}, 8.0
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Predict each token's logprob on the other side, [K], by interpolating between tokens of other bigrams.
-
-    NaN if the relation between the sides is not monotone.
-    """
+    """Predict each token's logprob on the other side, [K], by interpolating between tokens of other bigrams. NaN if the
+    relation between the sides is not monotone."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
     is_step = len(np.unique(y)) < len(y) / 2 or len(y) < 100
-    if is_step or abs(pearson(np.arange(len(y)).astype(float), _ranks(y))) < 0.98:
+    if is_step or abs(pearson(np.arange(len(y)), _ranks(y))) < 0.98:
         return np.full(len(values), np.nan)
-    own = np.argsort(np.argsort(values[first], kind="stable"), kind="stable")[inverse]
+    own = _ranks(values[first])[inverse]
     below, above = np.searchsorted(x, values, "left") - 1, np.searchsorted(x, values, "right")
     below = np.maximum(below - (below == own), 0)
     above = np.minimum(above + (above == own), len(x) - 1)
@@ -257,17 +266,7 @@ def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    return np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
-
-
-def _shape(values: np.ndarray, other: np.ndarray) -> str:
-    order = np.argsort(other, kind="stable")
-    some = order[np.linspace(0, len(order) - 1, 5).astype(int)]
-    return ", ".join(f"{values[each]:.3g} for {other[each]:.3g}" for each in some)
-
-
-def _rms(d: np.ndarray) -> float:
-    return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
+    return np.argsort(np.argsort(values, kind="stable"), kind="stable")
 
 
 def _typical(d: np.ndarray) -> float:
@@ -351,11 +350,8 @@ def _of_distribution(data: PairData, side: Side) -> list[Hypothesis]:
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if `values` look like logprobs of the most probable tokens, and `others` like those of sampled tokens.
-
-    Such `values` are never below `others`, and both agree where the most probable token was sampled. Elsewhere, the two
-    probabilities belong to different tokens and sum to at most 1.
-    """
+    """Return True if `values` look like logprobs of the most probable tokens: they are never below `others`, and both
+    agree where the most probable token was sampled. Elsewhere, the two probabilities sum to at most 1."""
     if len(values) < FEW:
         return False
     raised = values - others
@@ -393,10 +389,9 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         broken = "engine" if lower.own.name == ROLLOUT else broken
     elif sampler is not None:
         side, cause, broken = sides(data)[sampler.key == "a"], "from_other", "recording"
+    by, mean = (None, None) if sampler is None else (sampler.own.name, sampler.sampled_mean)
     numbers = side.names | counts(data) | {"cause": cause, "sampled": cause, "correlation": correlation}
-    numbers |= {"mean_lower": low, "mean_higher": high, "sampled_mean": None, "sampler": None}
-    if sampler is not None:
-        numbers |= {"sampled_mean": sampler.sampled_mean, "sampler": sampler.own.name}
+    numbers |= {"mean_lower": low, "mean_higher": high, "sampled_mean": mean, "sampler": by}
     next = commands.query(data, "shape")
     finding = UNRELATED.finding(data, "no_correlation", next=next, broken=broken, numbers=numbers)
     return [certain(finding, 0.05 * data.num_kept)]
