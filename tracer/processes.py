@@ -121,7 +121,10 @@ class Child:
             raise
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Return the command's exit code, or 128 + the number of its signal. Other processes' signals are forwarded."""
+        """Wait for the command and return its exit code, or 128 + the number of the signal that killed it.
+
+        Signals that other processes send to this process are forwarded to the command.
+        """
         try:
             while (code := self._process.poll()) is None:
                 found = signal.sigtimedwait(_WATCHED, every_s)

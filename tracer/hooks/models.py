@@ -49,7 +49,10 @@ def is_quantised(parameter: Any) -> bool:
 
 
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each tensor's name, its value with any adapter merged in, and its base value (None without an adapter)."""
+    """Yield each tensor's name, its value with any adapter merged in, and its base value (None without an adapter).
+
+    Quantised tensors are skipped.
+    """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
     for name, parameter in model.named_parameters():

@@ -39,7 +39,10 @@ class Patches:
         return True
 
     def wrap_points(self, owner: type, hooks: Any, points: Points, around: Original | None = None) -> dict[str, str]:
-        """Wrap functions with methods of `hooks`, or `around(method, ...)`. Return the data lost by missing ones."""
+        """Wrap a class's functions with methods of `hooks`. If given, `around(method, ...)` is called instead.
+
+        Returns the missing functions, mapped to the data lost without them.
+        """
         missing = {}
         for name, (method, lost) in points.items():
             hook = getattr(hooks, method)

@@ -97,7 +97,10 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows. `sampled_by` is the last weight transfer before sampling (None: see the batch)."""
+    """Return a DataProto's rows, with keys of the form `<uid>_<sample>_0`.
+
+    `sampled_by` is the number of the last weight transfer before sampling, or None to read it from the batch.
+    """
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -170,7 +173,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Count from `global_steps`, here the actor updates from 1. The trainer's logged steps are its weight transfers."""
+    """Like `progress_of`. Here `global_steps` counts actor updates from 1, and logged steps count weight transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps

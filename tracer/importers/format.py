@@ -64,8 +64,14 @@ class DumpFolder:
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
     def matching(self, pattern: str) -> dict[str, re.Match[str]]:
+        return dict(self._matches(pattern))
+
+    def first(self, pattern: str) -> str | None:
+        return next((name for name, _ in self._matches(pattern)), None)
+
+    def _matches(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
         wanted = re.compile(rf"(?:.*/)?(?:{pattern})")
-        return {name: found for name in self.files if (found := wanted.fullmatch(name))}
+        return ((name, found) for name in self.files if (found := wanted.fullmatch(name)))
 
     def path(self, name: str) -> Path:
         path = self.root / name
@@ -186,7 +192,7 @@ class Format:
     def is_in(self, folder: DumpFolder) -> bool:
         if self.recognises is not None:
             return self.recognises(folder)
-        return bool(folder.matching(self.pattern))
+        return folder.first(self.pattern) is not None
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
         if self.parts is not None:

@@ -160,7 +160,7 @@ _CAN_RECORD = ("verl", "trl")
 
 def how_to_dump(folder: DumpFolder) -> str | None:
     """Return instructions for making the folder's framework write a dump, or None if the framework is unknown."""
-    name = next((name for name, pattern in _LEFT.items() if folder.matching(pattern)), None)
+    name = next((name for name, pattern in _LEFT.items() if folder.first(pattern)), None)
     if name is None:
         return None
     record = ", or record the run: tim-trace record -o RUN -- python train.py" if name in _CAN_RECORD else ""
@@ -171,7 +171,7 @@ def how_to_dump(folder: DumpFolder) -> str | None:
 
 def curves_in(folder: DumpFolder) -> str:
     """Return a sentence with the command that imports the folder's logged scalars, or "" if it has none."""
-    for name in folder.matching(_CURVES):
-        path = shlex.quote(os.path.join(folder.url, name))
-        return f". To import its curves (no tokens): tim-trace import metrics {path} -o RUN"
-    return ""
+    if (name := folder.first(_CURVES)) is None:
+        return ""
+    path = shlex.quote(os.path.join(folder.url, name))
+    return f". To import its curves (no tokens): tim-trace import metrics {path} -o RUN"

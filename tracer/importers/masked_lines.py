@@ -44,7 +44,7 @@ COLUMNS = {
 
 
 def _parts(folder: DumpFolder) -> list[Part]:
-    kind = next(filter(folder.matching, _KINDS), _EXPORTS)
+    kind = next(filter(folder.first, _KINDS), _EXPORTS)
     steps: dict[int, list[str]] = {}
     for name, found in folder.matching(kind).items():
         steps.setdefault(int(found[1]), []).append(name)

@@ -28,13 +28,13 @@ SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top
 
 
 def _holds(folder: DumpFolder, key: str) -> bool:
-    for name in folder.matching(_FILE):
-        try:
-            first = next(objects(folder.path(name)), (0, {}))[1]
-        except ImportFailed:
-            first = first_object(folder, name)
-        return isinstance(response_of(first)[0].get(key), (list, Mapping))
-    return False
+    if (name := folder.first(_FILE)) is None:
+        return False
+    try:
+        first = next(objects(folder.path(name)), (0, {}))[1]
+    except ImportFailed:
+        first = first_object(folder, name)
+    return isinstance(response_of(first)[0].get(key), (list, Mapping))
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -110,14 +110,14 @@ def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[s
     if ids is None:
         raise ImportFailed(f"{fields.where} has no token ids. Request them from SGLang with return_logprob=true")
     prompt = fields.ids("prompt_ids")
-    before, scored = _triples(own, "prompt")
-    prompt = scored if prompt is None else prompt
+    before, of_prompt = _triples(own, "prompt")
+    prompt = of_prompt if prompt is None else prompt
     reason = meta.get("finish_reason")
     version = own.text("policy_version")
     yield {
         "prompt_ids": prompt,
         PROMPT_LOGPROBS: before
-        if prompt is not None and scored is not None and np.array_equal(scored, prompt)
+        if prompt is not None and of_prompt is not None and np.array_equal(of_prompt, prompt)
         else None,
         "response_ids": ids,
         "rollout_logprobs": values,

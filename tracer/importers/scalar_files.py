@@ -34,7 +34,7 @@ _KINDS = ((r"trainer_state\.json", r"(checkpoint-\d+/)?[^/]*$"), (r".*\.tfevents
 
 
 def is_of_scalars(folder: DumpFolder) -> bool:
-    if any(folder.matching(pattern) for pattern, _ in _KINDS):
+    if any(folder.first(pattern) for pattern, _ in _KINDS):
         return True
     name = folder.files[0].removesuffix(".gz")
     if not folder.is_file or not name.endswith(_SUFFIXES[5:]):

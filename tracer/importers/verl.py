@@ -75,7 +75,7 @@ def _step_of(folder: DumpFolder, name: str) -> int | None:
 def _recognises(folder: DumpFolder) -> bool:
     if any(name.endswith(".dp") for name in folder.files):
         return True
-    text = next(iter(folder.matching(_TEXT)), None)
+    text = folder.first(_TEXT)
     return text is not None and {"input", "output", "score"} <= first_object(folder, text).keys()
 
 
