@@ -740,11 +740,13 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     ended, cut = (np.array([reason == name for reason in reasons], bool) for name in ("stop", "length"))
     has_tools = length > loss_length
     varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
+    idle = [name for name, values in zip(names, parts[rows].T, strict=True) if not values.any()]
+    if idle and max(varies):
+        text = " and ".join(idle)
+        yield from run.find("reward_function_constant", rows > -1, rows=rows, name=text, notice=True)
     for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
         known = np.isfinite(values)
         if not deviation:
-            if known.all() and not values.any() and max(varies):
-                yield from run.find("reward_function_constant", known, rows=rows, name=name, notice=True)
             continue
 
         def is_function_of(count: np.ndarray, values: np.ndarray = values, known: np.ndarray = known) -> bool:

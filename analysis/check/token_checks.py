@@ -155,16 +155,10 @@ def _beyond_lag(
         return
     per_step = max(np.polyfit(sample.steps[known], versions[known], 1)[0], 1.0)  # updates per step
     lag = np.floor(lag / per_step + 0.01)
+    numbers: dict[str, Any] = {"setting": run.setting(_MAX_LAG, ""), "largest": int(lag.max())}
     # Frameworks count either the steps between two versions or the versions in flight.
-    is_notice = bool(lag.max() <= limit + 1)
-    yield from find(
-        "lag_exceeds_limit",
-        lag > limit,
-        least=3,
-        setting=run.setting(_MAX_LAG, ""),
-        largest=int(lag.max()),
-        notice=is_notice,
-    )
+    numbers["notice"] = bool(lag.max() <= limit + 1)
+    yield from find("lag_exceeds_limit", lag > limit, least=3, **numbers)
 
 
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:

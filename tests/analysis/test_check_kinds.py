@@ -31,6 +31,14 @@ def recorded(path, change, *, steps=4, logits=SOFT, contracts=BOTH_FP32, describ
     return check(path)
 
 
+def test_a_bias_of_each_id_is_of_the_output_layer(tmp_path):
+    bias = np.random.default_rng(0).normal(size=60).astype(np.float32) * 0.1
+    run = Recording(train=lambda step, number: step.scored(process=lambda rows: rows + bias), contracts=BOTH_FP32)
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.numbers["cause"]) == ("computation_differs", "head"), evidence_text(first)
+    assert "output layer" in first.title
+
+
 # --- Placeholders ----------------------------------------------------------------------------------------------------------
 
 

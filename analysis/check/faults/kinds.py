@@ -27,6 +27,7 @@ from ..features import (
     means,
     pearson,
     token_effect,
+    variance_between,
 )
 from ..finding import BY_VERSION, SIDES, Fault, Finding, Hypothesis, Number, explained, located, max_flip, predicting
 from ..pair_data import (
@@ -357,7 +358,10 @@ COMPUTATION = Fault(
         ),
     },
     words={"equal_weights": judged_words, "judged": judged_words},
-    causes={"since": "one side's model or numerics changed during the run"},
+    causes={
+        "since": "one side's model or numerics changed during the run",
+        "head": "one side's output layer differs, such as a missing bias: each token id has its own mismatch",
+    },
 )  # fmt: skip
 NOT_REPEATABLE = Fault(
     code="not_repeatable", title="one side gives identical tokens different values", broken="computation",
@@ -542,6 +546,8 @@ def _finding(
         along = along_movement(data) if numbers["cause"] != "early" else 0.0
         behind = "" if abs(along) < 2.5 else "b" if along > 0 else "a"
         broken = SIDES.get(data.names.get(behind, ""), "computation")
+    elif kind == "model" and variance_between(clipped(data.d / data.scale), data.sample.tokens[data.keep])[0] > 0.7:
+        numbers["cause"] = "head"  # other parts of a model act on the context, so ids explain less than half
     elif kind == "model" and later is not data:
         numbers["cause"] = "since"
     elif kind == "noise" and twins.is_known:
