@@ -741,7 +741,7 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     has_tools = length > loss_length
     varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
     idle = [name for name, values in zip(names, parts[rows].T, strict=True) if not values.any()]
-    if idle and max(varies):
+    if idle and any(varies):
         text = " and ".join(idle)
         yield from run.find("reward_function_constant", rows > -1, rows=rows, name=text, notice=True)
     for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
