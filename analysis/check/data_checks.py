@@ -254,7 +254,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
             return
 
 
-_IDS = "SELECT step, row_number() OVER () AS place, response_ids FROM sequences WHERE {asked} ORDER BY step, place"
+_IDS = "SELECT step, row_number() OVER () AS place, response_ids FROM sequences WHERE step IN ({steps}) ORDER BY step, place"
 _TEXT_NATS = 30.0
 """Minimum log likelihood ratio between two orders of the rewards. Of some 25 orders, chance reaches about 15."""
 
@@ -262,11 +262,12 @@ _TEXT_NATS = 30.0
 def _texts(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards that depend on other rows' responses (number of tokens, frequent tokens, finish reason), and not on
     those of their own rows, by linear regression within groups."""
-    reward, asked = run.rows["reward"], run.rows["response"] > 0
+    steps = run.steps if run.sample is None else np.unique(run.sample.steps)
+    reward, asked = run.rows["reward"], (run.rows["response"] > 0) & np.isin(run.rows["step"], steps)
     num = int(np.isfinite(reward[asked]).sum())
     if num < 100 or not np.ptp(reward[asked & np.isfinite(reward)]):
         return
-    ids = run.database.connection.sql(_IDS.format(asked=run.asked)).to_arrow_table()["response_ids"]
+    ids = run.database.connection.sql(_IDS.format(steps=run.inspected)).to_arrow_table()["response_ids"]
     tokens, size = array_of(flat(ids)[0]), run.rows["length"][asked].astype(int)
     row = np.repeat(np.arange(len(size)), size)
     usual = np.argsort(-np.bincount(tokens), kind="stable")[: num // 20]
