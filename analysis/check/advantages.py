@@ -877,9 +877,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         rest = _mixed(data) or _unequal(data, rules)
         if rest:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
-            is_notice = rest[0] == "advantages_unequal" and bool(run.setting(KL_IN_REWARD, r"^(true|1(\.0)?)$"))
-            numbers = {"notice": is_notice} | rest[2]
-            yield from run.find(rest[0], rest[1], rows=known, **numbers)
+            if rest[0] == "advantages_unequal" and run.setting(KL_IN_REWARD, r"^(true|1(\.0)?)$"):
+                rest[2]["notice"] = True
+            yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
     # Steps with few groups allow several rules.
     off = (rules.name == name) | ((rules.name == "") & (num > 4 * (rules.name == "").sum()))

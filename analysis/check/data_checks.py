@@ -283,7 +283,7 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
     x = np.c_[x, run.finish_reasons[asked] == "length"].astype(float)
     of_row = np.cumsum(asked) - 1
 
-    def explained(place: np.ndarray, *, is_held_out: bool = True) -> tuple[float, int]:
+    def explained(place: np.ndarray, *, is_held_out: bool = False) -> tuple[float, int]:
         """Return the share of the rewards' variance that responses explain, and the number of rows. With `is_held_out`,
         the regression on the even steps predicts the odd ones and vice versa: one unusual response can explain a rare
         reward by chance, but does not predict others."""
@@ -301,15 +301,16 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
             left[part] -= own[part] @ np.linalg.lstsq(own[other], y[other], rcond=None)[0]
         return 1 - float(left @ left / (y @ y)), len(rows)
 
-    recorded, num = explained(np.arange(len(reward)), is_held_out=False)
+    recorded, num = explained(np.arange(len(reward)))
     if num < 100 or recorded > 2 * x.shape[1] / num + 0.02:
         return
     in_group = int(np.median(count_of(run.cell)))
     moves = shifted(run.at, in_group=in_group)
     shares = {name: explained(place)[0] for name, place in moves.items() if (place >= 0).mean() > 0.5}
     best = max(shares, key=shares.__getitem__)
-    if num / 2 * np.log((1 - recorded) / max(1 - shares[best], TINY)) > _TEXT_NATS:
-        numbers: dict[str, Any] = {"explanation": best, "best": shares[best], "own": recorded}
+    share, _ = explained(moves[best], is_held_out=True)
+    if num / 2 * np.log((1 - recorded) / max(1 - share, TINY)) > _TEXT_NATS:
+        numbers: dict[str, Any] = {"explanation": best, "best": share, "own": recorded}
         yield from run.find("rewards_unlike_responses", asked, **numbers)
 
 
