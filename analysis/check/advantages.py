@@ -53,11 +53,12 @@ _INEXACT = 2.0**-15
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
+KL_IN_REWARD = r"(^|[./])use_kl_in_reward$"
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, last_id, finish_reason, version, reward, length, loss_length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coalesce(response, 0) AS response, coalesce(answer, 0) AS answer, last_id, finish_reason, version, reward, length, loss_length, prompt_length, coalesce(advantage, list_avg(list), list_avg(every)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
@@ -68,13 +69,13 @@ FROM (
     SELECT step, row_number() OVER () AS place, finish_reason, policy_version AS version, CASE WHEN {{asked}} THEN response_ids[-1] END AS last_id, num_response_tokens::DOUBLE AS length, coalesce({{num_loss}}, num_response_tokens)::DOUBLE AS loss_length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt,
            CASE WHEN {{asked}} THEN hash(prompt_ids, response_ids) END AS response, CASE WHEN {{asked}} THEN hash({{own}}) END AS answer,
-           {{list}} AS list, {{masked}} AS masked
+           {{list}} AS list, {{every}} AS every, {{masked}} AS masked
     FROM sequences
 )
 ORDER BY step, place
 """
 """One row per sequence. Hashes are 0 if the value is missing or was not inspected; `answer` is a hash of the response
-without its prompt. `largest`, `is_per_token` and `answer` cover only loss tokens. `masked` counts masked tokens with a
+without its prompt. `largest`, `is_per_token`, `answer` and, if there are any, `advantage` cover only loss tokens. `masked` counts masked tokens with a
 nonzero advantage, but only in rows whose nonzero advantages are all equal and adjoin a 0 in the loss."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
@@ -104,6 +105,7 @@ class DataRows:
         is_large = sum(tokens_by_step(database).values()) > MAX_READ_TOKENS
         self.asked = f"step IN ({self.inspected})" if is_large else "true"
         parts = {"list": f"{tokens}::DOUBLE[]", "asked": self.asked, "own": _OWN if columns.mask else "response_ids"}
+        parts["every"] = "advantages::DOUBLE[]" if columns.advantages else "NULL::DOUBLE[]"
         parts["masked"] = _MASKED if columns.mask and columns.advantages else "NULL"
         parts["num_loss"] = "list_sum(response_mask::INTEGER[])" if columns.mask else "NULL"
         with database.following("reading rewards and advantages"):
@@ -165,10 +167,14 @@ class DataRows:
         pairs = ((key, given) for key, given in self.settings.items() if re.search(name, key, re.IGNORECASE))
         return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return the settings whose name matches and whose value is a number of at least 0."""
+        given = {key: str(value) for key, value in self.settings.items() if re.search(name, key, re.IGNORECASE)}
+        return {key: float(value) for key, value in given.items() if re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", value)}
+
     def number(self, name: str) -> float | None:
-        """Return the value of the first setting whose name matches and whose value is a number of at least 0."""
-        values = (str(value) for key, value in self.settings.items() if re.search(name, key, re.IGNORECASE))
-        return next((float(value) for value in values if re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", value)), None)
+        """Return the first of `numbers`, or None if there are none."""
+        return next(iter(self.numbers(name).values()), None)
 
     @cached_property
     def cell(self) -> np.ndarray:
@@ -276,13 +282,8 @@ def numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
     return np.asarray(np.argsort(np.argsort(first))[index])
 
 
-def shifted(
-    at: np.ndarray, most: int = 8, in_group: int = 1, length: np.ndarray | None = None
-) -> dict[str, np.ndarray]:
-    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1.
-
-    `length` is each row's response length, [N], by which frameworks sort a batch to balance it.
-    """
+def shifted(at: np.ndarray, most: int = 8, in_group: int = 1) -> dict[str, np.ndarray]:
+    """Return, by kind of misplacement, the row in which each row's reward would be recorded, [N], or -1."""
     first, place, size = np.searchsorted(at, at), np.arange(len(at)), count_of(at)
     moves = {
         f"rewards moved by {by} rows": first + (place - first + by) % size
@@ -699,7 +700,8 @@ def _batch_constant(rows: _Rows, off: np.ndarray) -> str:
 def _mixed(rows: _Rows) -> _Mixed | None:
     """Find rows with a second rule: another factor, sign or normalisation, or advantages of 0 or the raw reward."""
     r, a, g, at, size = rows.r, rows.a, rows.g, rows.at, np.abs(rows.x)
-    asked = np.nan_to_num(size / rows.spread) > 1e-3
+    # Some frameworks set the advantages of rows without tokens in the loss to 0.
+    asked = (np.nan_to_num(size / rows.spread) > 1e-3) & (rows.length > 0)
     if asked.sum() < 30:
         return None
     zero, pairs, usual = asked & (a == 0), [], []
@@ -766,7 +768,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
-    cell = np.unique(np.stack([g, rows.r]), axis=1, return_inverse=True)[1]
+    cell = np.unique(np.stack([g, rows.r, rows.length > 0]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
     # Of equal rewards in a group, the lower median advantage counts as correct. With two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
@@ -874,6 +876,9 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if explain and not name and _LEAVE_ONE_OUT not in rules.name:
         rest = _mixed(data) or _unequal(data, rules)
         if rest:
+            # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
+            if rest[0] == "advantages_unequal" and run.setting(KL_IN_REWARD, r"^(true|1(\.0)?)$"):
+                rest[2]["notice"] = True
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
     # Steps with few groups allow several rules.

@@ -8,6 +8,7 @@ Shapes: N rows (sequences) in the run or in one step, S steps, E steps with a lo
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from ..trace.database import Database
 from ..trace.ragged import array_of, flat
 from .advantages import (
     CLOSE,
+    KL_IN_REWARD,
     TINY,
     DataRows,
     check_advantages,
@@ -53,7 +55,7 @@ _EXPLAINED_BY = {
     "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
-    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"},
+    "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"},
 }  # fmt: skip
 """Finding code -> codes of findings that make it redundant. A notice does not make a fault redundant."""
 
@@ -176,7 +178,8 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
     least = 1e-9 * np.abs(reward).max(initial=0.0)
     varies = mean_of(cell, 1.0 * (np.abs(reward - mean_of(cell, reward)) > least)) > 0
-    values, counts = np.unique(reward[~varies & (count_of(cell) > 1)], return_counts=True)
+    equal = ~varies & (count_of(cell) > 1) & (reward < reward.max(initial=-np.inf))  # solved prompts have the maximum
+    values, counts = np.unique(reward[equal], return_counts=True)
     if len(values):
         value = float(values[counts.argmax()])
         alike = ~varies & (reward == value)
@@ -256,7 +259,7 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
 
 _IDS = "SELECT step, row_number() OVER () AS place, response_ids FROM sequences WHERE step IN ({steps}) ORDER BY step, place"
 _TEXT_NATS = 30.0
-"""Minimum log likelihood ratio between two orders of the rewards. Of some 25 orders, chance reaches about 15."""
+"""Minimum log likelihood ratio between two orders of the rewards."""
 
 
 def _texts(run: DataRows) -> Iterator[DataFinding]:
@@ -267,36 +270,61 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
     num = int(np.isfinite(reward[asked]).sum())
     if num < 100 or not np.ptp(reward[asked & np.isfinite(reward)]):
         return
+    # In a group with several prompts, rows are turns: only the last one may have the reward, and the first one of the
+    # next trajectory, whose response looks different, always follows it.
+    prompt = run.rows["prompt"]
+    is_single = (prompt > 0) & (count_of(numbered(prompt, run.cell)) == count_of(run.cell))
     ids = run.database.connection.sql(_IDS.format(steps=run.inspected)).to_arrow_table()["response_ids"]
     tokens, size = array_of(flat(ids)[0]), run.rows["length"][asked].astype(int)
     row = np.repeat(np.arange(len(size)), size)
-    usual = np.argsort(-np.bincount(tokens), kind="stable")[: num // 20]
-    counts = [np.bincount(row[tokens == each], minlength=len(size)) for each in usual[:16]]
+    kinds, frequency = np.unique(tokens, return_counts=True)
+    usual = kinds[np.argsort(-frequency, kind="stable")][: min(num // 20, 16)]
+    counts = [np.bincount(row[tokens == each], minlength=len(size)) for each in usual]
     x = np.log1p(np.stack([size, *counts], axis=1))
     x = np.c_[x, run.finish_reasons[asked] == "length"].astype(float)
     of_row = np.cumsum(asked) - 1
 
-    def evidence(place: np.ndarray) -> tuple[float, float]:
-        """Return the share of the rewards' variance that responses explain, and the share that chance would explain."""
+    def explained(place: np.ndarray, *, is_held_out: bool = False) -> tuple[float, int]:
+        """Return the share of the rewards' variance that responses explain, and the number of rows. With `is_held_out`,
+        the regression on the even steps predicts the odd ones and vice versa: one unusual response can explain a rare
+        reward by chance, but does not predict others."""
         moved = np.append(reward, np.nan)[place]
-        rows = np.flatnonzero(asked & np.isfinite(moved))
-        cell = numbered(run.labels[rows], run.at[rows])
+        rows = np.flatnonzero(asked & is_single & np.isfinite(moved))
+        if not len(rows):
+            return 0.0, 0
+        cell, is_odd = numbered(run.labels[rows], run.at[rows]), np.unique(run.at[rows], return_inverse=True)[1] % 2 > 0
         own, y = x[of_row[rows]], moved[rows] - mean_of(cell, moved[rows])
         own = own - np.stack([mean_of(cell, column) for column in own.T], axis=1)
-        left = y - own @ np.linalg.lstsq(own.T @ own, own.T @ y, rcond=1e-10)[0]  # normal equations are faster
-        varies = y @ y > TINY * (moved[rows] @ moved[rows])
-        return 1 - float(left @ left / (y @ y)) if varies else 0.0, x.shape[1] / max(len(rows), 1)
+        if y @ y <= TINY * (moved[rows] @ moved[rows]) or (is_held_out and not is_odd.any()):
+            return 0.0, len(rows)
+        left, every = y.copy(), np.ones(len(rows), bool)
+        for part, other in ((is_odd, ~is_odd), (~is_odd, is_odd)) if is_held_out else ((every, every),):
+            x_x, x_y = own[other].T @ own[other], own[other].T @ y[other]  # faster to solve than the rows themselves
+            left[part] -= own[part] @ np.linalg.lstsq(x_x, x_y, rcond=1e-10)[0]
+        return 1 - float(left @ left / (y @ y)), len(rows)
 
-    recorded, chance = evidence(np.arange(len(reward)))
-    if recorded > 2 * chance + 0.02:
+    recorded, num = explained(np.arange(len(reward)))
+    if num < 100 or recorded > 2 * x.shape[1] / num + 0.02:
         return
     in_group = int(np.median(count_of(run.cell)))
     moves = shifted(run.at, in_group=in_group)
-    shares = {name: evidence(place)[0] for name, place in moves.items() if (place >= 0).mean() > 0.5}
+    shares = {name: explained(place)[0] for name, place in moves.items() if (place >= 0).mean() > 0.5}
     best = max(shares, key=shares.__getitem__)
-    if num / 2 * np.log((1 - recorded) / max(1 - shares[best], TINY)) > _TEXT_NATS:
-        numbers: dict[str, Any] = {"explanation": best, "best": shares[best], "own": recorded}
+    share, _ = explained(moves[best], is_held_out=True)
+    if num / 2 * np.log((1 - recorded) / max(1 - share, TINY)) > _TEXT_NATS:
+        numbers: dict[str, Any] = {"explanation": best, "best": share, "own": recorded}
         yield from run.find("rewards_unlike_responses", asked, **numbers)
+
+
+_SHUFFLE = r"^(?!.*(actor|critic|policy|batch|val|eval|test)).*shuffle"
+"""Settings that shuffle the training data, not validation data or the mini-batches of an update."""
+
+
+def _log_chance(epoch: list[frozenset[int]], num_epochs: int) -> float:
+    """Return the log probability that `num_epochs` shuffled epochs all divide the prompts into the same batches in the
+    same order as `epoch`."""
+    orders = math.lgamma(len(frozenset().union(*epoch)) + 1) - sum(math.lgamma(len(batch) + 1) for batch in epoch)
+    return -orders * num_epochs
 
 
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
@@ -309,9 +337,10 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     if len(drawn) > 2 and len(first) > 1 and not others:
         yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=len(first), notice=True)
     sets = [*drawn.values()]
-    shuffled = run.setting(r"shuffle", r"^(true|1(\.0)?)$")
+    shuffled = "" if run.setting(_SHUFFLE, r"^(false|0(\.0)?)$") else run.setting(_SHUFFLE, r"^(true|1(\.0)?)$")
     for period in range(2, len(sets) // 2 + 1) if shuffled and len({*sets}) == len({*sets[: len(sets) // 2]}) else ():
-        if sets[period:] == sets[:-period]:
+        is_epoch = sets[period:] == sets[:-period] and len({*sets[:period]}) == period
+        if is_epoch and _log_chance(sets[:period], len(sets) // period - 1) < CHANCE:
             numbers: dict[str, Any] = {"setting": shuffled, "period": period, "start": int(run.steps[period])}
             affected = np.arange(len(sets)) >= period
             yield from run.find("prompts_unshuffled", affected, run.steps, **numbers)
@@ -358,7 +387,7 @@ SELECT step, place, coalesce(kl, 'nan') AS kl FROM (SELECT run, step, seq_id, ro
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     """Find advantages of whole responses without the KL penalty that verl's settings declare for rewards."""
-    setting = run.setting(r"(^|[./])use_kl_in_reward$", r"^(true|1(\.0)?)$")
+    setting = run.setting(KL_IN_REWARD, r"^(true|1(\.0)?)$")
     coefficient = run.number(r"kl_coef$") or 0.0
     if not setting or not coefficient or run.is_per_token or "reference" not in scored_passes(run.database):
         return
@@ -378,14 +407,18 @@ def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
 
 
 _KL_COEFFICIENT = r"(^|[./_])(kl_(loss_|penalty_)?coef|kl_ctl|beta)$"
+_USE_KL = r"(^|[./_])use_kl(_loss|_in_reward|_penalty)?$"
 _KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
 
 
 def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
     """Find a logged KL to the reference that is always 0, although a setting gives it a weight."""
-    query = "SELECT name, count(*) FROM metrics GROUP BY name HAVING count(DISTINCT step) > 3 AND bool_and(value = 0)"
-    names = [name for name, _ in run.database.connection.execute(query).fetchall() if _KL_METRIC.search(name)]
-    if names and run.number(_KL_COEFFICIENT):
+    query = "SELECT name, count(DISTINCT step) > 3 AND bool_and(value = 0) FROM metrics WHERE NOT starts_with(name, 'hyperparameter/') GROUP BY name"
+    logged = run.database.connection.execute(query).fetchall()
+    names = {name: is_zero for name, is_zero in logged if _KL_METRIC.search(name)}
+    # Of several KL terms, only one may have a weight: slime logs `rollout/kl` as 0 if the KL is part of the loss.
+    is_used = run.setting(_USE_KL, r"^(true|1(\.0)?)$") or not run.setting(_USE_KL, "")
+    if names and all(names.values()) and is_used and run.number(_KL_COEFFICIENT):
         numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(_KL_COEFFICIENT, r"[1-9]")}
         yield from run.find("kl_is_zero", run.steps > -1, run.steps, **numbers)
 
@@ -447,20 +480,32 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
             numbers = {"logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst])}
             code, numbers = ("metric_contradicts", numbers) if is_other else ("metric_of_others", numbers | {"of": of})
             yield from run.find(code, off[known], steps[known], name=name, notice=is_notice, **numbers)
-        if not wrong:  # the mean covers all recorded rows, so the smallest and largest values do, too
+        if not wrong and table == "sequences":  # the mean covers all rows, so the smallest and largest values do, too
             whole = [name for name, by in fitting if not by and not found[name, by][2] and "mean" in name]
-            yield from _extremes(run, logged, whole, steps, dict(zip(("min", "max"), extremes, strict=True)))
+            values = run.rows["reward" if column == "reward" else "length"]
+            of_groups = split_steps(run.at, mean_of(run.cell, values))
+            kept = np.isin(run.steps, steps)
+            for kind, own, extreme in zip(("min", "max"), extremes, (np.fmin, np.fmax), strict=True):
+                of_means = np.array([extreme.reduce(part) for part in of_groups])[kept]
+                named = [name.replace("mean", kind) for name in whole]
+                yield from _extremes(run, logged, named, steps, own, of_means, extreme)
 
 
 def _extremes(
-    run: DataRows, logged: dict[tuple[str, int], float], means: list[str], steps: np.ndarray, extremes: dict[str, np.ndarray],
+    run: DataRows, logged: dict[tuple[str, int], float], names: list[str], steps: np.ndarray, own: np.ndarray, of_means: np.ndarray,
+    extreme: np.ufunc,
 ) -> Iterator[DataFinding]:  # fmt: skip
-    """Compare the logged minimum and maximum ([S] each) of quantities whose logged `means` are right."""
-    for name, (kind, own) in itertools.product(means, extremes.items()):
-        name = name.replace("mean", kind)
+    """Compare logged extremes with those of the rows at each step (`own`, [S]) and since the previous logged value, and
+    with those of the groups' means (`of_means`, [S]), which prime-rl logs."""
+    for name in names:
         value = np.array([logged.get((name, int(step)), np.nan) for step in steps])
         ends, distance = _distance(value, own)
-        off = distance > 1e-3 * np.abs(own).max()
+        if not len(ends):
+            continue
+        of_window = extreme.reduceat(own[: ends[-1] + 1], np.r_[0, ends[:-1] + 1])
+        distance = np.fmin(distance, np.abs(value[ends] - of_window))
+        least = 1e-3 * np.abs(own).max()
+        off = (distance > least) & ~(_distance(value, of_means)[1] <= least)
         if off.sum() > 2:
             worst = ends[distance.argmax()]
             numbers: dict[str, Any] = {"logged": value[worst], "recorded": own[worst], "step": int(steps[worst])}
@@ -732,6 +777,9 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         yield from find("rewards_differ", off, notice=True, explanation=explanation)
 
 
+_PENALTY = re.compile(r"(?i)penal|overlong|repeti")
+
+
 def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     """Find reward functions that count masked tokens or give all truncated rows the same value, and groups that a
     filter kept although only one reward function varies in them."""
@@ -741,7 +789,12 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     ended, cut = (np.array([reason == name for reason in reasons], bool) for name in ("stop", "length"))
     has_tools = length > loss_length
     varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
-    idle = [name for name, values in zip(names, parts[rows].T, strict=True) if not values.any()]
+    # A penalty may never apply.
+    idle = [
+        name
+        for name, values in zip(names, parts[rows].T, strict=True)
+        if not values.any() and not _PENALTY.search(name)
+    ]
     if idle and any(varies):
         text = " and ".join(idle)
         yield from run.find("reward_function_constant", rows > -1, rows=rows, name=text, notice=True)

@@ -218,20 +218,29 @@ class Frozen(NamedTuple):
 @once
 def frozen(data: PairData) -> Frozen | None:
     """Return the side that gives the same tokens with the same prefix the same logprobs at different steps, while the
-    other side's logprobs change. None if there are fewer than MIN_REPEATS such tokens."""
+    other side's logprobs change. None if there are fewer than MIN_REPEATS such tokens.
+
+    The other side must be deterministic within a step, because noise changes its logprobs without any update. The
+    first side must repeat its logprobs for most of the run, because an engine that is updated every few steps repeats
+    them in between.
+    """
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
     one, two = neighbours(np.lexsort((steps, keys)), keys, temperature)
     later = (steps[one] < steps[two]) & (data.rest[one] > 0.05)
     one, two = one[later], two[later]
     apart = {"a": (data.a[one] - data.a[two]) / data.scale[one], "b": (data.b[one] - data.b[two]) / data.scale[one]}
-    for since in np.unique(steps[one]):
+    twins, known = repeats(data), np.unique(steps)
+    for since in np.unique(steps[one]) if twins.is_known else ():
         inside = steps[one] >= since
-        if inside.sum() < MIN_REPEATS:
+        if inside.sum() < MIN_REPEATS or 2 * (known >= since).sum() <= len(known):
             break
         size = {side: float(np.sqrt(np.mean(values[inside] ** 2) / 2)) for side, values in apart.items()}
         for side, other in ("ba", "ab"):
-            if size[side] < min(size[other] / 10, allowed_noise(data)) and len(np.unique(steps[two][inside])) > 1:
+            is_frozen = (
+                size[side] < min(size[other] / 10, allowed_noise(data)) and getattr(twins, other) < size[other] / 2
+            )
+            if is_frozen and len(np.unique(steps[two][inside])) > 1:
                 return Frozen(side, int(since), int(inside.sum()), size[side], size[other])
     return None
 

@@ -6,6 +6,7 @@ Shapes: N sampled tokens in S sequences, concatenated.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -144,21 +145,27 @@ def _copies(steps: np.ndarray, rows: np.ndarray, first: np.ndarray, place: np.nd
 _MAX_LAG = (
     r"max_(head_offpolicyness|off_?policy_steps|async_level|staleness(_steps)?|trajectory_age_steps|(policy_)?lag)$"
 )
+_MOST_LATE = 0.05
+"""Maximum share of rows beyond the limit in a healthy run. AReaL and SkyRL limit the number of running requests, so a
+slow one can exceed it."""
 
 
 def _beyond_lag(
     run: DataRows, sample: Sample, lag: np.ndarray, versions: np.ma.MaskedArray, find: Find
 ) -> Iterator[DataFinding]:
     """Find rows whose engine is further behind the trainer (`lag`, [S] updates) than a setting allows (steps)."""
-    limit, known = run.number(_MAX_LAG), ~np.asarray(versions.mask) & np.ones(len(lag), bool)
-    if limit is None or len(np.unique(sample.steps[known])) < 2:
+    limits = {re.split("[./]", key)[-1]: value for key, value in run.numbers(_MAX_LAG).items()}
+    known = ~np.asarray(versions.mask) & np.ones(len(lag), bool)
+    if not limits or len(np.unique(sample.steps[known])) < 2:
         return
+    limit = sum(limits.values())  # prime-rl limits the lag at the start of a request, and during it
     per_step = max(np.polyfit(sample.steps[known], versions[known], 1)[0], 1.0)  # updates per step
     lag = np.floor(lag / per_step + 0.01)
-    numbers: dict[str, Any] = {"setting": run.setting(_MAX_LAG, ""), "largest": int(lag.max())}
     # Frameworks count either the steps between two versions or the versions in flight.
-    numbers["notice"] = bool(lag.max() <= limit + 1)
-    yield from find("lag_exceeds_limit", lag > limit, least=3, **numbers)
+    is_notice = bool(lag.max() <= limit + 1 or (lag > limit + 1).mean() < _MOST_LATE)
+    setting = ", ".join(f"{name} = {value:g}" for name, value in limits.items())
+    largest = int(lag.max())
+    yield from find("lag_exceeds_limit", lag > limit, least=3, setting=setting, largest=largest, notice=is_notice)
 
 
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -201,6 +208,10 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
         yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
 
 
+_ENDED = ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_call", "tool_use", "function_call")
+"""Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, tell nothing of the tokens."""
+
+
 def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find finish reasons and length limits that tokens contradict, padded prompts, and tokens after an end token."""
     said, lengths, limit = sample.ended, sample.lengths, sample.settings["max_tokens"]
@@ -225,7 +236,7 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     has_end = np.isin(last, [end for end in usual if (sample.tokens[inside] == end).sum() <= (last == end).sum()])
     # Skip responses with many different last tokens: with stop strings, the last token does not show the finish reason.
     if short.sum() >= 8 and has_end[short].mean() >= 0.9:
-        ended = ~np.isin(said, ("", "length", "abort", "cancelled", "error", "timeout"))
+        ended = np.isin(said, _ENDED)
         wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
         why = {"length": "they are shorter and end with an end token"}

@@ -331,6 +331,40 @@ def test_a_side_that_gives_repeated_tokens_the_same_logprobs_at_all_steps_is_not
     assert first.broken == ("engine" if side == "rollout" else "trainer")
 
 
+def updated_every(path, interval, *, steps=8, noise=0.0):
+    """An engine that is updated every `interval` steps, with trainer logprobs that differ by `noise` at each forward."""
+    weights = [table()]
+    for number in range(steps):
+        weights.append(moved(weights[-1], number, 0.15))
+    with Recorder(path) as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(steps):
+            engine = weights[number // interval * interval]
+            step = sample(engine, 100 + number, in_group=8, longest=30)
+            step.prompts = [np.full(4, row // 8) for row in range(len(step.prompts))]
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[p.tolist() for p in step.prompts], group_ids=step.groups,
+                response_ids=[r.tolist() for r in step.responses],
+            )  # fmt: skip
+            draw = np.random.default_rng(number)
+            train = step.scored(engine if noise else weights[number])
+            train = [np.minimum(row + noise * draw.normal(size=len(row)), -1e-6).astype(np.float32) for row in train]
+            recorder.add_scores("rollout", batch, logprobs=step.scored())
+            recorder.add_scores("train", batch, logprobs=train)
+    return check(path).findings[0]
+
+
+def test_an_engine_that_is_updated_every_few_steps_is_not_frozen(tmp_path):
+    first = updated_every(tmp_path / "trace", 4, steps=12)
+    assert (first.code, first.signal) == ("weights_differ", "judged")
+
+
+def test_noise_of_the_trainer_is_no_frozen_engine(tmp_path):
+    first = updated_every(tmp_path / "trace", 8, noise=0.2)
+    assert (first.code, first.numbers["side"]) == ("not_repeatable", "train")
+
+
 def test_prompts_that_come_again_make_no_prefix_cache_of_other_weights(tmp_path):
     found = check(stale_with_prompts_again(tmp_path / "trace", 0.3)).findings
     assert found[0].code == "weights_differ"

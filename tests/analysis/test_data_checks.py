@@ -337,6 +337,13 @@ SOUND = {
     "grpo of graded rewards": {"reward": graded},
     "epochs in another order": {"columns": epochs(lambda epoch: np.random.default_rng(epoch).permutation(4)), "hyperparameters": {"data.shuffle": True}},
     "an engine as far behind as allowed": {"passes": lagging(lambda n: min(n, 2), per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}},
+    "validation data in one order": {"columns": epochs(lambda epoch: range(4)), "hyperparameters": {"data.shuffle": False, "data.validation_shuffle": True, "actor.shuffle": True}},
+    "two limits of the lag": {"passes": lagging(lambda n: min(n, 4)), "hyperparameters": {"max_async_level": 1, "max_off_policy_steps": 8}},
+    "a KL that is only part of the loss": {"metrics": lambda step, r, n: {"rollout/kl": 0.0, "train/kl_loss": 0.01 * n}, "hyperparameters": {"kl_loss_coef": 0.001, "kl_coef": 0.0}},
+    "a KL that is not used": {"metrics": lambda step, r, n: {"policy/kl_loss": 0.0}, "hyperparameters": {"use_kl_loss": False, "kl_loss_coef": 0.001}},
+    "logged extremes of group means": {"reward": graded, "metrics": lambda step, r, n: {"reward/mean": r.mean(), "reward/max": means(r).max(), "reward/min": means(r).min()}},
+    "solved prompts": {"reward": lambda step, n, draw: np.where(GROUP % 3 == 0, 1.0, draw.integers(0, 5, len(GROUP)) / 6)},
+    "a penalty that no response gets": {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "overlong_penalty": 0 * GROUP}}},
     "a logged KL": {"metrics": lambda step, r, n: {"actor/kl_loss": 0.01 * (n > 1)}, "hyperparameters": {"actor.kl_loss_coef": 0.01}},
     "declared penalty of the reference": {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n))},
     "declared penalty in the reward": {**DECLARED_KL, "reward": lambda step, n, draw: binary(step, n, draw) - penalties_of(n)},
@@ -841,6 +848,124 @@ def test_full_responses_without_an_end_token_are_not_tool_calls(tmp_path):
 
     (found,) = [one for one in findings(write(tmp_path / "run", columns=columns)) if one.code == "finish_contradicts"]
     assert "have 'tool_calls' although they have the full length 11" in data_text(found)
+
+
+@pytest.mark.parametrize("reason", ["max_tokens", "truncated", "max_turns", "partial"])
+def test_other_finish_reasons_of_full_responses_are_no_fault(tmp_path, reason):
+    def columns(step, number):
+        given = stopped(step)
+        return given | {"finish_reason": ["stop" if ids[-1] == END else reason for ids in given["response_ids"]]}
+
+    assert findings(write(tmp_path / "run", columns=columns)) == ()
+
+
+def test_advantages_that_are_0_in_rows_without_loss_tokens_are_no_fault(tmp_path):
+    def advantage(reward, number):
+        return grpo(reward) * (np.random.default_rng(number).random(len(GROUP)) > 0.3)
+
+    (found,) = findings(write(tmp_path / "run", advantage, columns=third_masked))
+    assert (found.code, found.is_notice) == ("rows_masked", True)
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_token_advantages_of_rows_without_loss_tokens_are_not_lost_rows(tmp_path, zeroed):
+    def columns(step, number):
+        found, reward = third_masked(step, number), binary(step, number, np.random.default_rng(number))
+        rows = zip(grpo(reward), found["response_mask"], strict=True)
+        return found | {"advantage": [one * (mask if zeroed else np.ones(len(mask))) for one, mask in rows]}
+
+    (found,) = findings(write(tmp_path / "run", columns=columns))
+    assert (found.code, found.is_notice) == ("rows_masked", True)
+
+
+def test_steps_that_all_have_the_same_prompts_are_no_epochs(tmp_path):
+    columns, shuffled = (
+        lambda step, number: {"prompt_ids": [[9, int(group)] for group in GROUP]},
+        {"data.shuffle": True},
+    )
+    (found,) = findings(write(tmp_path / "run", columns=columns, hyperparameters=shuffled))
+    assert found.code == "prompts_repeat"
+
+
+def test_extremes_since_the_last_logged_value_are_right(tmp_path):
+    rewards = []
+
+    def metrics(step, reward, number):
+        rewards.extend(reward)
+        if number % 2:
+            return {}
+        logged = {"reward/mean": np.mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        rewards.clear()
+        return logged
+
+    assert findings(write(tmp_path / "run", reward=graded, metrics=metrics)) == ()
+
+
+def test_the_largest_token_id_needs_no_table_of_all_ids(tmp_path):
+    columns = lambda step, number: {"response_ids": [[*row.tolist(), 2**31 - 1] for row in step.responses]}  # noqa: E731
+    passes = lambda recorder, batch, step, number: None  # noqa: E731
+    assert findings(write(tmp_path / "run", columns=columns, passes=passes), sampled=False) == ()
+
+
+def test_two_small_batches_in_the_same_order_may_be_shuffled(tmp_path):
+    def columns(step, number):
+        return {
+            "prompt_ids": [[9, number % 2, int(group) % 2] for group in GROUP],
+            "group_ids": [str(g % 2) for g in GROUP],
+        }
+
+    run = write(
+        tmp_path / "run", lambda r, n: grpo(r, GROUP % 2), columns=columns, hyperparameters={"shuffle": True}, steps=4
+    )
+    assert findings(run) == ()
+
+
+def test_a_few_slow_requests_may_exceed_the_limit_of_the_lag(tmp_path):
+    def passes(recorder, batch, step, number):
+        lag = np.minimum(np.where(np.arange(len(GROUP)) % 32 == 5, 3, 1), number)
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), policy_version=number - lag)
+        recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=number)
+
+    (found,) = findings(write(tmp_path / "run", passes=passes, hyperparameters={"max_staleness_steps": 1}))
+    assert (found.code, found.is_notice, found.numbers["largest"]) == ("lag_exceeds_limit", True, 3)
+
+
+def test_a_small_kl_penalty_in_groups_of_equal_scores_is_a_notice(tmp_path):
+    run = write(tmp_path / "run", lambda r, n: grpo(r - penalties_of(n, 1e-3)), **DECLARED_KL)
+    assert [one.code for one in findings(run) if not one.is_notice] == []
+
+
+def drawn_tokens(draw, length):
+    return [*draw.integers(5, 60, length).tolist(), END]
+
+
+def test_rewards_of_last_turns_belong_to_their_rows_though_a_long_first_turn_follows(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for number in range(1, 5):
+            draw = np.random.default_rng(number)
+            turns = np.tile(np.arange(10), 16)
+            solved = np.repeat(draw.random(16) < 0.5, 10)
+            recorder.add_sequences(
+                step=number, prompt_ids=[drawn_tokens(draw, 6) for _ in turns], group_ids=np.arange(160) // 40,
+                response_ids=[drawn_tokens(draw, 4 + 20 * (turn == 0) + draw.integers(6)) for turn in turns],
+                reward=solved * (turns == 9.0),
+            )  # fmt: skip
+    assert [one.code for one in findings(tmp_path / "run", sampled=False)] == []
+
+
+def test_a_rare_reward_does_not_belong_to_a_rare_response_elsewhere(tmp_path):
+    draw = np.random.default_rng(0)
+    with Recorder(tmp_path / "run") as recorder:
+        for number in range(1, 9):
+            lengths, reward = draw.integers(6, 16, 128), np.zeros(128)
+            if number == 4:  # one truncated response, and a reward four rows before it
+                lengths[44], reward[40] = 60, 1.0
+            recorder.add_sequences(
+                step=number, prompt_ids=np.arange(128)[:, None] // 8 + 128 * number, group_ids=np.arange(128) // 8,
+                response_ids=[drawn_tokens(draw, length)[: length + (length < 60)] for length in lengths], reward=reward,
+                finish_reason=np.where(lengths == 60, "length", "stop").tolist(),
+            )  # fmt: skip
+    assert [one.code for one in findings(tmp_path / "run", sampled=False)] == []
 
 
 @pytest.mark.parametrize(("elsewhere", "is_notice"), [(False, False), (True, True)])
