@@ -257,7 +257,12 @@ def _repeats(run: DataRows) -> Iterator[DataFinding]:
             return
 
 
-_IDS = "SELECT step, row_number() OVER () AS place, response_ids FROM sequences WHERE step IN ({steps}) ORDER BY step, place"
+_IDS = """
+SELECT step, row_number() OVER () AS place, response_ids
+FROM sequences WHERE step IN ({steps}) AND hash(prompt_ids, response_ids) > 0
+ORDER BY step, place
+"""
+"""In rows where every token id is 0, the hash is 0 as well, as if they had not been inspected (see _ROWS)."""
 _TEXT_NATS = 30.0
 """Minimum log likelihood ratio between two orders of the rewards."""
 

@@ -1003,6 +1003,14 @@ def test_rewards_in_other_rows_show_in_equal_responses(tmp_path):
     assert found.numbers["explanation"] == "with rewards moved by 3 rows, only 0 do"
 
 
+def test_rows_whose_token_ids_are_all_0_stop_no_check(tmp_path):
+    def zeros(step, number):
+        rows = {"prompt_ids": step.prompts, "response_ids": step.responses}
+        return {name: [0 * ids[0], *ids[1:]] for name, ids in rows.items()}
+
+    findings(write(tmp_path / "run", reward=graded, columns=zeros), sampled=False)
+
+
 def test_a_random_reward_is_not_in_other_rows(tmp_path):
     (found,) = findings(write(tmp_path / "run", longest=4, steps=12))
     assert (found.code, found.is_notice) == ("rewards_unequal", True)
