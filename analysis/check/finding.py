@@ -312,7 +312,7 @@ KINDS = {
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})", _BY_GROUP),
     "baseline_unknown": ("advantages do not average 0 within groups", "the groups' mean advantages have a standard deviation of {between:.2f} times the rms advantage, and no known baseline fits", _BY_GROUP),
     "advantages_unexplained": ("advantages do not follow from rewards alone", "within groups, advantages {explanation} (correlation {correlation:.3f}), and no known rule reproduces them", _BY_GROUP),
-    "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})", _BY_GROUP),
+    "advantages_clipped": ("advantages are clipped", "advantages are clipped to the range {low:.3g} to {high:.3g} (fit {fit:.4f})", _BY_GROUP),
     "advantages_unsigned": ("advantages have lost their sign", "advantages are the absolute values of rewards minus the group's mean (fit {fit:.4f}; with signed values {own:.4f})", _BY_GROUP),
     "advantages_by_rank": ("advantages follow the reward's rank", "advantages depend only on the rank of the reward within its group (fit {fit:.4f}; with the group's mean {own:.4f})", _BY_GROUP),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})", _BY_GROUP),

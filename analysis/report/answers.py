@@ -199,7 +199,7 @@ def fall_answer(subject: Subject) -> Answer:
     if (supposed := found.supposed_cause) is not None:
         first = supposed.suspects[0]
         return Answer(
-            code="unseen", severity=OPEN, short=f"no collapse detected, but an evaluation may show one: {first.title}",
+            code="unseen", severity=OPEN, short=f"no collapse detected; if there is one, likely cause: {first.title}",
             figure=f"since step {supposed.step}", basis=_probability(found, first), detail=detail,
         )  # fmt: skip
     fall = found.fall

@@ -1,4 +1,4 @@
-"""Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
+"""Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens per row, H hidden width, V
 vocabulary."""
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ def gradient(
 ) -> GradientReport:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The recorded gradient comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text.
+    The gradient as recorded comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text.
     An arm can change the forward and backward passes as in `replay` (dtype=bf16, batch-size=1, attention=math), the
     pass used in the importance and correction ratios (`logprobs=PASS`: train, rollout, current, replay/<arm>), and the
     correction (`correction=RULE`: none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
-    sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact uses the untruncated
-    weights train / rollout that the other corrections approximate.
+    sequence_truncate:2, sequence_mask:3). Commas combine changes in one arm. correction=exact weights by the
+    untruncated ratio train / rollout, which the other corrections approximate.
 
     The variance across micro-batches is computed only for steps with at least 4 micro-batches. `loss` overrides loss
     fields or sets missing ones, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory` names a function

@@ -1,6 +1,6 @@
-"""Record some rows' operator inputs and outputs in a forward pass.
+"""Record the inputs and outputs of each operator for selected rows of a forward pass.
 
-Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, D head width.
+Shapes: B rows in a forward pass, W padded row length, T tokens per row (prompt and response), N heads, D head width.
 """
 
 from __future__ import annotations

@@ -70,10 +70,11 @@ def reproduce(
     """Write a short script that shows the first difference between two executions.
 
     The difference is the one that `locate` reports for the same options. The script contains the smallest module, the
-    fewest tokens and the simplest numbers on which the executions still differ by more than rounding. Random weights
-    and inputs are used if they show the difference. Recorded weights, if needed, are written next to the script
-    (`output`), to a .pt file of at most 1 MB. The script needs only torch and transformers, or vLLM for an error in
-    vLLM. It exits with 1 while the executions differ, and with 0 once they agree. It is tested once in a fresh process.
+    fewest tokens, and the simplest weights and inputs that still make the executions differ by more than rounding.
+    Random weights and inputs are used if they show the difference. Recorded weights, if needed, are written next to the
+    script (`output`), to a .pt file of at most 1 MB. The script needs only torch and transformers, or vLLM for an error
+    in vLLM. It exits with 1 while the executions differ, and with 0 once they agree. It is tested once in a fresh
+    process.
 
     If rounding explains everything, nothing is written and `script` is None.
 

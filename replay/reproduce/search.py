@@ -1,6 +1,6 @@
-"""Find the smallest module, the fewest tokens and the simplest numbers on which two executions differ.
+"""Find the smallest module, the fewest tokens, and the simplest weights and inputs that make two executions differ.
 
-Shapes: T tokens in a row.
+Shapes: T tokens per row.
 """
 
 from __future__ import annotations

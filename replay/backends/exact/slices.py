@@ -89,7 +89,7 @@ def sum_of_squares(x: Any, count: int) -> Any:
 
 
 def sum_of_units(x: Any) -> Any:
-    """Round numbers from 0 to 1 to multiples of 2**-66, and return the sum of up to UNITS of them (last axis)."""
+    """Round values in [0, 1] to multiples of 2**-66, and return their sum along the last axis (at most UNITS values)."""
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
