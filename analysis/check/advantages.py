@@ -75,8 +75,9 @@ FROM (
 ORDER BY step, place
 """
 """One row per sequence. Hashes are 0 if the value is missing or was not inspected; `answer` is a hash of the response
-without its prompt. `largest`, `is_per_token`, `answer` and, if there are any, `advantage` cover only loss tokens. `masked` counts masked tokens with a
-nonzero advantage, but only in rows whose nonzero advantages are all equal and adjoin a 0 in the loss."""
+without its prompt. `largest`, `is_per_token` and `answer` cover only loss tokens, and so does `advantage` in rows that
+have any. `masked` counts masked tokens with a nonzero advantage, but only in rows whose nonzero advantages are all equal
+and adjoin a 0 in the loss."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
 CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) = 1
@@ -167,6 +168,10 @@ class DataRows:
         pairs = ((key, given) for key, given in self.settings.items() if re.search(name, key, re.IGNORECASE))
         return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
+    def switched_on(self, name: str) -> str:
+        """Return the first setting whose name matches and whose value is true, as `setting` does."""
+        return self.setting(name, r"^(true|1(\.0)?)$")
+
     def numbers(self, name: str) -> dict[str, float]:
         """Return the settings whose name matches and whose value is a number of at least 0."""
         given = {key: str(value) for key, value in self.settings.items() if re.search(name, key, re.IGNORECASE)}
@@ -199,7 +204,9 @@ class DataRows:
             (np.abs(mean) < least)[asked].mean() > 0.95 if asked.sum() >= 8 else False
             for mean in (mean_of(cell, advantage), mean_of(cell, advantage * trains) / share)
         )
-        return False if without else True if with_masked else None
+        if without:
+            return False
+        return True if with_masked else None
 
     @cached_property
     def continued(self) -> tuple[np.ndarray, np.ndarray]:
@@ -877,7 +884,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         rest = _mixed(data) or _unequal(data, rules)
         if rest:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
-            if rest[0] == "advantages_unequal" and run.setting(KL_IN_REWARD, r"^(true|1(\.0)?)$"):
+            if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
                 rest[2]["notice"] = True
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
@@ -886,7 +893,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     freedom = float(rules.freedom[off].sum())
     if not freedom:
         return
-    # At steps with few groups whose rewards vary, no rule may fit by chance.
+    # At steps where the rewards of only a few groups vary, even the right rule can fail to fit.
     is_small = 3 * np.median(rules.freedom[off]) < np.median(rules.freedom[is_judged])
     correlation, error = float(rules.correlation[off] @ rules.freedom[off]) / freedom, _ERRORS / freedom**0.5
     values = a[off[at]]

@@ -41,12 +41,7 @@ from .faults.sampling import TEMPERATURE, find_temperature
 from .features import pearson
 from .finding import DataFinding
 from .pair_data import PairData
-from .sample import (
-    CHANCE,
-    PairSums,
-    Sample,
-    read_sample,
-)
+from .sample import CHANCE, PairSums, Sample, read_sample
 from .token_checks import best_lag, check_tokens
 from .where import PLACE_NATS, places, where_text
 
@@ -177,7 +172,8 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
     asked = np.flatnonzero(known & (response > 0) & (run.labels > 0))
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
     least = 1e-9 * np.abs(reward).max(initial=0.0)
-    varies = mean_of(cell, 1.0 * (np.abs(reward - mean_of(cell, reward)) > least)) > 0
+    differs = np.abs(reward - mean_of(cell, reward)) > least
+    varies = mean_of(cell, 1.0 * differs) > 0
     equal = ~varies & (count_of(cell) > 1) & (reward < reward.max(initial=-np.inf))  # solved prompts have the maximum
     values, counts = np.unique(reward[equal], return_counts=True)
     if len(values):
@@ -187,7 +183,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
         if min(num, len(np.unique(cell[varies]))) >= 8 and elsewhere < 0.01:
             affected = np.isin(np.arange(len(at)), asked[alike])
             yield from run.find("rewards_of_groups", affected, num_groups=num, value=value, notice=True)
-    within = _after_last(np.abs(reward - mean_of(cell, reward)) > least, at[asked])
+    within = _after_last(differs, at[asked])
     if not within.any():
         return
     kind = np.unique(response[asked], return_inverse=True)[1]
@@ -275,8 +271,8 @@ def _texts(run: DataRows) -> Iterator[DataFinding]:
     num = int(np.isfinite(reward[asked]).sum())
     if num < 100 or not np.ptp(reward[asked & np.isfinite(reward)]):
         return
-    # In a group with several prompts, rows are turns: only the last one may have the reward, and the first one of the
-    # next trajectory, whose response looks different, always follows it.
+    # Leave out groups with several prompts: their rows are turns. If only last turns have a reward, the row after each
+    # of them is the first turn of another trajectory, which looks different, and would seem to explain the reward.
     prompt = run.rows["prompt"]
     is_single = (prompt > 0) & (count_of(numbered(prompt, run.cell)) == count_of(run.cell))
     ids = run.database.connection.sql(_IDS.format(steps=run.inspected)).to_arrow_table()["response_ids"]
@@ -333,7 +329,8 @@ def _log_chance(epoch: list[frozenset[int]], num_epochs: int) -> float:
 
 
 def _restarts(run: DataRows) -> Iterator[DataFinding]:
-    """Find steps that all have the same prompts, and a resumed attempt that repeats the run's first prompts."""
+    """Find steps that all have the same prompts, epochs in the same order although a setting shuffles them, and a
+    resumed attempt that repeats the run's first prompts."""
     prompt = run.rows["prompt"]
     if not prompt.all():
         return
@@ -342,14 +339,12 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
     if len(drawn) > 2 and len(first) > 1 and not others:
         yield from run.find("prompts_repeat", run.steps > -1, run.steps, num_prompts=len(first), notice=True)
     sets = [*drawn.values()]
-    shuffled = "" if run.setting(_SHUFFLE, r"^(false|0(\.0)?)$") else run.setting(_SHUFFLE, r"^(true|1(\.0)?)$")
-    for period in range(2, len(sets) // 2 + 1) if shuffled and len({*sets}) == len({*sets[: len(sets) // 2]}) else ():
-        is_epoch = sets[period:] == sets[:-period] and len({*sets[:period]}) == period
-        if is_epoch and _log_chance(sets[:period], len(sets) // period - 1) < CHANCE:
-            numbers: dict[str, Any] = {"setting": shuffled, "period": period, "start": int(run.steps[period])}
-            affected = np.arange(len(sets)) >= period
-            yield from run.find("prompts_unshuffled", affected, run.steps, **numbers)
-            break
+    shuffled = "" if run.setting(_SHUFFLE, r"^(false|0(\.0)?)$") else run.switched_on(_SHUFFLE)
+    period = len({*sets})
+    is_epoch = 2 <= period <= len(sets) // 2 and sets[period:] == sets[:-period]
+    if shuffled and is_epoch and _log_chance(sets[:period], len(sets) // period - 1) < CHANCE:
+        numbers: dict[str, Any] = {"setting": shuffled, "period": period, "start": int(run.steps[period])}
+        yield from run.find("prompts_unshuffled", np.arange(len(sets)) >= period, run.steps, **numbers)
     known = attempts(run.database)
     for attempt in known[1:]:
         by = attempt.first_step - known[0].first_step
@@ -367,7 +362,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
 def _penalties(run: DataRows) -> Iterator[DataFinding]:
     """Find rewards without the length penalty that the settings of verl's DAPO reward manager declare."""
     name = r"overlong_buffer(_cfg)?[./]"
-    if not (setting := run.setting(name + "enable$", r"^(true|1(\.0)?)$")):
+    if not (setting := run.switched_on(name + "enable$")):
         return
 
     buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
@@ -392,7 +387,7 @@ SELECT step, place, coalesce(kl, 'nan') AS kl FROM (SELECT run, step, seq_id, ro
 
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     """Find advantages of whole responses without the KL penalty that verl's settings declare for rewards."""
-    setting = run.setting(KL_IN_REWARD, r"^(true|1(\.0)?)$")
+    setting = run.switched_on(KL_IN_REWARD)
     coefficient = run.number(r"kl_coef$") or 0.0
     if not setting or not coefficient or run.is_per_token or "reference" not in scored_passes(run.database):
         return
@@ -422,7 +417,7 @@ def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
     logged = run.database.connection.execute(query).fetchall()
     names = {name: is_zero for name, is_zero in logged if _KL_METRIC.search(name)}
     # Of several KL terms, only one may have a weight: slime logs `rollout/kl` as 0 if the KL is part of the loss.
-    is_used = run.setting(_USE_KL, r"^(true|1(\.0)?)$") or not run.setting(_USE_KL, "")
+    is_used = run.switched_on(_USE_KL) or not run.setting(_USE_KL, "")
     if names and all(names.values()) and is_used and run.number(_KL_COEFFICIENT):
         numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(_KL_COEFFICIENT, r"[1-9]")}
         yield from run.find("kl_is_zero", run.steps > -1, run.steps, **numbers)
@@ -823,7 +818,7 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
         value = float(values[same][0])
         if np.ptp(values[same]) == 0 and np.mean(values[ended] == value) < 0.15:
             yield from run.find("rewards_of_truncated", same, rows=rows, name=name, value=value, notice=True)
-    if len(names) < 2 or not (is_filtered := run.setting(_FILTER, r"^(true|1(\.0)?)$")):
+    if len(names) < 2 or not (is_filtered := run.switched_on(_FILTER)):
         return
     cell = numbered(run.labels[rows], run.at[rows])
     differs = [

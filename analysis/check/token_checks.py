@@ -155,7 +155,7 @@ def _beyond_lag(
 ) -> Iterator[DataFinding]:
     """Find rows whose engine is further behind the trainer (`lag`, [S] updates) than a setting allows (steps)."""
     limits = {re.split("[./]", key)[-1]: value for key, value in run.numbers(_MAX_LAG).items()}
-    known = ~np.asarray(versions.mask) & np.ones(len(lag), bool)
+    known = versions.filled(-1) >= 0
     if not limits or len(np.unique(sample.steps[known])) < 2:
         return
     limit = sum(limits.values())  # prime-rl limits the lag at the start of a request, and during it
