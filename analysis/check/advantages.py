@@ -29,7 +29,7 @@ _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
 _DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
-_PLUS = _DIVIDED + " plus"
+_PLUS, _ZEROED = _DIVIDED + " plus", "been set to 0 although their rewards differ"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
@@ -722,7 +722,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
         # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
-        pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
+        pairs += [(usual[-1], zero, _ZEROED)]
     fewer = int(usual[1].sum() < usual[0].sum())
     text = f"{'' if fewer else 'not '}been divided by the group's standard deviation"
     pairs += [(usual[1 - fewer], usual[fewer], text)]
@@ -886,6 +886,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
             if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
                 rest[2]["notice"] = True
+            if rest[2].get("rule", "").startswith(_ZEROED):
+                rest[2]["rule"] += _copies_text(run, known, rest[1])
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return
     # Steps with few groups allow several rules.
@@ -943,6 +945,15 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         else:
             numbers["explanation"] = _shape_of(data, off)
             yield from found("advantages_unexplained", off, notice_if_whole=True, **numbers)
+
+
+def _copies_text(run: DataRows, known: np.ndarray, zeroed: np.ndarray) -> str:
+    """Describe the rows whose advantage is 0 (`zeroed`, [N] bool, of the rows `known`) if they copy others of their step."""
+    counts = known & (run.rows["response"] > 0) & (run.rows["loss_length"] > 0)
+    is_copy = counts & (count_of(numbered(run.rows["response"], run.at)) > 1)
+    if is_copy[known][zeroed].mean() < 0.95 or is_copy[known][~zeroed].mean() > 0.5:
+        return ""
+    return "; they copy other rows of their step, as padding rows do, but their tokens count toward the loss"
 
 
 def _shape_of(rows: _Rows, steps: np.ndarray) -> str:

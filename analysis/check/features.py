@@ -319,6 +319,26 @@ def onset(data: PairData) -> Onset | None:
     return Onset(at, "event" if is_event else "shards" if is_repeated else "window")
 
 
+def fall(data: PairData) -> int:
+    """Return the response position at which the mismatch falls at once by a third or more, or 0 if there is none.
+
+    Keys and values of older weights in a cache lose influence slowly. Weights that are replaced do so at once.
+    """
+    log, width = levels(data), 3
+    sums = np.stack([np.bincount(data.position, each) for each in (np.ones(len(log)), log, log**2)])
+    sums = np.pad(np.cumsum(sums, axis=1), ((0, 0), (1, 0)))
+    size, mean, square = sums[:, width:] - sums[:, :-width]  # of each window of positions
+    known = size >= 40
+    mean, square = (np.divide(each, size, out=np.full(len(size), np.nan), where=known) for each in (mean, square))
+    error = np.hypot(
+        *(np.sqrt((square - mean**2) / np.maximum(size, 1))[each] for each in (slice(-width), slice(width, None)))
+    )
+    drop = np.pad(mean[:-width] - mean[width:], width, constant_values=np.nan)
+    here, before, after = drop[width:-width], drop[: -2 * width], drop[2 * width :]
+    is_sudden = (here > np.log(1.5)) & (here > 8 * error) & (here > 2 * np.nan_to_num(np.fmax(before, after)))
+    return int(np.where(is_sudden, here, 0.0).argmax()) + width if is_sudden.any() else 0
+
+
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that agree within rounding, and the indices of all other sequences. The share is 0

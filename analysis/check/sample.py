@@ -251,6 +251,23 @@ def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
     return float(np.median(ratios)) if is_bits else 0.0
 
 
+def unscaled_ratio(sample: Sample, side: PassSample) -> float:
+    """Return mean(-logprob) / mean(entropy) if `side`'s entropies ignore the recorded temperature of unfiltered
+    samples: below 1 at temperatures below 1, above 1 otherwise. Otherwise 0."""
+    recorded = {name: values[np.isfinite(values)] for name, values in sample.settings.items()}
+    heat, is_filtered = recorded["temperature"], (recorded["top_p"] < 1).any() or (recorded["top_k"] > 0).any()
+    if side.entropy is None or not len(heat) or np.ptp(heat) or heat[0] in (0.0, 1.0) or is_filtered:
+        return 0.0
+    there = sample.mask & np.isfinite(side.entropy) & np.isfinite(side.logprobs)
+    if there.sum() < 400:
+        return 0.0
+    surprise, entropy, seq = -side.logprobs[there], side.entropy[there], sample.seq[there]
+    ratio = float(surprise.mean() / max(entropy.mean(), 1e-9))
+    error = np.sqrt((np.bincount(seq, surprise - ratio * entropy) ** 2).sum()) / max(entropy.sum(), 1e-9)
+    is_like = np.sign(ratio - 1) == np.sign(heat[0] - 1)
+    return ratio if is_like and abs(ratio - 1) > max(0.1, 8 * error) else 0.0
+
+
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
     """Read tokens from pairs of consecutive steps spread over the run, and from its worst steps."""
     tokens = tokens_by_step(database)

@@ -27,6 +27,7 @@ from .sample import (
     ratio_in_bits,
     run_lengths,
     template_tokens,
+    unscaled_ratio,
 )
 from .where import part_of_rows, rank_of, recorded_order
 
@@ -168,11 +169,25 @@ def _beyond_lag(
     yield from find("lag_exceeds_limit", lag > limit, least=3, setting=setting, largest=largest, notice=is_notice)
 
 
+def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
+    """Return how much `versions` grow per version of `others` ([S] each) if it is always the same and not 1, otherwise 0."""
+    known = ~(np.ma.getmaskarray(versions) | np.ma.getmaskarray(others))
+    pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1).astype(float)
+    if len(np.unique(pairs[0])) < 3:
+        return 0.0
+    slope, start = np.polyfit(pairs[0], pairs[1], 1)
+    is_exact = np.abs(slope * pairs[0] + start - pairs[1]).max() < 1e-6 * max(np.abs(pairs).max(), 1.0)
+    return float(slope) if is_exact and abs(slope - 1) > 1e-6 else 0.0
+
+
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
     """Find policy versions ahead of the trainer's, rows without loss tokens, and sampled tokens outside the loss."""
     ahead = (engine.versions - other.versions).filled(0)
     if other.name == "train":
-        yield from find("versions_ahead", ahead > 0, least=int(0.05 * len(ahead)) + 1, ahead=ahead)
+        per_update = _versions_per_update(engine.versions, other.versions)
+        text = f": the engine's grows by {per_update:.3g} while the trainer's grows by 1" if per_update else ""
+        least = int(0.05 * len(ahead)) + 1
+        yield from find("versions_ahead", ahead > 0, least=least, ahead=ahead, explanation=text)
         yield from _beyond_lag(run, sample, -ahead, other.versions, find)
     stopped, truncated = sample.ended == "stop", sample.ended == "length"
     masked = ~_rows(sample, sample.mask) & (sample.lengths > 0)
@@ -307,8 +322,12 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
     for side in (sample.a, sample.b):
-        if side.share_lost > MOST_LOST:
-            yield from find("entropies_lost", every, name=side.name, share=side.share_lost)
+        text = ""
+        if ratio := unscaled_ratio(sample, side):
+            heat = np.nanmax(sample.settings["temperature"])
+            text = f"; the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {heat:g}"
+        if text or side.share_lost > MOST_LOST:
+            yield from find("entropies_lost", every, name=side.name, share=side.share_lost, explanation=text)
     joined = np.diff(sample.seq) == 0
     for side in (sample.a, sample.b):
         if side.entropy is None:

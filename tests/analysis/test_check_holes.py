@@ -288,7 +288,7 @@ def test_a_bias_on_many_ids_is_measured_on_tokens_of_one_context(tmp_path):
 # --- Two explanations, and a cause beside a part ----------------------------------------------------------------------------
 
 
-def stale_with_prompts_again(path, versions, fade=None):
+def stale_with_prompts_again(path, versions, fade=None, grows=False):
     with Recorder(path) as recorder:
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
@@ -299,7 +299,8 @@ def stale_with_prompts_again(path, versions, fade=None):
                 step=number, prompt_ids=[p.tolist() for p in step.prompts], group_ids=step.groups,
                 response_ids=[r.tolist() for r in step.responses],
             )  # fmt: skip
-            right, old = in_float32(step, number), step.scored(moved(step.logits, 3, versions))
+            size = versions * (number if grows else 1)
+            right, old = in_float32(step, number), step.scored(moved(step.logits, 3, size))
             rows = zip(right, old, strict=True)
             fading = [np.where(np.arange(len(a)) < (fade or len(a)), b, a) for a, b in rows]
             recorder.add_scores("rollout", batch, logprobs=right if number == 1 else fading)
@@ -374,6 +375,12 @@ def test_prompts_that_come_again_make_no_prefix_cache_of_other_weights(tmp_path)
 def test_a_mismatch_that_fades_along_the_sequence_is_a_prefix_cache(tmp_path):
     first = check(stale_with_prompts_again(tmp_path / "trace", 0.3, fade=8)).findings[0]
     assert (first.code, first.numbers["cause"]) == ("row_context", "prompt")
+
+
+def test_a_growing_mismatch_that_ends_at_once_is_of_weights_replaced_during_sampling(tmp_path):
+    first = check(stale_with_prompts_again(tmp_path / "trace", 0.1, fade=30, grows=True)).findings[0]
+    assert (first.code, first.numbers["cause"], first.broken) == ("row_context", "replaced", "recording")
+    assert first.numbers["onset"] == 30
 
 
 def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):

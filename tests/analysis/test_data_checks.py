@@ -4,7 +4,7 @@ import shlex
 
 import numpy as np
 import pytest
-from bigrams import FP32, VLLM_BF16, VLLM_FP32, in_float32, moved, sample, table
+from bigrams import FP32, VLLM_BF16, VLLM_FP32, Step, in_float32, moved, sample, table
 from builders import tim_trace
 from shared import rest_slow
 from tim_trace.analysis import check
@@ -716,6 +716,67 @@ def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
 def test_the_rows_that_follow_another_rule_are_described(tmp_path, kind, rule):
     found = findings(write(tmp_path / "run", **FAULTS[kind][2]))
     assert [rule in data_text(each) for each in found] == [True] * (2 if kind == "discounted returns" else 1)
+
+
+def at_temperature(temperature, of_entropy, **more):
+    """Samples at a temperature, with entropies of another one."""
+
+    def passes(recorder, batch, step, number):
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+        unscaled = Step(step.prompts, step.responses, step.groups, step.logits * temperature / of_entropy)
+        recorder.add_scores("train", batch, logprobs=step.scored(), entropy=unscaled.entropies())
+
+    return {"passes": passes, "columns": lambda step, n: {"temperature": temperature, **more}, "reward": graded}
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_entropies_without_the_recorded_temperature_are_named_as_such(tmp_path, temperature):
+    path = write(tmp_path / "run", **at_temperature(temperature, 1.0))
+    (found,) = findings(path)
+    assert found.code == "entropies_lost"
+    assert f"computed without the recorded temperature of {temperature:g}" in data_text(found)
+    assert [each.code for each in check(path).findings] == ["rounding"]
+
+
+@pytest.mark.parametrize("given", [at_temperature(0.7, 0.7), at_temperature(1.5, 1.5), at_temperature(1.0, 1.0)])
+def test_entropies_at_the_recorded_temperature_are_no_fault(tmp_path, given):
+    assert findings(write(tmp_path / "run", **given)) == ()
+
+
+@pytest.mark.parametrize(("per_update", "text"), [(3, "grows by 3 while the trainer's grows by 1"), (1, "")])
+def test_a_version_that_counts_several_per_update_is_described(tmp_path, per_update, text):
+    def passes(recorder, batch, step, number):
+        ahead = per_update * number if per_update > 1 else number + 1
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), policy_version=ahead)
+        recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=number)
+
+    (found,) = findings(write(tmp_path / "run", passes=passes, reward=graded))
+    assert (found.code, found.is_notice) == ("versions_ahead", False)
+    assert data_text(found).split("one counter is wrong")[1].startswith(f": the engine's {text}" if text else " (")
+
+
+def copied_rows(num):
+    """The last group's last rows are copies of its first rows."""
+    return np.r_[0 : len(GROUP) - num, len(GROUP) - IN_GROUP : len(GROUP) - IN_GROUP + num]
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_rows_without_advantage_that_copy_others_are_padding(tmp_path, is_copy):
+    rows, zeroed = copied_rows(4 if is_copy else 0), np.arange(len(GROUP)) >= len(GROUP) - 4
+
+    def passes(recorder, batch, step, number):
+        for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=[values[row] for row in rows])
+
+    found = findings(
+        write(
+            tmp_path / "run", lambda r, n: np.where(zeroed, 0.0, grpo(r)), passes=passes,
+            columns=lambda step, n: {"response_ids": [step.responses[row].tolist() for row in rows]},
+            reward=lambda step, n, draw: graded(step, n, draw)[rows],
+        )
+    )  # fmt: skip
+    (mixed,) = (each for each in found if each.code == "advantages_mixed")
+    assert ("copy other rows of their step, as padding rows do" in data_text(mixed)) == is_copy
 
 
 def test_a_logprob_that_is_not_finite_stops_no_check_of_returns(tmp_path):

@@ -373,6 +373,8 @@ _CONTEXTS = {
                 "the first response token, which the prompt's forward pass predicts, differs most"),
     "cached": ("the engine reads prompts with older weights: a prefix cache kept across weight updates", "a prefix cache that is not "
                "reset when the weights change: the mismatch begins at rounding level, grows with the updates, and fades along responses"),
+    "replaced": ("up to one response position, the engine has older weights: they were replaced during sampling", "a weight update at response "
+                 "token {onset}, while the recorded policy version is that of the end"),
     "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
                "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
     "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
@@ -560,7 +562,9 @@ def _finding(
         ratio = _first_token_ratio(data)
         numbers["cause"] = "prefill" if ratio > 3 else "decode" if ratio < 1 / 9 else cause
         if numbers["cause"] == cause and _grew(data) and not grown.is_sudden:
-            numbers["cause"], broken = "cached", SIDES.get(data.names["b"], "computation")
+            numbers["onset"] = features.fall(data)
+            numbers["cause"] = "replaced" if numbers["onset"] else "cached"
+            broken = "recording" if numbers["onset"] else SIDES.get(data.names["b"], "computation")
     elif kind == "onset" and (begins := features.onset(data)) is not None:
         numbers |= {"cause": begins.shape, "onset": begins.column - (begins.shape == "shards")}
     return KINDS[kind][0].finding(

@@ -30,7 +30,7 @@ from ..pair_data import (
     once,
     value_rounding,
 )
-from ..sample import MOST_LOST, ratio_in_bits
+from ..sample import MOST_LOST, ratio_in_bits, unscaled_ratio
 from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
@@ -582,6 +582,8 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
     if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
         return []  # data_checks reports entropies of another distribution
+    if unscaled_ratio(data.sample, side.own):
+        return []  # so does it here
     recorded, entropy, is_sharper = recorded_penalty(data), side.own.entropy[data.keep], side.sampled_mean > 0
     excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
     part = part_of_rows(data.sample, excess) if _is_plain(data) else None
