@@ -171,7 +171,7 @@ def _beyond_lag(
 
 def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
     """Return how much `versions` grow per version of `others` ([S] each) if it is always the same and not 1, otherwise 0."""
-    known = ~(np.ma.getmaskarray(versions) | np.ma.getmaskarray(others))
+    known = (versions.filled(-1) >= 0) & (others.filled(-1) >= 0)
     pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1).astype(float)
     if len(np.unique(pairs[0])) < 3:
         return 0.0
