@@ -169,8 +169,9 @@ class DataRows:
         return next((f"{key} = {given}" for key, given in pairs if re.search(value, str(given), re.IGNORECASE)), "")
 
     def switched_on(self, name: str) -> str:
-        """Return the first setting whose name matches and whose value is true, as `setting` does."""
-        return self.setting(name, r"^(true|1(\.0)?)$")
+        """Return the first setting whose name matches and whose value is true, formatted as `name = true`, or an empty
+        string."""
+        return re.sub(r"= \S+$", "= true", self.setting(name, r"^(true|1(\.0)?)$"))
 
     def numbers(self, name: str) -> dict[str, float]:
         """Return the settings whose name matches and whose value is a number of at least 0."""

@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.loss import read_loss
+from ...schemas.tables import SAMPLING
 from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
 from ..trace.ragged import array_of, flat
@@ -62,7 +64,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     if len(run.at):
         checks = (
             _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, _metrics, _ratios,
-            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing,
+            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -357,6 +359,67 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
             numbers = {"attempt": attempt.attempt, "start": attempt.first_step, "num_steps": num}
             affected = np.arange(len(again)) < num
             yield from run.find("prompts_restart", affected, np.array(there), first=known[0].first_step, **numbers)
+
+
+_LIMIT = "max_(new_)?tokens|max_(completion|response)_length|(rollout_|generate_)max_(response_)?len|max_gen(eration)?_len(gth)?"
+_DECLARED = {
+    **{name: name for name in SAMPLING}, "max_tokens": _LIMIT,
+    "rows": r"num_generations(_per_prompt)?|(num|n)_samples_per_prompt|samples_per_prompt|group_size|rollouts_per_(example|prompt)|rollout[./]n",
+}  # fmt: skip
+"""What rows show -> the last part of the names under which frameworks set it."""
+_NOT_TRAINING = r"(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft)"
+_MASKS_TRUNCATED = r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated\w*)$"
+_SEVERAL = 3
+"""Minimum number of rows or groups that contradict a setting."""
+
+
+def _settings(run: DataRows) -> Iterator[DataFinding]:
+    """Find settings that the rows contradict, as if the framework ignored them: how many rows a prompt has, how rows are
+    sampled, how long they are, and which groups and rows are left out."""
+    rows, names = run.rows, ", ".join(SAMPLING)
+    query = f"SELECT {names} FROM (SELECT *, row_number() OVER () AS place FROM sequences) ORDER BY step, place"
+    columns = run.database.connection.sql(query).to_arrow_table()
+    shown = {name: array_of(columns[name].cast(pa.float64())) for name in SAMPLING}
+    is_single = not len(run.continued[0]) and run.cell.size > 0
+    shown["rows"] = (
+        np.where(rows["group"] > 0, count_of(run.cell), np.nan) if is_single else np.full(len(run.at), np.nan)
+    )
+    for name, pattern in _DECLARED.items():
+        given = {
+            key: value
+            for key, value in run.numbers(rf"(^|[./])({pattern})$").items()
+            if not re.search(_NOT_TRAINING, key)
+        }
+        values = shown[name][np.isfinite(shown[name])]
+        if len({*given.values()}) != 1 or not len(values):
+            continue
+        (key, value), *_ = given.items()
+        is_off = abs(float(values[0]) - value) > 1e-6 * value and min(value, float(values[0])) > 0
+        if is_off and np.ptp(values) == 0 and len(values) >= _SEVERAL:
+            what = f"each group has {values[0]:g} rows" if name == "rows" else f"the rows' {name} is {values[0]:g}"
+            affected = np.isfinite(shown[name])
+            yield from run.find("setting_contradicts", affected, setting=f"{key} = {value:g}", what=what, notice=True)
+            return
+    trains = (rows["loss_length"] > 0) & (np.nan_to_num(rows["advantage"], nan=1.0) != 0)
+    cut = trains & np.array([str(reason or "").lower() == "length" for reason in run.finish_reasons], bool)
+    if setting := run.switched_on(_MASKS_TRUNCATED):
+        what = f"{cut.sum():,} truncated rows have tokens in the loss and an advantage"
+        yield from run.find("setting_contradicts", cut, least=_SEVERAL, setting=setting, what=what, notice=True)
+    known = (rows["group"] > 0) & np.isfinite(rows["reward"]) & (rows["loss_length"] > 0)
+    cell, reward = run.cell[known], rows["reward"][known]
+    equal = (mean_of(cell, 1.0 * (np.abs(reward - mean_of(cell, reward)) > TINY)) == 0) & (count_of(cell) > 1)
+    by_others = run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))")
+    if (setting := run.switched_on(_FILTER)) and not by_others and equal.mean() > 0.02:
+        what = f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss"
+        yield from run.find(
+            "setting_contradicts",
+            equal,
+            least=_SEVERAL,
+            rows=np.flatnonzero(known),
+            setting=setting,
+            what=what,
+            notice=True,
+        )
 
 
 def _penalties(run: DataRows) -> Iterator[DataFinding]:

@@ -298,6 +298,7 @@ KINDS = {
     "advantages_of_equal": ("equal rewards get advantages", "in {num:,} groups with equal rewards, advantages are {size:.3g} instead of 0, as if a rounding error had been divided by a tiny standard deviation"),
     "prompts_unshuffled": ("every epoch has the same order", "{setting} is recorded, but from step {start} on, each step has the prompts of {period} steps before, so the data are not shuffled anew in each epoch", _BY_GROUP),
     "lag_exceeds_limit": ("the engine is further behind than the settings allow", "{setting} is recorded, but {num:,} rows were sampled with weights from up to {largest} steps before", BY_VERSION),
+    "setting_contradicts": ("the rows contradict a recorded setting", "{setting} is recorded, but {what}, so the setting may be ignored"),
     "kl_is_zero": ("the KL to the reference is always 0", "{name} is logged as 0 at all {num:,} steps, although {setting} is recorded, so the KL term has no effect: the reference was not computed, or it is the policy itself", "SELECT step, name, value FROM metrics WHERE name = '{name}' ORDER BY step"),
     "reward_function_constant": ("some reward functions always return 0", "{name}: 0 in all {num:,} rows, while other reward functions vary"),
     "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups with fewer than {size} rows, the advantages do not sum to 0, although they do in complete groups, so rows were removed after the advantages were computed"),

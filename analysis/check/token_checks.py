@@ -254,10 +254,10 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
         ended = np.isin(said, _ENDED)
         wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
-        why = {"length": "they are shorter and end with an end token"}
-        full = f"they have the full length {longest} and no end token"
+        why = {"length": f"shorter than {longest} tokens and ending with an end token"}
+        full = f"{longest} tokens long (the maximum) and without an end token"
         parts = [
-            f"{num:,} have {reason!r} although {why.get(reason, full)}"
+            f"{num:,} marked {reason!r} although {why.get(reason, full)}"
             for reason, num in Counter(said[wrong].tolist()).items()
         ]
         yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))

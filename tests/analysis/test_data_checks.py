@@ -755,6 +755,56 @@ def test_a_version_that_counts_several_per_update_is_described(tmp_path, per_upd
     assert data_text(found).split("one counter is wrong")[1].startswith(f": the engine's {text}" if text else " (")
 
 
+def finished(step):
+    """Responses that are cut off at the longest length."""
+    longest = max(map(len, step.responses))
+    return ["length" if len(row) == longest else "stop" for row in step.responses]
+
+
+IGNORED = {
+    "fewer rows": ({"actor_rollout_ref.rollout.n": 16}, {}, "each group has 8 rows"),
+    "temperature": ({"rollout.temperature": 0.6}, {"temperature": 1.0}, "the rows' temperature is 1"),
+    "top_k": ({"rollout.top_k": 50}, {"top_k": 20}, "the rows' top_k is 20"),
+    "limit": ({"max_completion_length": 1024}, {"max_tokens": 512}, "the rows' max_tokens is 512"),
+    "truncated": ({"mask_truncated_completions": True}, {"finish_reason": finished}, "truncated rows have tokens in the loss"),
+    "equal groups": ({"algorithm.filter_groups.enable": True}, {}, "groups with equal rewards are in the loss"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_a_recorded_setting_that_the_rows_contradict_is_reported(tmp_path, kind):
+    hyperparameters, columns, text = IGNORED[kind]
+    equal = {"reward": lambda step, n, draw: binary(step, n, draw) * (GROUP > 2)} if kind == "equal groups" else {}
+    found = findings(
+        write(
+            tmp_path / "run", hyperparameters=hyperparameters, **equal,
+            columns=lambda step, n: {name: each(step) if callable(each) else each for name, each in columns.items()},
+        )
+    )  # fmt: skip
+    (one,) = [each for each in found if each.code == "setting_contradicts"]
+    assert one.is_notice
+    assert text in data_text(one)
+    (setting, value), *_ = hyperparameters.items()
+    assert data_text(one).startswith(f"{setting} = {str(value).lower()}")
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "columns"),
+    [
+        ({"num_generations": 8, "temperature": 0.6, "val_kwargs.temperature": 1.0, "top_k": -1}, {"temperature": 0.6, "top_k": 0}),
+        ({"rollout.temperature": 0.6, "sampler.temperature": 1.0}, {"temperature": 1.0}),
+        ({"mask_truncated_completions": False, "algorithm.filter_groups.enable": False}, {"finish_reason": finished}),
+        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}, {}),
+    ],
+)  # fmt: skip
+def test_settings_that_the_rows_follow_are_no_finding(tmp_path, hyperparameters, columns):
+    given = write(
+        tmp_path / "run", hyperparameters=hyperparameters, reward=lambda step, n, draw: binary(step, n, draw) * (GROUP > 2),
+        columns=lambda step, n: {name: each(step) if callable(each) else each for name, each in columns.items()},
+    )  # fmt: skip
+    assert "setting_contradicts" not in {each.code for each in findings(given)}
+
+
 def copied_rows(num):
     """The last group's last rows are copies of its first rows."""
     return np.r_[0 : len(GROUP) - num, len(GROUP) - IN_GROUP : len(GROUP) - IN_GROUP + num]
@@ -908,7 +958,7 @@ def test_full_responses_without_an_end_token_are_not_tool_calls(tmp_path):
         return given | {"finish_reason": ["stop" if ids[-1] == END else "tool_calls" for ids in given["response_ids"]]}
 
     (found,) = [one for one in findings(write(tmp_path / "run", columns=columns)) if one.code == "finish_contradicts"]
-    assert "have 'tool_calls' although they have the full length 11" in data_text(found)
+    assert "marked 'tool_calls' although 11 tokens long (the maximum)" in data_text(found)
 
 
 @pytest.mark.parametrize("reason", ["max_tokens", "truncated", "max_turns", "partial"])

@@ -16,7 +16,7 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 8 << 20
-"""Size in bytes of the text that is parsed at once, unless a single line is longer."""
+"""Approximate amount of text to parse at a time (bytes). A longer line is parsed whole."""
 MAX_LINE = 256 << 20
 """Maximum line length (bytes). Enough for a sequence with one million tokens."""
 TIMES_AS_JSON = 16

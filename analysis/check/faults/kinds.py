@@ -56,8 +56,8 @@ from .values import UNRELATED
 MIN_COURSE = 4
 """Minimum number of steps for judging whether the mismatch grows with the updates."""
 MIN_GROWTH = 2.0
-"""A growing mismatch is reported only if it grows by at least this factor. In 64 healthy runs with enough steps of
-about the same mean logprob, it grows at most 1.6-fold, and never steadily."""
+"""A growing mismatch is reported only if it grows by at least this factor. In 64 healthy runs with enough steps whose mean
+logprob is close to the first step's, the mismatch grew by a factor of at most 1.6, and never steadily."""
 
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -378,12 +378,12 @@ _CONTEXTS = {
     "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
                "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
     "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),
-    "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, positions that include "
+    "neighbours": ("padding is attended to, or packed rows attend to each other", "attention to padding, position ids that count "
                    "padding, or attention between packed rows"),
     "cut": ("one side truncates long prompts or reads only part of them", "prompts truncated to a maximum length, or prompt chunks that were lost"),
     "group": ("the two sides read different prompts: on one side, some prompts start with another prompt's prefix",
               "another prompt's cached prefix, or prompt parts in a different order"),
-    "padding": ("padding is attended to or included in positions", "attention to padding, or positions that include it; only rows with padding are affected"),
+    "padding": ("padding is attended to or counted in position ids", "attention to padding, or position ids that count it; only rows with padding are affected"),
     "packing": ("packed rows attend to each other", "attention between packed rows; only each pack's first row is correct"),
     "ids": ("the two sides read some token ids differently", "different embeddings for these ids, a mask that treats them as padding, or ids "
             "that one side maps to other ids"),
@@ -450,7 +450,8 @@ _CONTEXT = ("position", "total_position", *_IMPLIED)
 
 
 def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Explain the mismatch by its location: fixed places, part of the run, or rows with different contexts."""
+    """Explain the mismatch by its location: fixed places, part of the run, or rows whose context differs between the
+    two sides."""
     tried = (find(data, place) for place in where for find in (_fixed_place, _part_of_run, _other_context))
     return [found for found in tried if found is not None]
 
