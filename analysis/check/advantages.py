@@ -195,7 +195,8 @@ class DataRows:
     @cached_property
     def counts_masked(self) -> bool | None:
         """Whether rewards of rows without tokens in the loss count in their group's mean. None if unclear."""
-        cell, reward, advantage = self.cell, self.rows["reward"], np.nan_to_num(self.rows["advantage"])
+        cell, advantage = self.cell, np.nan_to_num(self.rows["advantage"])
+        reward = np.where(np.isfinite(self.rows["reward"]), self.rows["reward"], np.nan)
         trains = 1.0 * (self.rows["loss_length"] > 0)
         share = np.maximum(mean_of(cell, trains), TINY)
         apart = np.abs(mean_of(cell, reward) - mean_of(cell, reward * trains) / share)

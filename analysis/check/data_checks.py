@@ -364,62 +364,106 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
 _LIMIT = "max_(new_)?tokens|max_(completion|response)_length|(rollout_|generate_)max_(response_)?len|max_gen(eration)?_len(gth)?"
 _DECLARED = {
     **{name: name for name in SAMPLING}, "max_tokens": _LIMIT,
-    "rows": r"num_generations(_per_prompt)?|(num|n)_samples_per_prompt|samples_per_prompt|group_size|rollouts_per_(example|prompt)|rollout[./]n",
+    "rows": r"num_generations(_per_prompt)?|(num_|n_)?samples_per_prompt|n_samples|group_size|rollouts_per_(example|prompt)|rollout[./]n",
 }  # fmt: skip
 """What rows show -> the last part of the names under which frameworks set it."""
-_NOT_TRAINING = r"(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft)"
-_MASKS_TRUNCATED = r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated\w*)$"
+_NOT_TRAINING = r"(^|[./_])(val|eval|test|valid|teacher|distil\w*|draft|reward|rm[./_]|judge|grader|verifier|critic|simulat|quant|awq|gptq|generation_config)"
+_MASKS_TRUNCATED = (
+    r"(^|[./])(mask_truncated\w*|(apply_)?overlong_filter(ing)?|(filter|exclude)_truncated(?!\w*prompt)\w*)$"
+)
 _SEVERAL = 3
 """Minimum number of rows or groups that contradict a setting."""
+_Contradiction = tuple[str, str, np.ndarray]
+"""A setting, what the rows show instead, and the rows that contradict it ([N] bool)."""
 
 
 def _settings(run: DataRows) -> Iterator[DataFinding]:
-    """Find settings that the rows contradict, as if the framework ignored them: how many rows a prompt has, how rows are
-    sampled, how long they are, and which groups and rows are left out."""
-    rows, names = run.rows, ", ".join(SAMPLING)
-    query = f"SELECT {names} FROM (SELECT *, row_number() OVER () AS place FROM sequences) ORDER BY step, place"
-    columns = run.database.connection.sql(query).to_arrow_table()
-    shown = {name: array_of(columns[name].cast(pa.float64())) for name in SAMPLING}
-    is_single = not len(run.continued[0]) and run.cell.size > 0
-    shown["rows"] = (
-        np.where(rows["group"] > 0, count_of(run.cell), np.nan) if is_single else np.full(len(run.at), np.nan)
-    )
-    for name, pattern in _DECLARED.items():
-        given = {
+    """Find settings that the rows contradict, as if the framework ignored them."""
+    found = [*_sampled_otherwise(run), *_kept_otherwise(run)]
+    if found:
+        text = "; ".join(f"{setting} is recorded, but {what}" for setting, what, _ in found)
+        affected = np.any([rows for *_, rows in found], axis=0)
+        plural = "s" if len(found) > 1 else ""
+        yield from run.find("setting_contradicts", affected, explanation=text, plural=plural, notice=True)
+
+
+def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
+    """Compare settings of sampling with the rows' sampling columns and the groups' sizes, where both are the same in
+    the whole run."""
+    given = {
+        name: {
             key: value
             for key, value in run.numbers(rf"(^|[./])({pattern})$").items()
             if not re.search(_NOT_TRAINING, key)
         }
-        values = shown[name][np.isfinite(shown[name])]
-        if len({*given.values()}) != 1 or not len(values):
+        for name, pattern in _DECLARED.items()
+    }
+    given = {name: each for name, each in given.items() if len({*each.values()}) == 1}
+    if not given:
+        return
+    query = f"SELECT {', '.join(SAMPLING)} FROM (SELECT *, row_number() OVER () AS place FROM sequences) ORDER BY step, place"
+    columns = run.database.connection.sql(query).to_arrow_table()
+    shown = {name: array_of(columns[name].cast(pa.float64())) for name in SAMPLING}
+    has_turns = _has_turns(run)
+    shown["rows"] = np.where((run.rows["group"] > 0) & (not has_turns), count_of(run.cell), np.nan)
+    if has_turns:  # one of them may limit a turn, the other all turns
+        shown["max_tokens"] = np.full(len(run.at), np.nan)
+    for name, settings in given.items():
+        (key, declared), *_ = settings.items()
+        there = np.isfinite(shown[name])
+        values = shown[name][there]
+        num = len(np.unique(run.cell[there])) if name == "rows" else len(values)
+        if num < _SEVERAL or np.ptp(values) > 0 or min(declared, values[0]) <= 0:
             continue
-        (key, value), *_ = given.items()
-        is_off = abs(float(values[0]) - value) > 1e-6 * value and min(value, float(values[0])) > 0
-        if is_off and np.ptp(values) == 0 and len(values) >= _SEVERAL:
-            what = f"each group has {values[0]:g} rows" if name == "rows" else f"the rows' {name} is {values[0]:g}"
-            affected = np.isfinite(shown[name])
-            yield from run.find("setting_contradicts", affected, setting=f"{key} = {value:g}", what=what, notice=True)
-            return
-    trains = (rows["loss_length"] > 0) & (np.nan_to_num(rows["advantage"], nan=1.0) != 0)
-    cut = trains & np.array([str(reason or "").lower() == "length" for reason in run.finish_reasons], bool)
+        if abs(values[0] - declared) <= 1e-6 * declared:
+            continue
+        what = f"the rows' {name} is {values[0]:g}"
+        if name == "rows":
+            # 1 is a default, and other options may multiply the rows.
+            if declared == 1 or (values[0] < declared and not _are_centred(run)):
+                continue
+            what = f"each group has {values[0]:g} rows"
+        yield f"{key} = {declared:g}", what, there
+
+
+def _has_turns(run: DataRows) -> bool:
+    """Return True if trajectories have several turns, in one row or in several rows of their group."""
+    rows, prompt = run.rows, np.unique(run.rows["prompt"], return_inverse=True)[1]
+    has_gaps = (rows["loss_length"] > 0) & (rows["loss_length"] < rows["length"])
+    are_mixed = (rows["group"] > 0) & (mean_of(run.cell, prompt) != prompt)
+    return bool(has_gaps.any() or are_mixed.any() or len(run.continued[0]))
+
+
+def _are_centred(run: DataRows) -> bool:
+    """Return True if the advantages of nearly all groups have the mean 0, as those of complete groups do."""
+    advantage, size = run.rows["advantage"], rms_of(run.cell, run.rows["advantage"])
+    known = np.isfinite(size) & (size > 0)
+    is_centred = np.abs(mean_of(run.cell, advantage)) < CLOSE * size
+    return bool(known.any() and is_centred[known].mean() > 0.95)
+
+
+def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
+    """Compare settings that leave out truncated rows or groups with equal rewards with the rows in the loss."""
+    rows, advantage = run.rows, run.rows["advantage"]
+    # Rows without an advantage do not train, if others have one.
+    in_loss = (rows["loss_length"] > 0) & (np.isfinite(advantage) | ~np.isfinite(advantage).any())
     if setting := run.switched_on(_MASKS_TRUNCATED):
-        what = f"{cut.sum():,} truncated rows have tokens in the loss and an advantage"
-        yield from run.find("setting_contradicts", cut, least=_SEVERAL, setting=setting, what=what, notice=True)
-    known = (rows["group"] > 0) & np.isfinite(rows["reward"]) & (rows["loss_length"] > 0)
-    cell, reward = run.cell[known], rows["reward"][known]
-    equal = (mean_of(cell, 1.0 * (np.abs(reward - mean_of(cell, reward)) > TINY)) == 0) & (count_of(cell) > 1)
+        is_cut = np.array([str(each or "").lower() == "length" for each in run.finish_reasons], bool)
+        cut = in_loss & (advantage != 0) & is_cut
+        if cut.sum() >= _SEVERAL:
+            yield setting, f"{cut.sum():,} truncated rows have tokens in the loss and an advantage", cut
     by_others = run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))")
-    if (setting := run.switched_on(_FILTER)) and not by_others and equal.mean() > 0.02:
-        what = f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss"
-        yield from run.find(
-            "setting_contradicts",
-            equal,
-            least=_SEVERAL,
-            rows=np.flatnonzero(known),
-            setting=setting,
-            what=what,
-            notice=True,
-        )
+    setting = run.switched_on(_FILTER)
+    if not setting or by_others:
+        return
+    # If rewards are equal but advantages are not 0, only a part of the group was recorded, or the reward was adjusted.
+    cell, reward = run.cell, np.where(np.isfinite(rows["reward"]), rows["reward"], np.nan)
+    size = np.abs(np.where(np.isfinite(advantage), advantage, 0.0))
+    differs = ~(np.abs(reward - mean_of(cell, reward)) <= TINY) | (size > CLOSE * rms_of(run.at, size))
+    varies = mean_of(cell, 1.0 * differs) > 0
+    equal = (rows["group"] > 0) & ~varies & (count_of(cell) > 1) & in_loss
+    if equal.sum() >= max(_SEVERAL, 0.02 * in_loss.sum()):
+        yield setting, f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss", equal
 
 
 def _penalties(run: DataRows) -> Iterator[DataFinding]:

@@ -331,7 +331,10 @@ def fall(data: PairData) -> int:
     known = size >= 40
     mean, square = (np.divide(each, size, out=np.full(len(size), np.nan), where=known) for each in (mean, square))
     error = np.hypot(
-        *(np.sqrt((square - mean**2) / np.maximum(size, 1))[each] for each in (slice(-width), slice(width, None)))
+        *(
+            np.sqrt(np.maximum(square - mean**2, 0.0) / np.maximum(size, 1))[each]
+            for each in (slice(-width), slice(width, None))
+        )
     )
     drop = np.pad(mean[:-width] - mean[width:], width, constant_values=np.nan)
     here, before, after = drop[width:-width], drop[: -2 * width], drop[2 * width :]

@@ -251,21 +251,33 @@ def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
     return float(np.median(ratios)) if is_bits else 0.0
 
 
-def unscaled_ratio(sample: Sample, side: PassSample) -> float:
-    """Return mean(-logprob) / mean(entropy) if `side`'s entropies ignore the recorded temperature of unfiltered
-    samples: below 1 at temperatures below 1, above 1 otherwise. Otherwise 0."""
+_IMPOSSIBLE_NATS, _MOST_IMPOSSIBLE = 0.02, 0.01
+"""Distance from the possible entropies beyond rounding, and the largest share of such tokens by rounding."""
+
+
+def unscaled_ratio(sample: Sample, side: PassSample) -> tuple[float, float]:
+    """Return mean(-logprob) / mean(entropy), and the share of tokens whose logprob rules out their entropy, if `side`'s
+    entropies ignore the recorded temperature of unfiltered samples, otherwise zeros.
+
+    The ratio is then below 1 at temperatures below 1, and above 1 otherwise. It is as well if the logprobs ignore the
+    temperature, too, or if a filter is not recorded, but then each logprob allows its entropy.
+    """
     recorded = {name: values[np.isfinite(values)] for name, values in sample.settings.items()}
-    heat, is_filtered = recorded["temperature"], (recorded["top_p"] < 1).any() or (recorded["top_k"] > 0).any()
+    heat = recorded["temperature"]
+    is_filtered = (recorded["top_p"] < 1).any() or (recorded["top_k"] > 0).any() or (recorded["min_p"] > 0).any()
     if side.entropy is None or not len(heat) or np.ptp(heat) or heat[0] in (0.0, 1.0) or is_filtered:
-        return 0.0
+        return 0.0, 0.0
     there = sample.mask & np.isfinite(side.entropy) & np.isfinite(side.logprobs)
     if there.sum() < 400:
-        return 0.0
-    surprise, entropy, seq = -side.logprobs[there], side.entropy[there], sample.seq[there]
-    ratio = float(surprise.mean() / max(entropy.mean(), 1e-9))
-    error = np.sqrt((np.bincount(seq, surprise - ratio * entropy) ** 2).sum()) / max(entropy.sum(), 1e-9)
-    is_like = np.sign(ratio - 1) == np.sign(heat[0] - 1)
-    return ratio if is_like and abs(ratio - 1) > max(0.1, 8 * error) else 0.0
+        return 0.0, 0.0
+    logprobs, entropy, seq = side.logprobs[there], side.entropy[there], sample.seq[there]
+    ratio = float(-logprobs.mean() / max(entropy.mean(), 1e-9))
+    error = np.sqrt((np.bincount(seq, -logprobs - ratio * entropy) ** 2).sum()) / max(entropy.sum(), 1e-9)
+    least, most = _possible_entropy(logprobs, 2 * int(sample.tokens.max(initial=1)) + 2)
+    apart = entropy - 1.01 * most if heat[0] < 1 else 0.99 * least - entropy
+    share = float(np.mean(apart > _IMPOSSIBLE_NATS))
+    is_like = np.sign(ratio - 1) == np.sign(heat[0] - 1) and share > _MOST_IMPOSSIBLE
+    return (ratio, share) if is_like and abs(ratio - 1) > max(0.1, 8 * error) else (0.0, 0.0)
 
 
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
@@ -350,7 +362,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
     column = table[f"entropy_{side}"]
     logprobs, entropy = logprobs.astype(np.float64), fitted(column, lengths).astype(np.float64)
     there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs)
-    possible = entropy <= _most_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
+    possible = entropy <= 1.01 * _possible_entropy(logprobs, 2 * num_ids)[1]  # the vocabulary may be larger
     share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
     return PassSample(
         name=name, logprobs=logprobs, is_null=array_of(flat(table[side])[0].is_null()),
@@ -361,12 +373,13 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
     )  # fmt: skip
 
 
-def _most_entropy(logprobs: np.ndarray, num_ids: int) -> np.ndarray:
-    """Return, for each logprob, the largest entropy (nats, plus 1%) that a distribution over `num_ids` ids can have if
-    one id has this logprob."""
+def _possible_entropy(logprobs: np.ndarray, num_ids: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for each logprob, the smallest and the largest entropy (nats) that a distribution over `num_ids` ids can
+    have if one id has this logprob: the rest of the probability is that of one other id, or of all equally."""
     p = np.exp(np.minimum(logprobs, 0.0))
     rest = np.maximum(1 - p, 1e-12)
-    return np.asarray(1.01 * (-p * np.log(np.maximum(p, 1e-300)) + rest * (np.log(num_ids) - np.log(rest))))
+    least = -p * np.log(np.maximum(p, 1e-300)) - rest * np.log(rest)
+    return least, least + rest * np.log(num_ids)
 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:

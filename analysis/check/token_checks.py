@@ -170,14 +170,15 @@ def _beyond_lag(
 
 
 def _versions_per_update(versions: np.ma.MaskedArray, others: np.ma.MaskedArray) -> float:
-    """Return how much `versions` grow per version of `others` ([S] each) if it is always the same and not 1, otherwise 0."""
+    """Return by how much `versions` grow when `others` grow by 1 ([S] each), if it is always the same and not 1, otherwise 0."""
     known = (versions.filled(-1) >= 0) & (others.filled(-1) >= 0)
-    pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1).astype(float)
+    pairs = np.unique(np.stack([others.data[known], versions.data[known]]), axis=1)
     if len(np.unique(pairs[0])) < 3:
         return 0.0
-    slope, start = np.polyfit(pairs[0], pairs[1], 1)
-    is_exact = np.abs(slope * pairs[0] + start - pairs[1]).max() < 1e-6 * max(np.abs(pairs).max(), 1.0)
-    return float(slope) if is_exact and abs(slope - 1) > 1e-6 else 0.0
+    first, last = pairs[:, 0], pairs[:, -1]
+    slope = (last[1] - first[1]) / (last[0] - first[0])
+    is_exact = np.abs(slope * (pairs[0] - first[0]) - (pairs[1] - first[1])).max() < 1e-6 * max(np.ptp(pairs[1]), 1)
+    return float(slope) if is_exact and slope > 0 and slope != 1 else 0.0
 
 
 def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample, find: Find) -> Iterator[DataFinding]:
@@ -322,12 +323,14 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
     if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
         return  # the entropies may be those of the other side's distribution
     for side in (sample.a, sample.b):
-        text = ""
-        if ratio := unscaled_ratio(sample, side):
+        ratio, share = unscaled_ratio(sample, side)
+        text = "NaN, or larger than the token's logprob allows"
+        if ratio:
             heat = np.nanmax(sample.settings["temperature"])
-            text = f"; the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {heat:g}"
-        if text or side.share_lost > MOST_LOST:
-            yield from find("entropies_lost", every, name=side.name, share=side.share_lost, explanation=text)
+            text = f"impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {heat:g}"
+        if ratio or side.share_lost > MOST_LOST:
+            share = share if ratio else side.share_lost
+            yield from find("entropies_lost", every, name=side.name, share=share, explanation=text)
     joined = np.diff(sample.seq) == 0
     for side in (sample.a, sample.b):
         if side.entropy is None:

@@ -1,6 +1,7 @@
 """Values that are none, or no logprobs: they are named, taken out, and hide nothing behind them."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from builders import tim_trace
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.faults.values import find_unit
+from tim_trace.analysis.check.features import fall
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
@@ -381,6 +383,14 @@ def test_a_growing_mismatch_that_ends_at_once_is_of_weights_replaced_during_samp
     first = check(stale_with_prompts_again(tmp_path / "trace", 0.1, fade=30, grows=True)).findings[0]
     assert (first.code, first.numbers["cause"], first.broken) == ("row_context", "replaced", "recording")
     assert first.numbers["onset"] == 30
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("longest", [0, 1, 4, 50])
+def test_a_level_without_a_spread_does_not_fall(longest, monkeypatch):
+    position = np.tile(np.arange(longest), 60)
+    monkeypatch.setitem(fall.__globals__, "levels", lambda data: np.full(len(position), -7.2))
+    assert fall(SimpleNamespace(position=position)) == 0
 
 
 def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):

@@ -1,10 +1,11 @@
 """Data faults that are planted in real traces, and sound runs of the usual advantage estimators."""
 
 import shlex
+from functools import partial
 
 import numpy as np
 import pytest
-from bigrams import FP32, VLLM_BF16, VLLM_FP32, Step, in_float32, moved, sample, table
+from bigrams import FP32, VLLM_BF16, VLLM_FP32, Step, in_float32, moved, sample, table, top_p
 from builders import tim_trace
 from shared import rest_slow
 from tim_trace.analysis import check
@@ -735,12 +736,32 @@ def test_entropies_without_the_recorded_temperature_are_named_as_such(tmp_path, 
     (found,) = findings(path)
     assert found.code == "entropies_lost"
     assert f"computed without the recorded temperature of {temperature:g}" in data_text(found)
+    assert "10% of the entropies recorded for train are impossible" in data_text(found)
     assert [each.code for each in check(path).findings] == ["rounding"]
 
 
 @pytest.mark.parametrize("given", [at_temperature(0.7, 0.7), at_temperature(1.5, 1.5), at_temperature(1.0, 1.0)])
 def test_entropies_at_the_recorded_temperature_are_no_fault(tmp_path, given):
     assert findings(write(tmp_path / "run", **given)) == ()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_entropies_of_logprobs_that_ignore_the_temperature_too_belong_to_them(tmp_path, temperature):
+    def passes(recorder, batch, step, number):
+        raw = Step(step.prompts, step.responses, step.groups, step.logits * temperature)
+        recorder.add_scores("rollout", batch, logprobs=in_float32(raw, number))
+        recorder.add_scores("train", batch, logprobs=raw.scored(), entropy=raw.entropies())
+
+    given = at_temperature(temperature, 1.0) | {"passes": passes}
+    path = write(tmp_path / "run", **given)
+    assert findings(path) == ()
+    assert ("penalty" in {each.code for each in check(path).findings}) == (temperature > 1)
+
+
+def test_entropies_of_samples_with_a_filter_that_is_not_recorded_are_no_fault(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "sample", partial(sample, process=lambda rows: top_p(rows, 0.85)))
+    assert findings(write(tmp_path / "run", **at_temperature(0.7, 0.7))) == ()
+    assert findings(write(tmp_path / "other", **at_temperature(0.7, 0.7, min_p=0.1))) == ()
 
 
 @pytest.mark.parametrize(("per_update", "text"), [(3, "grows by 3 while the trainer's grows by 1"), (1, "")])
@@ -753,6 +774,17 @@ def test_a_version_that_counts_several_per_update_is_described(tmp_path, per_upd
     (found,) = findings(write(tmp_path / "run", passes=passes, reward=graded))
     assert (found.code, found.is_notice) == ("versions_ahead", False)
     assert data_text(found).split("one counter is wrong")[1].startswith(f": the engine's {text}" if text else " (")
+
+
+def test_versions_with_a_large_offset_are_not_fitted_loosely(tmp_path):
+    def passes(recorder, batch, step, number):
+        ahead = 2_000_000 + number + 1 + number % 2
+        recorder.add_scores("rollout", batch, logprobs=in_float32(step, number), policy_version=ahead)
+        recorder.add_scores("train", batch, logprobs=step.scored(), policy_version=2_000_000 + number)
+
+    (found,) = findings(write(tmp_path / "run", passes=passes, reward=graded))
+    assert found.code == "versions_ahead"
+    assert "grows by" not in data_text(found)
 
 
 def finished(step):
@@ -803,6 +835,111 @@ def test_settings_that_the_rows_follow_are_no_finding(tmp_path, hyperparameters,
         columns=lambda step, n: {name: each(step) if callable(each) else each for name, each in columns.items()},
     )  # fmt: skip
     assert "setting_contradicts" not in {each.code for each in findings(given)}
+
+
+def kept_rows(step, number):
+    """Only half of each group's rows, with the advantages of the whole group."""
+    reward = binary(step, number, np.random.default_rng(number))
+    kept = np.flatnonzero((np.arange(len(GROUP)) % IN_GROUP < IN_GROUP // 2) & (spread(reward) > 0))
+    return {
+        "prompt_ids": [step.prompts[row].tolist() for row in kept],
+        "response_ids": [step.responses[row].tolist() for row in kept],
+        "group_ids": [step.groups[row] for row in kept], "reward": reward[kept], "advantage": grpo(reward)[kept],
+    }  # fmt: skip
+
+
+def score_kept(recorder, batch, step, number):
+    rows = [row.tolist() for row in step.responses]
+    kept = [rows.index(row) for row in kept_rows(step, number)["response_ids"]]
+    for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+        recorder.add_scores(name, batch, logprobs=[values[row] for row in kept])
+
+
+def spread_by_truncated(step, number, draw):
+    """Every response is right, except those that were cut off."""
+    return 1.0 * (np.arange(len(GROUP)) % IN_GROUP > 0)
+
+
+def masked_if_truncated(step, number):
+    cut = np.arange(len(GROUP)) % IN_GROUP == 0
+    masks = [[not off] * len(row) for off, row in zip(cut, step.responses, strict=True)]
+    return {"response_mask": masks, "finish_reason": ["length" if each else "stop" for each in cut]}
+
+
+def of_rows(values):
+    return lambda step, number: {name: each(step) if callable(each) else each for name, each in values.items()}
+
+
+def not_if(left_out):
+    """Advantages of the rows that train, and none for the others."""
+
+    def advantage(reward, number):
+        step = sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=12)
+        return [None if off else value for off, value in zip(left_out(step, reward), grpo(reward), strict=True)]
+
+    return advantage
+
+
+HEALTHY = {
+    "quantization": ({"quantization.group_size": 128}, {}),
+    "a default of 1": ({"actor.group_size": 1}, {}),
+    "a judge": ({"judge.temperature": 0.3}, {"columns": of_rows({"temperature": 1.0})}),
+    "defaults of the model": ({"generation_config.temperature": 0.6}, {"columns": of_rows({"temperature": 1.0})}),
+    "half of each group": ({"num_generations": 8, "use_dynamic_sampling": True}, {"columns": kept_rows, "passes": score_kept}),
+    "two turns": (
+        {"num_generations": 4},
+        {"columns": lambda step, n: {"prompt_ids": [[n] * (row % 2) + ids.tolist() for row, ids in enumerate(step.prompts)]}},
+    ),
+    "a limit of turns": (
+        {"data.max_response_length": 4096},
+        {"columns": of_rows({"max_tokens": 512, "response_mask": lambda step: [[True, False] + [True] * (len(row) - 2) for row in step.responses]})},
+    ),
+    "masked rows spread the rewards": (
+        {"use_dynamic_sampling": True, "overlong_filtering": True},
+        {"reward": spread_by_truncated, "columns": masked_if_truncated},
+    ),
+    "dropped groups are recorded": (
+        {"filter_groups.enable": True},
+        {
+            "reward": lambda step, n, draw: binary(step, n, draw) * (GROUP > 2),
+            "advantage": not_if(lambda step, reward: spread(reward) == 0),
+        },
+    ),
+    "dropped rows are recorded": (
+        {"mask_truncated_completions": True},
+        {
+            "columns": of_rows({"finish_reason": finished}),
+            "advantage": not_if(lambda step, reward: np.array(finished(step)) == "length"),
+        },
+    ),
+    "prompts": ({"data.filter_truncated_prompts": True}, {"columns": of_rows({"finish_reason": finished})}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_settings_of_healthy_runs_are_not_contradicted(tmp_path, kind):
+    hyperparameters, given = HEALTHY[kind]
+    found = findings(write(tmp_path / "run", hyperparameters=hyperparameters, **given))
+    assert "setting_contradicts" not in {each.code for each in found}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("missing", ["group_ids", "reward", "finite rewards"])
+def test_settings_of_groups_are_skipped_without_groups_or_rewards(tmp_path, missing):
+    hyperparameters = {"use_dynamic_sampling": True, "mask_truncated_completions": True, "num_generations": 4}
+    gone = {"reward": np.full(len(GROUP), np.inf)} if missing == "finite rewards" else {missing: None}
+    path = write(tmp_path / "run", hyperparameters=hyperparameters, columns=lambda step, n: gone)
+    contradicted = [data_text(each) for each in findings(path) if each.code == "setting_contradicts"]
+    assert ["equal rewards" in text for text in contradicted] == [False] * (missing != "group_ids")
+
+
+def test_all_contradicted_settings_are_reported_together(tmp_path):
+    hyperparameters = {"temperature": 0.6, "top_k": 50, "mask_truncated": True}
+    columns = of_rows({"temperature": 1.0, "top_k": 20, "finish_reason": finished})
+    found = findings(write(tmp_path / "run", hyperparameters=hyperparameters, columns=columns))
+    (text,) = [data_text(each) for each in found if each.code == "setting_contradicts"]
+    assert text.count("is recorded, but") == 3
+    assert "so the settings may be ignored" in text
 
 
 def copied_rows(num):

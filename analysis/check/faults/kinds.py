@@ -384,8 +384,8 @@ _CONTEXTS = {
                 "the first response token, which the prompt's forward pass predicts, differs most"),
     "cached": ("the engine reads prompts with older weights: a prefix cache kept across weight updates", "a prefix cache that is not "
                "reset when the weights change: the mismatch begins at rounding level, grows with the updates, and fades along responses"),
-    "replaced": ("up to one response position, the engine has older weights: they were replaced during sampling", "a weight update at response "
-                 "token {onset}, while the recorded policy version is that of the end"),
+    "replaced": ("the engine has older weights up to a certain response position: they were replaced during sampling", "a weight update at response "
+                 "token {onset}, which no recorded policy version shows"),
     "decode": ("one side decodes incorrectly after the prompt: wrong positions or a wrong cache", "wrong positions or a wrong "
                "cache after the prompt: the first response token, which the prompt's forward pass predicts, agrees"),
     "turns": ("later turns have a different context", "a template that drops or rewrites earlier turns or tool output, or positions that restart"),

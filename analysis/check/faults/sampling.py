@@ -582,7 +582,7 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
     if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
         return []  # data_checks reports entropies of another distribution
-    if unscaled_ratio(data.sample, side.own):
+    if any(unscaled_ratio(data.sample, side.own)):
         return []  # so does it here
     recorded, entropy, is_sharper = recorded_penalty(data), side.own.entropy[data.keep], side.sampled_mean > 0
     excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
