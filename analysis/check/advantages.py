@@ -848,8 +848,11 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         numbers: dict[str, Any] = {"value": float(values.mean()), "num_steps": int(constant.sum())}
         are_single = bool((labels > 0).all() and count_of(group).max() == 1)
         numbers["scope"] = "group" if is_grouped else "step"
+        own_prompts = run.rows["prompt"].all() and count_of(numbered(run.rows["prompt"], run.at)).max() == 1
         numbers["explanation"] = (
             "; the baseline is the mean of groups, each of which contains a single row" * are_single
+            or "; every row has a prompt of its own, so groups formed by prompt contain a single row"
+            * (is_grouped and own_prompts)
         )
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)

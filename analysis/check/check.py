@@ -437,7 +437,7 @@ def _is_part(place: Finding) -> bool:
     if place.code == kinds.BOUNDARY.code and place.share > 0.15:
         return True
     fixed = (kinds.ONE_PLACE.code, kinds.BOUNDARY.code, misplaced.RETOKENISED.code)
-    is_other = place.code not in fixed and place.numbers.get("cause") != "ids"
+    is_other = place.code not in fixed and place.numbers.get("cause") != "ids" and place.signal != "in_rows"
     return is_other or place.numbers.get("feature") == "token_before"
 
 
@@ -488,7 +488,7 @@ def _is_told(data: PairData, place: Where) -> bool:
 def _places(data: PairData) -> list[Hypothesis]:
     where = [place for place in places(data) if _is_told(data, place)][:_MAX_PLACES]
     found = [*kinds.find_placed(data, where), *misplaced.find_neighbours(data, where)]
-    return [*found, *misplaced.find_broken(data)] if is_excessive(data) else found
+    return [*found, *misplaced.find_broken(data), *kinds.find_parts(data)] if is_excessive(data) else found
 
 
 # --- Judging and describing a mismatch

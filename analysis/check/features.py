@@ -319,6 +319,72 @@ def onset(data: PairData) -> Onset | None:
     return Onset(at, "event" if is_event else "shards" if is_repeated else "window")
 
 
+class RowParts(NamedTuple):
+    """Rows whose mismatch is at rounding level on one side of a token that differs from row to row."""
+
+    are_first: bool
+    """Whether the tokens before it differ."""
+    inside: np.ndarray
+    """Tokens that differ: the parts of such rows, and rows that differ throughout, [K] bool."""
+    num_rows: int
+    """Number of rows with such a token."""
+    num_whole: int
+    """Number of rows that differ throughout."""
+    high: float
+    """Median logit error of the tokens that differ, and of all others (nats)."""
+    low: float
+    cost: float
+    """Information in the places where rows change, and in the choice of rows (nats)."""
+
+
+@once
+def parts_of_rows(data: PairData) -> RowParts | None:
+    """Split each row where the log of its mismatch changes most. Return None unless many rows change by a clear factor, in
+    the same direction, and hardly change otherwise, and their other parts are at rounding level. (A mismatch that fades
+    has no such token.)"""
+    log, seq = levels(data), np.unique(data.seq, return_inverse=True)[1] if data.num_kept else data.seq
+    joined = np.diff(seq) == 0
+    if joined.sum() < FEW_SPLIT:
+        return None
+    first = np.flatnonzero(np.r_[True, ~joined])
+    size = np.bincount(seq)[seq]
+    before = np.arange(len(seq)) - first[seq]
+    sums = np.r_[0.0, np.cumsum(log)]
+    head, total = sums[:-1] - sums[first][seq], np.bincount(seq, log)[seq]
+    with np.errstate(all="ignore"):
+        gap = (total - head) / (size - before) - head / before
+    share = np.where(np.minimum(before, size - before) >= 2, gap**2 * before * (size - before) / size, 0.0)
+    best = np.maximum.reduceat(share, first)
+    at = np.maximum.reduceat(np.where(share == best[seq], before, 0), first)  # tokens before the split
+    scatter = float(np.median(np.abs(np.diff(log)[joined]))) / 0.6745 / 2**0.5
+    rise = gap[first + at]
+    is_split = (best > scatter**2 * (10 + 2 * np.log(np.bincount(seq)))) & (np.abs(rise) > np.log(2.5))
+    are_first = bool((is_split & (rise < 0)).sum() > (is_split & (rise > 0)).sum())
+    chosen = is_split & ((rise < 0) == are_first)
+    if chosen.sum() < max(FEW_SPLIT, 5 * (is_split & ~chosen).sum()):
+        return None
+    is_head = before < at[seq]
+    inside = chosen[seq] & (is_head == are_first)
+    ends = np.array([log[inside].mean(), log[chosen[seq] & ~inside].mean()])
+    row = np.bincount(seq, log) / np.bincount(seq)
+    whole = ~chosen & (row > ends.mean())
+    part = np.unique(np.stack([seq, is_head])[:, chosen[seq]], axis=1, return_inverse=True)[1]
+    place = centred(before[chosen[seq]].astype(float), part)
+    slope = float(place @ centred(log[chosen[seq]], part)) / max(float(place @ place), 1e-9)
+    if abs(slope) * np.bincount(part).mean() > 0.3 * (ends[0] - ends[1]):
+        return None
+    noise, inside = logit_error(data), inside | whole[seq]
+    high, low = float(np.median(noise[inside])), float(np.median(noise[~inside]))
+    if 2 * whole.sum() > chosen.sum() or high < 5 * low or low > allowed_noise(data) / 4:
+        return None
+    cost = float(np.log(np.bincount(seq)[chosen]).sum() + len(first) * np.log(3))
+    return RowParts(are_first, inside, int(chosen.sum()), int(whole.sum()), high, low, cost)
+
+
+FEW_SPLIT = 8
+"""Minimum number of rows that change at a token."""
+
+
 def fall(data: PairData) -> int:
     """Return the response position at which the mismatch falls at once by a third or more, or 0 if there is none.
 

@@ -356,6 +356,8 @@ below it. One author's random policies have far sharper distributions: 64 of 495
 """
 TAIL_RATIO = 10.0
 """A token belongs to the tail if its logit error exceeds the median by this factor. Rounding alone reaches 6 to 8."""
+MIN_PLACE_RATIO = 10.0
+"""Minimum ratio of the median mismatch at a place to that elsewhere for saying that only the place is wrong."""
 MAX_NAMED = 20
 """Maximum number of token ids, or values of a column, that together count as one place."""
 
@@ -408,18 +410,39 @@ _ONSETS = {
                "context-parallel shards or prefill chunks of {onset} columns that do not attend to earlier ones"),
     "event": ("from one response position on, one side has different weights, a different context or a different kernel", "a weight update during "
               "sampling, a resumed request, a template that rewrites earlier turns, or a switch of the attention kernel, at response token {onset}"),
+    "older": ("responses begin with older weights than the rest: the weights changed during sampling", ""),
+    "newer": ("responses end with other weights than they begin with: the weights changed during sampling", ""),
+    "beginnings": ("some responses begin in a different context", ""),
+    "ends": ("from some token on, part of the responses have a different context or other tokens", ""),
 }  # fmt: skip
+_IN_ROWS = {
+    "older": "; requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning",
+    "newer": "; requests were continued after a weight update, and if the recorded policy version is that of the start, it is wrong for the end",
+    "beginnings": "; typical causes: cached prefixes of other prompts, or requests that were preempted and resumed",
+    "ends": "; typical causes: text that was tokenised again, a resumed request, a lost cache, or a template that rewrites earlier turns",
+}  # fmt: skip
+"""Cause -> typical causes, for rows that differ before or after a token of their own."""
+
+
+def _in_rows(numbers: Mapping[str, Any]) -> dict[str, str]:
+    end = "before" if numbers["cause"] in ("older", "beginnings") else "from"
+    whole = f"; {numbers['num_whole']:,} other sequences differ throughout" if numbers["num_whole"] else ""
+    return {"end": end, "whole_text": whole, "hint": _IN_ROWS[str(numbers["cause"])]}
 
 
 def _by_cause(
-    code: str, title: str, causes: Mapping[str, tuple[str, str]], more: Mapping[str, str] | None = None
+    code: str,
+    title: str,
+    causes: Mapping[str, tuple[str, str]],
+    more: Mapping[str, str] = MappingProxyType({}),
+    more_words: Mapping[str, Any] = MappingProxyType({}),
 ) -> Fault:
     def words(n: Mapping[str, Any]) -> dict[str, Any]:
         return {**judged_words(n), "hint": causes[n["cause"]][1].format_map(n)}
 
     return Fault(
-        code=code, title=title, broken="computation", words={"judged": words, "implied": words},
-        evidence={"judged": judged("{hint}"), "implied": features.implied("{hint}")} | dict(more or {}),
+        code=code, title=title, broken="computation", words={"judged": words, "implied": words, **more_words},
+        evidence={"judged": judged("{hint}"), "implied": features.implied("{hint}")} | dict(more),
         causes={cause: name for cause, (name, _) in causes.items() if cause},
     )  # fmt: skip
 
@@ -430,8 +453,11 @@ ONSET = _by_cause(
     "position_onset", "the mismatch begins inside sequences", _ONSETS,
     {
         "recorded": "from token {onset} of prompt and response on, the logits differ {times:.2g} times as much as before, exactly "
-        "where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size"
+        "where the recorded {setting} of {window} cuts off the first token, so one side's window has a different size",
+        "in_rows": "in {num_rows:,} of {of_rows:,} sequences, the logits differ by {high:.2g} nats (median) {end} one token, which "
+        "varies from sequence to sequence; all other tokens differ by {low:.2g}{whole_text}{hint}",
     },
+    {"in_rows": _in_rows},
 )  # fmt: skip
 _EXPERTS = ("the mismatch pattern is typical of MoE models", "the model is a mixture of experts")
 ROUTER_FLIPS = Fault(
@@ -465,6 +491,29 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     two sides."""
     tried = (find(data, place) for place in where for find in (_fixed_place, _part_of_run, _other_context))
     return [found for found in tried if found is not None]
+
+
+def find_parts(data: PairData) -> list[Hypothesis]:
+    """Explain the mismatch by rows that differ only before, or only after, a token of their own."""
+    parts = features.parts_of_rows(data)
+    if parts is None:
+        return []
+    later, joined = later_turn(data.sample)[data.keep], np.diff(data.seq) == 0
+    begins = joined & (np.diff(parts.inside.astype(int)) == (-1 if parts.are_first else 1))
+    if (later[1:] > later[:-1])[begins].mean() > 0.5:
+        return []  # the turns say more
+    steps = data.sample.steps[data.seq]
+    begins_later = not parts.inside[steps == steps.min()].mean() > parts.inside.mean() / 5
+    numbers: dict[str, Number] = {"num_rows": parts.num_rows, "of_rows": data.sample.num_sequences}
+    numbers |= {"num_whole": parts.num_whole, "high": parts.high, "low": parts.low}
+    numbers["cause"] = (
+        ("older" if parts.are_first else "newer") if begins_later else "beginnings" if parts.are_first else "ends"
+    )
+    next = commands.far_tokens(data)
+    finding = ONSET.finding(
+        data, "in_rows", parts.inside, next=next, broken="recording" if begins_later else None, numbers=numbers
+    )
+    return [located(data, finding, parts.inside, parts.cost)]
 
 
 def _other_context(data: PairData, place: Where) -> Hypothesis | None:
@@ -709,6 +758,9 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     is_boundary = name.startswith(("first_of_chunk", "last_of_chunk", "phase"))
     if not is_boundary and name not in _TOKENS:
         return None
+    noise = logit_error(data)
+    if np.median(noise[place.inside]) < MIN_PLACE_RATIO * np.median(noise[~place.inside]):
+        return None  # the rest is wrong, too
     if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not _is_id_range(place)):
         return None
     if name.startswith("phase") and (len(values) > 2 or place.ratio < 10):
