@@ -852,7 +852,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         numbers["explanation"] = (
             "; the baseline is the mean of groups, each of which contains a single row" * are_single
             or "; every row has a prompt of its own, so groups formed by prompt contain a single row"
-            * (is_grouped and own_prompts)
+            * bool(is_grouped and own_prompts)
         )
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
     scaled = np.isfinite(rules.factor)

@@ -488,7 +488,11 @@ def _is_told(data: PairData, place: Where) -> bool:
 def _places(data: PairData) -> list[Hypothesis]:
     where = [place for place in places(data) if _is_told(data, place)][:_MAX_PLACES]
     found = [*kinds.find_placed(data, where), *misplaced.find_neighbours(data, where)]
-    return [*found, *misplaced.find_broken(data), *kinds.find_parts(data)] if is_excessive(data) else found
+    if not is_excessive(data):
+        return found
+    # A place with nearly the same tokens describes them better.
+    parts = [each for each in kinds.find_parts(data) if all(_shared(each, other) < 0.7 for other in found)]
+    return [*found, *misplaced.find_broken(data), *parts]
 
 
 # --- Judging and describing a mismatch

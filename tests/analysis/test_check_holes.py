@@ -393,6 +393,62 @@ def test_a_level_without_a_spread_does_not_fall(longest, monkeypatch):
     assert fall(SimpleNamespace(position=position)) == 0
 
 
+def continued(path, *, since=3, are_first=True, fade=False):
+    """Half of the rows have weights of their own before (or after) a token that varies from row to row."""
+    with Recorder(path) as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 9):
+            step, draw = sample(table(), 100 + number), np.random.default_rng(number)
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[p.tolist() for p in step.prompts], policy_version=number - 1,
+                response_ids=[r.tolist() for r in step.responses],
+            )  # fmt: skip
+            rows = []
+            other = step.scored(moved(step.logits, 3, 0.4))
+            for place, (right, wrong) in enumerate(zip(in_float32(step, number), other, strict=True)):
+                at = draw.integers(5, len(right) - 4)
+                inside = np.arange(len(right)) < at if are_first else np.arange(len(right)) >= at
+                share = np.exp(-np.arange(len(right)) / 10) if fade else 1.0 * inside
+                rows.append(np.float32(right + (wrong - right) * share * (place % 2 and number >= since)))
+            recorder.add_scores("rollout", batch, logprobs=rows)
+            recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+    return check(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "cause", "broken"),
+    [
+        ({}, "older", "recording"), ({"are_first": False}, "newer", "recording"),
+        ({"since": 1}, "beginnings", "computation"), ({"since": 1, "are_first": False}, "ends", "computation"),
+    ],
+)  # fmt: skip
+def test_rows_that_change_at_a_token_of_their_own_were_continued(tmp_path, given, cause, broken):
+    found = continued(tmp_path / "trace", **given)
+    first = found.findings[0]
+    assert (first.code, first.signal, first.numbers["cause"]) == ("position_onset", "in_rows", cause)
+    assert found.broken == broken
+    num = sum(number >= given.get("since", 3) for number in range(1, 9)) * 16
+    assert 0.8 * num < first.numbers["num_rows"] <= num
+    assert "varies from sequence to sequence" in evidence_text(first)
+
+
+def test_a_mismatch_that_fades_in_half_of_the_rows_changes_at_no_token(tmp_path):
+    assert "in_rows" not in {each.signal for each in continued(tmp_path / "trace", fade=True).findings}
+
+
+def test_ids_with_a_larger_mismatch_are_no_place_if_the_rest_is_wrong_too(tmp_path):
+    def rollout(step, number):
+        size = np.where(np.arange(len(step.logits)) % 4 == 0, 0.12, 0.02)[:, None]
+        return step.scored(
+            (step.logits + np.random.default_rng(7).normal(size=step.logits.shape) * size).astype(np.float32)
+        )
+
+    found = check(Recording(rollout=rollout, contracts=BOTH_FP32).write(tmp_path / "trace"))
+    assert not found.is_valid
+    assert "one_place" not in {each.code for each in found.findings}
+
+
 def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):
     def rollout(step, number):
         hot = step.scored(step.logits / 0.7)
