@@ -331,7 +331,7 @@ def _explained(data: PairData) -> list[Finding]:
         if any(each.is_expected for each in declared):
             rest = data.within(data.updates_behind[data.seq] == 0)
             judged = _explained(rest) if rest.num_kept < data.num_kept else []
-            return [*declared, *(each for each in judged if each.fails)]
+            return [*_exactly_explained(data), *declared, *(each for each in judged if each.fails)]
         placed = _places(data)
         whole = _unrefuted(data, _candidates(data), placed)
         best = _best([*whole, *placed, *_inside(data, placed, whole)])
@@ -344,6 +344,17 @@ def _explained(data: PairData) -> list[Finding]:
         else:
             data, behind = data.corrected(best.tokens, best.right), best.finding.code
     return found
+
+
+def _exactly_explained(data: PairData) -> list[Finding]:
+    """Return what predicts the values of the rows that older weights scored, if anything does. Older weights explain any
+    mismatch, but not one that, for example, a temperature or another row's values reproduce."""
+    older = data.within(data.updates_behind[data.seq] != 0)
+    if older.num_kept < FEW or not is_excessive(older):
+        return []
+    exact = (each for each in _candidates(older) if each.left is not None and each.left < sampling.MAX_LEFT)
+    best = _best([each for each in exact if 2 * each.tokens.sum() > older.num_kept])
+    return [] if best is None else [replace(best.finding, tokens=best.tokens & older.keep)]
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:

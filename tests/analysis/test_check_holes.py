@@ -393,6 +393,35 @@ def test_a_level_without_a_spread_does_not_fall(longest, monkeypatch):
     assert fall(SimpleNamespace(position=position)) == 0
 
 
+def asynchronous(path, change):
+    """A run in which weights that are one update old score all rollouts, as recorded."""
+    weights = [table()]
+    with Recorder(path) as recorder:
+        for name, contract in BOTH_FP32.items():
+            recorder.add_contract(name, contract)
+        for number in range(1, 7):
+            weights.append(moved(weights[-1], number, 0.05))
+            step = sample(weights[-2], 100 + number)
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[p.tolist() for p in step.prompts],
+                response_ids=[r.tolist() for r in step.responses],
+            )
+            recorder.add_scores("rollout", batch, logprobs=change(step), policy_version=number - 1)
+            recorder.add_scores("train", batch, logprobs=step.scored(weights[-1]), policy_version=number)
+    return check(path)
+
+
+def test_older_weights_do_not_excuse_what_a_formula_explains(tmp_path):
+    found = asynchronous(tmp_path / "cold", lambda step: step.scored(step.logits / 0.6))
+    assert (found.is_valid, found.findings[0].code) == (False, "temperature")
+    found = asynchronous(tmp_path / "rolled", lambda step: [np.roll(row, 1) for row in step.scored()])
+    assert (found.is_valid, found.findings[0].code) == (False, "shift")
+    found = asynchronous(tmp_path / "sound", lambda step: step.scored())
+    assert found.is_valid
+    assert found.findings[0].is_expected
+
+
 def continued(path, *, since=3, are_first=True, fade=False):
     """Half of the rows have weights of their own before (or after) a token that varies from row to row."""
     with Recorder(path) as recorder:
