@@ -53,6 +53,7 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
     "engine_moves_on": "only {still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs ({trainer_share:.0%} in the trainer), so the engine does get new weights",
+    "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
     "learning_rate_spike": "starting at step {step}, the learning rate reaches {factor:.3g} times its earlier median",

@@ -14,6 +14,8 @@ from ..run_facts import Facts
 _USUAL = 0.02
 """Mean |d| (nats) that gives the mismatch half its full weight. Healthy bf16 runs show 0.002 to 0.01."""
 _FEWEST = 2
+_GROWS_FOR, _RESETS_BY = 4, 5.0
+"""Minimum number of steps over which a mismatch grows before new weights reset it, and minimum factor by which it then falls."""
 OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
 
 
@@ -28,6 +30,28 @@ def size(facts: Facts, _: Fall) -> Iterator[Fact]:
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
     if run.begins == FROM_UPDATES and not run.grows and declared_lag(facts)[0] < 1:
         yield fact("mismatch_steady", weighs(facts))
+
+
+def resets(facts: Facts, fall: Fall) -> Iterator[Fact]:
+    """Report whether the mismatch grows over several steps and then falls to rounding at once, as when an engine that
+    was behind gets new weights."""
+    values = facts.values("mean_abs_d")
+    known = np.flatnonzero(np.isfinite(values) & (values > 0))
+    steps, values, first = facts.steps[known], values[known], 0
+    found: list[tuple[int, float, float]] = []
+    for at in range(1, len(values)):
+        before = np.log(values[first:at])
+        if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
+            continue
+        half = len(before) // 2
+        if np.median(before[half:]) - np.median(before[:half]) > np.log(2) and before[0] < before.max() - np.log(
+            _RESETS_BY
+        ):
+            found.append((int(steps[at]), float(np.median(values[max(at - 3, first) : at])), float(values[at])))
+        first = at
+    if found and found[0][1] > _USUAL / 4:
+        step, high, low = max(found, key=lambda each: each[1] / each[2])
+        yield fact("mismatch_resets", high / (high + _USUAL), step=step, from_value=high, to_value=low, num=len(found))
 
 
 def rise(facts: Facts, fall: Fall) -> Iterator[Fact]:
@@ -144,4 +168,4 @@ def is_farther_behind(facts: Facts, control: Facts) -> bool:
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 
 
-ALL = (size, rise, check, age, lag, unsampled)
+ALL = (size, resets, rise, check, age, lag, unsampled)
