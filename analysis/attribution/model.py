@@ -28,7 +28,8 @@ _LAGS = ("declared_lag", "declared_lag_grows")
 _OLD = ("earlier_weights", "engine_stands_still")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("declared_fresh",), ("mismatch_steady", "check_fails.stale")),
-    (("stop_ignored", "responses_capped"), ("advantages_changed.mean", "advantages_changed.burst")),
+    (("never_ended",), ("not_sampled_so",)),
+    (("stop_ignored", "responses_capped", "never_ended"), ("advantages_changed.mean", "advantages_changed.burst")),
     (_LAGS, ("earlier_weights", "engine_moves_on")),
     (_OLD, (*_OF_MISMATCH, "engine_moves_on", "declared_fresh", "returns_to_reference", "not_sampled_so")),
     (("length_pays_since", "length_explains_rewards", "rewards_by_length_part"),

@@ -294,13 +294,16 @@ def endings(facts: Facts, fall: Fall) -> Iterator[Fact]:
     shares = {
         "endings_change": other_endings(rows, before),
         "stop_ignored": rows.by_step(rows.goes_on.astype(float)),
+        "never_ended": rows.by_step((~rows.is_ended).astype(float)),
         "rows_left_out": rows.by_step(((rows.length == 0) & (rows.num_tokens > 0)).astype(float)),
     }
     for code, (steps, share) in shares.items():
         usual = np.array([np.median(share[max(at - 10, 0) : at]) for at in range(first, last)])
         jumps = np.array([share[at : at + 3].min() for at in range(first, last)]) - 4 * usual
         at = int(np.argmax(jumps > 0.5 * jumps.max())) if jumps.max() > 0 else 0
-        step, level = int(steps[first + at]), math.sqrt(max(jumps.max(), 0.0))
+        step, level = int(steps[first + at]), max(float(jumps.max()), 0.0)
+        if code != "never_ended":  # a policy that breaks down forgets some of its end tokens, too
+            level = math.sqrt(level)
         # If the gradient norm changed earlier, the policy itself may have learned to end responses differently. The
         # model weighs such a change separately.
         is_own = code == "endings_change" and gradient is not None and gradient < step
