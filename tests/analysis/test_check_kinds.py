@@ -195,17 +195,24 @@ def test_rounding_that_varies_between_steps_is_no_fault(tmp_path, size, version)
     assert recorded(tmp_path / "trace", rounded(size), steps=6, contracts=BF16, version=version).is_valid
 
 
-def test_rounding_that_grows_while_the_policy_becomes_sharper_is_no_fault(tmp_path):
+@pytest.mark.parametrize(
+    ("sharpness", "size"),
+    [
+        (lambda number: 1.0 + 0.6 * number, lambda number: 0.005 * number),
+        (lambda number: 0.1 * number**1.5, lambda number: 0.0005 * number**1.5),  # from a uniform policy
+    ],
+)
+def test_rounding_that_grows_while_the_policy_becomes_sharper_is_no_fault(tmp_path, sharpness, size):
     with Recorder(tmp_path / "trace") as recorder:
         for name, contract in BF16.items():
             recorder.add_contract(name, contract)
         for number in range(1, 6):
-            step, draw = sample(table(sharpness=1.0 + 0.6 * number), number), np.random.default_rng(number)
+            step, draw = sample(table(sharpness=sharpness(number)), number), np.random.default_rng(number)
             batch = recorder.add_sequences(
                 step=number, prompt_ids=[row.tolist() for row in step.prompts], policy_version=number - 1,
                 response_ids=[row.tolist() for row in step.responses],
             )  # fmt: skip
-            change = rounded(lambda number, position: 0.005 * number)
+            change = rounded(lambda number, position: size(number))
             rows = [change(number, None, row, row, draw) for row in step.scored()]
             recorder.add_scores("train", batch, logprobs=[row[1] for row in rows], policy_version=number - 1)
             recorder.add_scores("rollout", batch, logprobs=[row[2] for row in rows])
