@@ -376,16 +376,30 @@ def test_another_unit_is_named(tmp_path, unit, change):
     assert first.numbers["side"] == "rollout" or unit == "log_complement"
 
 
-def test_other_tokens_after_a_place_are_told_from_a_shift(tmp_path):
+@pytest.mark.parametrize("has_turns", [False, True])
+def test_other_tokens_after_a_place_are_told_from_a_shift(tmp_path, has_turns):
+    """The rest of the row, or of its first turn, belongs to other tokens."""
+
     def inserted(values, number):
         draw = np.random.default_rng(number)
         out = []
         for row in values:
-            place = int(draw.integers(5, len(row) - 6))
-            out.append(np.concatenate([row[:place], [np.float32(-3 * draw.random())], row[place:-1]]))
+            end = 14 if has_turns else len(row)
+            place = int(draw.integers(3, end - 6))
+            rest = -draw.exponential(4.0, end - place - 1) if has_turns else row[place : end - 1]
+            out.append(
+                np.concatenate(
+                    [row[:place], [-8 - draw.random() if has_turns else -3 * draw.random()], rest, row[end:]]
+                ).astype(np.float32)
+            )
         return out
 
-    run = Recording(rollout=lambda step, number: inserted(in_float32(step, number), number))
+    run = Recording(
+        rollout=lambda step, number: inserted(in_float32(step, number), number),
+        sequences=lambda step, number: (
+            {"response_mask": [np.abs(np.arange(len(row)) - 16) > 2 for row in step.responses]} if has_turns else {}
+        ),
+    )
     assert check(run.write(tmp_path / "trace")).findings[0].code == "retokenised"
 
 

@@ -483,8 +483,15 @@ def _matches(data: PairData) -> np.ndarray | None:
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """Detect passes that scored different text after a token that one side considers impossible."""
-    index = _index(data)
+    """Detect passes that scored different text after a token that one side considers impossible, up to the end of its
+    turn."""
+    mask = data.sample.mask
+    turns = np.cumsum(mask & ~np.r_[False, mask[:-1]] & (data.sample.position > 0))[data.keep]
+    turns = np.unique(turns * data.sample.num_sequences + data.seq, return_inverse=True)[1]
+    seq = np.zeros(turns.max(initial=-1) + 1, np.int64)
+    seq[turns] = data.seq
+    index = np.full((len(seq), int(data.sample.lengths.max(initial=0))), -1)
+    index[turns, data.position] = np.arange(data.num_kept)
     cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
     off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS
     place = (cost > 0.5).argmax(axis=1)
@@ -495,10 +502,10 @@ def find_broken(data: PairData) -> list[Hypothesis]:
     rows, at = rows[is_broken], at[is_broken]
     if len(rows) < max(2, 0.4 * off.sum()) or np.std(at) < 1:
         return []
-    tokens = np.isin(data.seq, rows) & (data.position >= place[data.seq])
+    tokens = np.isin(turns, rows) & (data.position >= place[turns])
     finding = RETOKENISED.finding(
-        data, "impossible_after_place", tokens, weight=len(rows) / off.sum(), next=commands.row(data, int(rows[0])),
-        numbers=_onset_numbers(data, rows, int(off.sum()), at),
+        data, "impossible_after_place", tokens, weight=len(rows) / off.sum(), next=commands.row(data, int(seq[rows[0]])),
+        numbers=_onset_numbers(data, seq[rows], len(np.unique(seq[off])), at),
     )  # fmt: skip
     return [located(data, finding, tokens, len(rows) * np.log(max(cost.shape[1], 2)))]
 
