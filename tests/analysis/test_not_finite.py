@@ -6,6 +6,7 @@ from tim_trace import Recorder
 from tim_trace.analysis import attribute, diagnose, report
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.text import story
+from tim_trace.analysis.query import sql
 from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.watch.watch import Watcher
 
@@ -112,3 +113,16 @@ def test_logprobs_that_are_no_number_sound_in_every_verb_that_names_alarms(tmp_p
 def test_a_run_of_numbers_alone_has_no_such_alarm(tmp_path):
     found = Watcher(recorded(tmp_path / "run")).look().alarms
     assert "num_not_finite" not in {each.alarm.metric for each in found.judged}
+
+
+def test_sql_finds_nan_in_columns_with_one_number_per_row(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.add_sequences(
+            step=1, response_ids=[[3]] * 3, advantage=[float("nan"), 0.0, 0.0],
+            rewards={"a": [1.0, float("nan"), 0.0]},
+        )  # fmt: skip
+        recorder.add_metrics(1, {"loss": float("nan"), "lr": 1.0})
+    rows = "SELECT count(*) AS num FROM sequences WHERE isnan({})"
+    for column in ("reward", "advantage", "rewards['a']"):
+        assert sql(tmp_path / "run", rows.format(column)).rows == [(1,)]
+    assert sql(tmp_path / "run", "SELECT name FROM metrics WHERE isnan(value)").rows == [("loss",)]
