@@ -118,7 +118,7 @@ def test_a_run_of_numbers_alone_has_no_such_alarm(tmp_path):
 def test_sql_finds_nan_in_columns_with_one_number_per_row(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         recorder.add_sequences(
-            step=1, response_ids=[[3]] * 3, advantage=[float("nan"), 0.0, 0.0],
+            step=1, response_ids=[[3]] * 3, reward=[1.0, float("nan"), 0.0], advantage=[float("nan"), 0.0, 0.0],
             rewards={"a": [1.0, float("nan"), 0.0]},
         )  # fmt: skip
         recorder.add_metrics(1, {"loss": float("nan"), "lr": 1.0})
