@@ -114,9 +114,9 @@ class PassSample:
     is_null: np.ndarray
     """[N] bool: True where no logprob was recorded."""
     entropy: np.ndarray | None
-    """[N] float64 (nats), NaN where missing. None if no entropy is finite."""
+    """[N] float64 (nats), NaN where missing. None if no entropy is finite, or if they are other tokens'."""
     share_lost: float
-    """Share of the recorded entropies that are not finite, or larger than the token's logprob allows."""
+    """Share of the recorded entropies that are not finite, or impossible given the token's logprob."""
     versions: np.ma.MaskedArray
     """[S] int64 policy version of the scoring weights. Masked where unknown."""
     contracts: list[str | None]
@@ -362,11 +362,14 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
     column = table[f"entropy_{side}"]
     logprobs, entropy = logprobs.astype(np.float64), fitted(column, lengths).astype(np.float64)
     there = np.repeat(~array_of(column.is_null()), lengths) & np.isfinite(logprobs)
-    possible = entropy <= 1.01 * _possible_entropy(logprobs, 2 * num_ids)[1]  # the vocabulary may be larger
-    share_lost = float(np.mean(~possible[there])) if there.any() else 0.0
+    least, most = _possible_entropy(logprobs, 2 * num_ids)  # the vocabulary may be larger
+    is_low, is_possible = entropy < 0.99 * least - _IMPOSSIBLE_NATS, entropy <= 1.01 * most
+    share_lost = float(np.mean((is_low | ~is_possible)[there])) if there.any() else 0.0
+    # A token whose logprob was lost has an entropy that is too large, but one that is too small is another token's.
+    is_known = np.isfinite(entropy).any() and is_low[there].mean() <= MOST_LOST
     return PassSample(
         name=name, logprobs=logprobs, is_null=array_of(flat(table[side])[0].is_null()),
-        entropy=entropy if np.isfinite(entropy).any() else None, share_lost=share_lost,
+        entropy=entropy if is_known else None, share_lost=share_lost,
         versions=_versions(table[f"policy_version_{side}"]), contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(), forward_row=_numbers(table[f"forward_row_{side}"]),
         pad_left=_numbers(table[f"pad_left_{side}"]),

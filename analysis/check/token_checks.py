@@ -324,7 +324,9 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         return  # the entropies may be those of the other side's distribution
     for side in (sample.a, sample.b):
         ratio, share = unscaled_ratio(sample, side)
-        text = "NaN, or larger than the token's logprob allows"
+        text = (
+            "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution"
+        )
         if ratio:
             heat = np.nanmax(sample.settings["temperature"])
             text = f"impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {heat:g}"

@@ -429,6 +429,14 @@ def late(values, number, num):
     ]
 
 
+def entropies_of_the_next_row(recorder, batch, step, number):
+    """Entropies in another order than the rows, with 0 where the other row is shorter."""
+    recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+    entropies = step.entropies()
+    moved = [np.resize(np.r_[entropies[row - 1], np.zeros(60)], len(each)) for row, each in enumerate(entropies)]
+    recorder.add_scores("train", batch, logprobs=step.scored(), entropy=moved)
+
+
 def of_first_rows(recorder, batch, step, number):
     """Logprobs of groups in which each row is the first one."""
     for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
@@ -552,6 +560,7 @@ FAULTS = {
     "longer than allowed": ("limit_exceeded", None, {"columns": lambda step, n: {"max_tokens": 6}}),
     "nan entropies": ("entropies_lost", None, {"entropy": np.nan}),
     "entropies of another distribution": ("entropies_lost", None, {"entropy": 6.0}),
+    "entropies of the next row": ("entropies_lost", None, {"passes": entropies_of_the_next_row}),
     "entropies in bits": ("entropies_in_bits", None, {"entropy": 1 / np.log(2.0)}),
     "parts of the next row": ("rewards_differ", None, {"reward": lambda step, n, draw: np.roll(parts_of(step)["accuracy"] + 0.2 * parts_of(step)["format"], 1), "columns": lambda step, n: {"rewards": parts_of(step)}}),
     "zero": ("advantages_constant", None, {"advantage": lambda r, n: np.zeros(len(r))}),
