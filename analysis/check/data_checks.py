@@ -142,9 +142,10 @@ def _nan_source(run: DataRows, lost: np.ndarray) -> str:
 
 def _turns(run: DataRows) -> Iterator[DataFinding]:
     """Find turns whose advantage differs from that of a later turn in the same conversation, although only its last
-    turn has a reward."""
+    turn has a reward, or all turns have the same one."""
     row, later = run.continued
-    if run.is_per_token or np.nan_to_num(run.rows["reward"][row]).any():
+    reward = np.nan_to_num(run.rows["reward"])
+    if run.is_per_token or (reward[row].any() and not np.array_equal(reward[row], reward[later])):
         return
     first, second = (run.rows["advantage"][rows] for rows in (row, later))
     differs = np.abs(first - second) > 1e-3 * np.abs(np.nan_to_num(second)).max(initial=0.0)

@@ -216,6 +216,18 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
         numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": shown, "end": "end"}
         yield from find("mask_cuts", rows, notice=True, **numbers)
         return
+    # Some engines drop the end token, so that it has no logprob and is masked as if it were padding.
+    final = np.maximum(sample.starts[1:] - 1, 0)
+    ended = stopped & (last >= 0) & ~sample.mask[final]
+    ids = np.unique(sample.tokens[final][ended])
+    if (
+        ended.sum() > max(3, 0.9 * stopped.sum())
+        and len(ids) == 1
+        and not (sample.mask & (sample.tokens == ids[0])).any()
+    ):
+        numbers = {"num_tokens": int(ended.sum()), "num_rows": int(ended.sum()), "end": "end"}
+        yield from find("mask_cuts", ended, notice=True, ids=f" (the end token, id {ids[0]})", **numbers)
+        return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
     # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.

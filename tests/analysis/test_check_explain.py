@@ -877,6 +877,15 @@ def test_label_smoothing_is_no_truncation(tmp_path):
     assert first.numbers["smoothing"] == pytest.approx(0.1, abs=0.05)
 
 
+def test_a_wrong_soft_cap_is_no_label_smoothing(tmp_path):
+    def train(step, number):
+        return step.scored(step.logits * np.tanh(step.logits / 30))
+
+    first = first_of(Recording(train=train, rollout=in_float32), tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.broken) == ("smoothed", "flattened", "trainer")
+    assert "capped or scaled by a wrong formula" in evidence_text(first)
+
+
 def clamped(step, number):
     draw = np.random.default_rng(number)
     return [row + np.clip(draw.normal(0, 0.05, len(row)), -0.05, 0.05).astype(np.float32) for row in step.scored()]

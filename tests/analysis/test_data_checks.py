@@ -1003,8 +1003,11 @@ def turns(step, number):
     return {"prompt_ids": prompts}
 
 
+@pytest.mark.parametrize("has_all", [False, True])
 @pytest.mark.parametrize(("share", "expected"), [(1.0, []), (0.0, [("turns_differ", True)])])
-def test_rows_of_one_trajectory_have_its_reward_on_the_last_and_its_advantage_on_all(tmp_path, share, expected):
+def test_rows_of_one_trajectory_have_one_advantage(tmp_path, share, expected, has_all):
+    """Its reward stands on its last row, or on all of them."""
+
     def advantage(reward, number):
         of_last = grpo(reward[1::2], GROUP[1::2])
         return np.stack([share * of_last, of_last], axis=1).ravel()
@@ -1012,10 +1015,25 @@ def test_rows_of_one_trajectory_have_its_reward_on_the_last_and_its_advantage_on
     found = findings(
         write(
             tmp_path / "run", advantage, columns=turns,
-            reward=lambda step, n, draw: np.where(np.arange(len(GROUP)) % 2, binary(step, n, draw), 0.0),
+            reward=lambda step, n, draw: np.repeat(binary(step, n, draw)[1::2], 2) * (has_all | (np.arange(len(GROUP)) % 2)),
         )
     )  # fmt: skip
     assert [(one.code, one.is_notice) for one in found] == expected
+
+
+def test_end_tokens_that_are_masked_as_padding_are_reported(tmp_path):
+    def passes(recorder, batch, step, number):
+        for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=[np.r_[row[:-1], np.nan].astype(np.float32) for row in values])
+
+    def columns(step, number):
+        ids = [[*np.where(row[:-1] == END, 5, row[:-1]).tolist(), END] for row in step.responses]
+        mask = [np.arange(len(row)) < len(row) - 1 for row in ids]
+        return {"response_ids": ids, "response_mask": mask, "finish_reason": ["stop"] * len(ids)}
+
+    found = findings(write(tmp_path / "run", columns=columns, passes=passes, reward=graded))
+    (cut,) = (each for each in found if each.code == "mask_cuts")
+    assert f"sampled tokens (the end token, id {END}) at the end of" in data_text(cut)
 
 
 def ended(step, lost, every=1):

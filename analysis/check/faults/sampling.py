@@ -19,7 +19,7 @@ from ...advice import Advice
 from ...trace.ragged import centred
 from .. import commands
 from ..features import CLEAR, FEW, Side, clipped, counts, judged, judged_words, means, pearson, sides
-from ..finding import Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
+from ..finding import SIDES, Fault, Finding, Hypothesis, Number, certain, of_signs, predicting
 from ..pair_data import (
     MIN_REST,
     UNIT_ROUNDOFF,
@@ -35,6 +35,8 @@ from ..where import occurrences, part_of_rows
 
 MAX_LEFT = 0.3
 """Maximum unexplained share of the mismatch for an explanation that predicts each value."""
+MAX_SMOOTHING = 0.3
+"""Largest usual label smoothing. More flattening has another cause."""
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain."""
 
@@ -109,8 +111,10 @@ SMOOTHED = Fault(
     evidence={
         "smoothed": "{side}'s logprobs are below {other}'s at all tokens, by the largest amount at likely ones: the "
         "difference is {mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for "
-        "each nat by which the logprob is lower, as with label smoothing of {smoothing:.3g}"
+        "each nat by which the logprob is lower, {as_with}"
     },
+    words={"smoothed": lambda n: {"as_with": "as if its logits were capped or scaled by a wrong formula" if n["cause"] else f"as with label smoothing of {n['smoothing']:.3g}"}},
+    causes={"flattened": "one side's distribution is far flatter: its logits are capped or scaled wrongly"},
 )  # fmt: skip
 PADDED_VOCABULARY = Fault(
     code="padded_vocabulary",
@@ -393,8 +397,10 @@ def _divided(data: PairData, raised: Side, lowered: Side) -> Hypothesis | None:
 def _smoothed(data: PairData, side: Side) -> Hypothesis:
     """Explain d by label smoothing: logprob' = (1 - s) logprob + s mean, where mean is over the vocabulary."""
     slope, mean = np.polyfit(side.others, side.values - side.others, 1)
-    numbers = side.names | {"smoothing": -float(slope), "mean": float(mean)}
-    finding = SMOOTHED.finding(data, "smoothed", next=commands.tokens(data), numbers=numbers)
+    is_flat = -slope > MAX_SMOOTHING
+    numbers = side.names | {"smoothing": -float(slope), "mean": float(mean), "cause": "flattened" if is_flat else ""}
+    broken = SIDES.get(data.names[side.key], "computation") if is_flat else None
+    finding = SMOOTHED.finding(data, "smoothed", next=commands.tokens(data), broken=broken, numbers=numbers)
     return of_signs(data, finding, np.full(data.num_kept, -side.sign), 4.0)
 
 
