@@ -310,7 +310,11 @@ def wrapped_lines(text: str, width: int | None) -> str:
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        if not line.lstrip().startswith(("next: tim-trace", "tim-trace ", "SELECT ")):
+        start = line.lstrip()
+        is_command = start.startswith(("tim-trace ", "SELECT ")) or (
+            start.startswith("next: ") and "tim-trace " in start
+        )
+        if not is_command:
             line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
         lines.append(line)
     return "\n".join(lines)
