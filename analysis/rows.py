@@ -299,7 +299,15 @@ def printable_lines(text: str) -> str:
 def wrapped(text: str, indent: str, width: int | None) -> str:
     if width is None:
         return indent + text
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    whole = re.sub("`tim-trace [^`]*`", lambda found: found[0].replace(" ", "\0"), text)  # commands stay whole
+    return textwrap.fill(
+        whole,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=whole == text,
+    ).replace("\0", " ")
 
 
 def wrapped_lines(text: str, width: int | None) -> str:

@@ -34,7 +34,7 @@ from tim_trace.analysis.check.finding import DataFinding, Finding
 from tim_trace.analysis.check.pair_data import PairData, dtype_of, precisions, value_precision
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_text, note_texts
 from tim_trace.analysis.check.where import where_text
-from tim_trace.analysis.rows import result_json, wrapped_lines
+from tim_trace.analysis.rows import result_json, wrapped, wrapped_lines
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES, difference_sums
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
@@ -693,6 +693,8 @@ def test_commands_are_not_wrapped_and_a_lone_token_is_singular():
     assert ", 1 token (all inspected" in " ".join(text.split())
     told = wrapped_lines(f"  next: call it and record again; then run: {query}", 80)
     assert query in told
+    command = f"`tim-trace weights {'run/' * 30} --attach VERSION DIR`"
+    assert command in wrapped(f"no weights; run {command} and replay", "  ", 80)
 
 
 def test_steps_are_named_as_places():
