@@ -1198,7 +1198,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Like stats, gate stores per-sequence sums in the trace.
 
-    A condition is either check (met if the check command finds a fault), or a metric and a threshold. The metric is
+    A condition is either check (met if the check command finds a fault, or too few tokens), or a metric and a threshold. The metric is
     tim.NAME (a column in stats, or a per-step metric that alerts use) or verl.NAME (a column in stats --like verl). A
     condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
     steps). If only individual steps meet a condition, gate passes with a warning. The exit code is 1 if the gate

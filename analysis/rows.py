@@ -299,7 +299,15 @@ def printable_lines(text: str) -> str:
 def wrapped(text: str, indent: str, width: int | None) -> str:
     if width is None:
         return indent + text
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    whole = re.sub("`tim-trace [^`]*`", lambda found: found[0].replace(" ", "\0"), text)  # commands stay whole
+    return textwrap.fill(
+        whole,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=whole == text,
+    ).replace("\0", " ")
 
 
 def wrapped_lines(text: str, width: int | None) -> str:
@@ -310,7 +318,11 @@ def wrapped_lines(text: str, width: int | None) -> str:
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        if not line.lstrip().startswith(("next: tim-trace", "tim-trace ", "SELECT ")):
+        start = line.lstrip()
+        is_command = start.startswith(("tim-trace ", "SELECT ")) or (
+            start.startswith("next: ") and "tim-trace " in start
+        )
+        if not is_command:
             line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
         lines.append(line)
     return "\n".join(lines)

@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..schemas.singular import singular
+
 Measured = float | int | str
 
 
@@ -14,4 +16,4 @@ class Statement:
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(catalogue[statement.code].format(**statement.values) for statement in statements)
+    return tuple(singular(catalogue[statement.code].format(**statement.values)) for statement in statements)

@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
+from .singular import singular
+
 _speaks_options = False
 
 
@@ -65,7 +67,7 @@ class TimTraceError(Exception):
 
     @property
     def message(self) -> str:
-        return super().__str__()
+        return singular(super().__str__())
 
     def __str__(self) -> str:
         return self.message if self.option is None else f"{self.option}: {self.message}"

@@ -283,7 +283,10 @@ def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
 def _next(facts: Facts, suspect: str) -> Advice:
     trace, step = shlex.quote(facts.trace), facts.fall.step if facts.fall else "all"
     if suspect in ("mismatch", "staleness", "length") and (facts.mismatch is None or not facts.has_tokens):
-        return Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs")
+        return Advice(
+            "tim-trace record -o RUN -- COMMAND",
+            "with an engine that returns logprobs; in your own loop, call Recorder.add_scores",
+        )
     if suspect == "mismatch":
         found = facts.checked.findings[0].next if facts.checked else None
         return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...schemas.singular import singular
 from ...schemas.steps import ALL_STEPS
-from ..check.faults import TITLES
 from ..facts.recorded import change_sentence, interval_text
 from ..facts.series import FLAT, Fall
 from ..rows import Form, of_steps, shown, wrapped_lines
@@ -29,7 +29,7 @@ EVIDENCE: Mapping[str, str] = {
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change, so the trainer's weights changed abruptly",
     "exact_until": "the engine was exact until step {step}{interval}; from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
-    "data_fault": "check finds a fault starting at step {step}: {finding_title}",
+    "data_fault": "check finds a fault starting at step {step}: {finding}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, which the policy cannot cause",
     "stop_ignored": "starting at step {step}, {share:.0%} of responses continue past the usual end token ({before_share:.0%} before), so the engine no longer stops there",
     "never_ended": "starting at step {step}, {share:.0%} of responses have no end token ({before_share:.0%} before), so the engine stops them otherwise",
@@ -53,7 +53,7 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_step": "where engine and trainer differ, the engine's logprobs match the trainer's at step {version} for {share:.0%} of {num_agreeing:,} prefixes, so the engine kept those weights",
     "earlier_weights_at_distance": "where engine and trainer differ, for {share:.0%} of {num_agreeing:,} prefixes, the engine's logprobs match those that the trainer had {version} steps earlier",
     "earlier_weights_of_several_steps": "where engine and trainer differ, the engine's logprobs match the trainer's at some earlier step for {num_equal:,} of {num_openings:,} prefixes ({by_chance:,} expected by chance)",
-    "engine_moves_on": "only {still_share:.0%} of {num_openings:,} repeated prefixes have bitwise identical engine logprobs ({trainer_share:.0%} in the trainer), so the engine does get new weights",
+    "engine_moves_on": "the engine's logprobs changed for {changed} {num_openings:,} repeated prefixes, so it does get new weights",
     "mismatch_resets": "mean |d| grows step by step and falls at once from {from_value:.2g} to {to_value:.2g} nats at step {step} ({num} such falls), as when an engine that was behind gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, so the engine's weights may lag a few updates behind",
     "reward_starts_below": "the first rewards average {reward:.3g}, but the first {outcome} of the same policy equals {evaluated:.3g}, so reward and {outcome} measure different things",
@@ -133,10 +133,11 @@ NOTES: Mapping[str, str] = {
 
 
 def evidence_sentence(evidence: Statement) -> str:
-    finding = str(evidence.values.get("finding", ""))
     sentence, values = EVIDENCE.get(evidence.code) or DIFFERENCES[evidence.code], evidence.values
     interval = interval_text(int(values["low"]), int(values["high"])) if "low" in values else ""
-    return sentence.format(**values, finding_title=TITLES.get(finding, finding), interval=interval)
+    still = values.get("still_share")
+    changed = "all" if still == 0 else "" if still is None else f"{1 - float(still):.0%} of"
+    return singular(sentence.format(**values, interval=interval, changed=changed))
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:

@@ -93,6 +93,11 @@ class CheckResult(Result):
         return self.is_compared and not any(finding.fails for finding in self.findings)
 
     @property
+    def has_few_tokens(self) -> bool:
+        """True if nothing was found, but too few tokens were compared to rule out more than gross errors."""
+        return self.findings[0].code == "too_few"
+
+    @property
     def broken(self) -> Broken | None:
         """What to fix, judging by the most probable fault, or None if the comparison is valid."""
         return next((finding.broken for finding in self.findings if finding.fails), None)
@@ -170,6 +175,7 @@ def gather(database: Database, pair: Pair, *, trace: str, sums: tuple[str, ...] 
         sums=known, contracts={name: json.loads(text) for name, text in contracts if text},
         passes=passes, reference=reference if REFERENCE in passes else None,
         has_weights=source.store.exists(WEIGHTS), is_import=source.manifest.is_import,
+        is_recorder=source.manifest.source == "recorder",
         model=next((state.model for state in columns.writer_states(database) if state.model), {}),
         attempts=columns.attempts(database), engine=_engine(database), first=_first_step(database, pair), keep=sample.compared,
     )  # fmt: skip

@@ -69,9 +69,7 @@ def arms(data: PairData, options: str) -> Advice:
 def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advice:
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
     asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
-    if data.has_weights:
-        return Advice(asked)
-    return Advice(supply(data), f"supplies the missing weights; then run: {asked}")
+    return Advice(asked) if data.has_weights else supply(data, f"supplies the missing weights; then run: {asked}")
 
 
 _COLUMNS = {
@@ -106,7 +104,7 @@ def weights_replay(data: PairData) -> Advice:
 
 def weights(data: PairData) -> Advice:
     if not data.has_weights:
-        return Advice(supply(data), "supplies the weights")
+        return supply(data, "supplies the weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")
 
 
@@ -130,9 +128,11 @@ def locate(data: PairData, against: str) -> Advice:
     return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
 
 
-def supply(data: PairData) -> str:
+def supply(data: PairData, remark: str) -> Advice:
+    if data.is_recorder:
+        return Advice(remark=f"call Recorder.add_weights and record again: {remark}")
     record = "tim-trace record --weights delta -o RUN -- COMMAND"
-    return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else record
+    return Advice(f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else record, remark)
 
 
 def _trace(data: PairData) -> str:

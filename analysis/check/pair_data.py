@@ -43,6 +43,8 @@ class PairData:
     passes: list[str]
     has_weights: bool
     is_import: bool
+    is_recorder: bool = False
+    """True if the training code wrote the trace with tim_trace.Recorder."""
     model: dict[str, Any]
     attempts: tuple[AttemptInfo, ...] = ()
     engine: EngineVerdict = field(default_factory=EngineVerdict)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from ...schemas.singular import singular
 from ..rows import Form, counted, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
@@ -43,7 +44,7 @@ def note_texts(result: CheckResult) -> list[str]:
         "num_tokens": result.num_sampled_tokens, "num_attempts": len(result.attempts),
         "left_out": f"left out because they were repeated later: {', '.join(again)}" if again else "no step was repeated",
     }  # fmt: skip
-    return [NOTES[code].format_map(numbers) for code in result.notes]
+    return [singular(NOTES[code].format_map(numbers)) for code in result.notes]
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
@@ -55,7 +56,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(findings, 1)]
     if result.data:
-        blocks.append("\n".join([data, *(wrapped(_data_text(each), _INDENT, width) for each in result.data)]))
+        blocks.append("\n".join([data, *(_data_text(each, width) for each in result.data)]))
     elif not result.is_compared:
         blocks.append("No fault was found in the recorded rewards, advantages, groups and reference.")
     blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]
@@ -69,9 +70,10 @@ def _head(result: CheckResult) -> str:
     verdict = "VALID" if result.broken is None else f"NOT VALID, {BROKEN[result.broken]}"
     if result.broken is None and (num := sum(not each.is_notice for each in result.data)):
         verdict += f", but with {counted(num, 'data fault')}"
-    if [finding.code for finding in result.findings] == ["too_few"]:
+    if result.has_few_tokens:
         verdict = "TOO FEW TOKENS"
-    return f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
+    tokens = counted(result.num_tokens, "token")
+    return f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {tokens} ({inspected}), rms {result.rms_d:.3g} nats"
 
 
 def _finding_text(number: int, finding: Finding, width: int | None) -> str:
@@ -86,8 +88,9 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def _data_text(finding: DataFinding) -> str:
-    return f"{finding.title}{' (may be intended)' * finding.is_notice}: {data_text(finding)}; next: {finding.next}"
+def _data_text(finding: DataFinding, width: int | None) -> str:
+    text = f"{finding.title}{' (may be intended)' * finding.is_notice}: {data_text(finding)}"
+    return f"{wrapped(text, _INDENT, width)}\n{_INDENT * 2}next: {finding.next}"
 
 
 def _note_codes(result: CheckResult) -> tuple[str, ...]:

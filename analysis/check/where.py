@@ -119,6 +119,8 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     phrase = phrase.format(last=last) + side
     if kind == "is" or (kind == "before" and values in ("", "True")):
         return f"{'all' if kind == 'is' else 'none'} {'in' if phrase.startswith('rows') else 'at'} {phrase}"
+    if feature == "step" and kind in ("from", "before"):
+        return f"all from step {values} on" if kind == "from" else f"all before step {values}"
     relation = {"from": "is at least", "before": "is below"}.get(kind, "is one of" if "," in values else "is")
     return f"all where {phrase} {relation} {values}"
 

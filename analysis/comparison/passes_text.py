@@ -27,12 +27,14 @@ _SHOWN = 20
 
 def sentence(found: PassComparison) -> str:
     groups = found.groups
-    num = sum(group.num_passes for group in groups)
+    num, num_classes = sum(group.num_passes for group in groups), sum(len(group.classes) for group in groups)
     over = "the same tokens" if len(groups) == 1 else f"{len(groups)} groups of shared tokens"
     odd = counted(sum(len(group.odd_tokens) for group in groups), "odd token")
     contradictions = counted(sum(len(group.contradictions) for group in groups), "setting contradiction")
-    classes = counted(sum(len(group.classes) for group in groups), "class", "classes")
-    return f"{num} passes over {over} form {classes} with bitwise equal logprobs: {odd} and {contradictions}."
+    bits = "all logprobs are bitwise equal"
+    if num_classes > len(groups):
+        bits = f"logprobs are bitwise equal within each of {num_classes} classes and differ between classes"
+    return f"{num} passes over {over}: {bits}; {odd} and {contradictions}."
 
 
 def passes_text(found: PassComparison, width: int | None = None) -> str:

@@ -143,7 +143,7 @@ def diagnose(
         jumps = _jumps(database, names)
         found = newest(database)
     located = None if found is None else replace(found.location, operators=())
-    size = size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser)
+    size = size_comparison(checked.findings[0].code, metrics.get("rms_d", math.nan), figures, coarser)
     return Diagnosis(
         checked=checked, attribution=attribution, jumps=jumps, metrics=metrics, figures=figures, replays=replays,
         numerics=Numerics(
@@ -211,7 +211,7 @@ def size_comparison(
     comparable = (each.figure for each in figures if each.fits and each.figure.metric == "rms_d")
     healthy = [figure for figure in comparable if not figure.is_fault]
     is_equal = verdict == "equal" or own == 0.0
-    if is_equal or not healthy:
+    if is_equal or not healthy or math.isnan(own):
         return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
@@ -238,8 +238,9 @@ def _next(
         return where
     found = [each for each in (*(f.next for f in checked.findings), *(f.next for f in data_faults(checked))) if each]
     if not data.has_weights:
-        supply = () if checked.is_valid else (Advice(commands.supply(data), "this trace has no weights for a replay"),)
-        return (*found, *supply)
+        supply = commands.supply(data, "this trace has no weights for a replay")
+        is_needed = not checked.is_valid and all(each.command != supply.command for each in found)
+        return (*found, *([supply] if is_needed else []))
     if not checked.is_valid:
         return (*found, *where)
     found += [*where, commands.triangulate(data, dtype_of(data.contract("a")))]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from ..facts.recorded import RecordedChange, change_sentence, interval_text
 from ..facts.series import FLAT, Fall
 from ..locate_text import location_sentence
 from ..location import Location
-from ..rows import Form, Rows, shown, to_text, wrapped
+from ..rows import Form, Rows, counted, shown, to_text, wrapped
 from .diagnosis import BrokenSide, Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
 
 
@@ -48,6 +49,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         valid = "no pair of passes to compare"
         if checked is not None and not checked.is_valid:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
+        elif checked is not None and checked.has_few_tokens:
+            valid = f"the comparison cannot be checked: {_few(checked)}"
         elif checked is not None:
             valid = ", but ".join(["the comparison is valid", *_data_faults(checked)[:1]])
         return f"{calm}{jump}; {valid}."
@@ -67,6 +70,10 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         if fall.kind == FLAT or apart < 0:
             sentence = f"{down}; {change_sentence(lead)}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
+
+
+def _few(checked: CheckResult) -> str:
+    return f"only {counted(checked.num_tokens, 'comparable token')}"
 
 
 def _data_faults(checked: CheckResult | None) -> list[str]:
@@ -104,6 +111,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         first = found.checked.findings[0]
         expected = ", as expected from the recorded settings" if first.is_expected else ""
         validity = f"{'yes' if found.is_valid else 'NO'}: {first.title}{expected}"
+        if found.checked.has_few_tokens:
+            validity = f"cannot tell: {_few(found.checked)}"
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     why = where = note = ""
     if attribution.fall is not None:
@@ -168,7 +177,8 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
     if checked is not None and checked.is_valid and of_mismatch and found.unexplained_jump is None:
         count += f", but the check explains the mismatch ({checked.findings[0].title})"
     elif checked is not None and not checked.is_valid and not of_mismatch:
-        count += ", but the fault does not show in the mismatch"
+        is_judged = any(each.alarm.of_mismatch for each in found.alarms.judged)
+        count += (", none for the mismatch" if raised else "; the mismatch reaches no alert level") if is_judged else ""
     named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
     return f"{count}: {named}" if named else count
 
@@ -180,6 +190,8 @@ def normal_text(found: Diagnosis) -> str:
             f"Logged averages: {means}. {_NO_DTYPE[0].upper()}{_NO_DTYPE[1:]}." if means else "No mismatch was logged."
         )
     jump, valid = found.unexplained_jump, found.checked.is_valid
+    if found.checked.has_few_tokens:
+        return f"cannot tell: {_few(found.checked)}"
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
     return (
@@ -198,9 +210,11 @@ def broken_text(broken: BrokenSide) -> str:
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
     """Describe the mismatch and, if the comparison is valid, say whether it is normal."""
-    sentence = _size_sentence(size)
     if not is_valid:
-        return f"{sentence}. Fix the comparison first; until then this number means nothing."
+        own = f"the mismatch is {size.own:.3g} nats rms"
+        own = "no token has a finite logprob in both passes" if math.isnan(size.own) else own
+        return f"cannot tell until the fault is fixed; {own}"
+    sentence = _size_sentence(size)
     if size.code in ("equal", "unpublished"):
         return f"{sentence}."
     return f"{sentence}: {f'the check explains it ({explanation})' if size.code == 'above' else 'normal'}."

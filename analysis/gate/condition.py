@@ -26,7 +26,7 @@ OWN = "tim"
 
 CHECK = "check"
 CERTIFICATE = "certificate"
-"""Conditions without a threshold: `check` is met if the comparison has a fault, and `certificate` if the run deviates
+"""Conditions without a threshold: `check` is met if the comparison has a fault or too few tokens, and `certificate` if the run deviates
 from the certificate."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -128,7 +128,8 @@ class Verdict:
     high: float | None
     bound: float | None
     verdict: str
-    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed."""
+    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or could not be computed, or if `check`
+    has too few tokens."""
     fails: bool
     """True if this condition makes the gate fail: it is met, or too many tokens were left out to decide."""
     steps_beyond: int | None

@@ -43,7 +43,7 @@ def gate(
 ) -> Gated:
     """Check a run against failure conditions, for the CI of training code.
 
-    A condition is either `check`, which is met if the comparison has a fault, or `<source>.<metric><sign><number>` with
+    A condition is either `check`, which is met if the comparison has a fault or too few tokens (`cannot tell`), or `<source>.<metric><sign><number>` with
     sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for a `stats --like verl` column (the last
     part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim` also has the per-step metrics used by
     alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over steps.
@@ -143,6 +143,7 @@ def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: 
     from ..comparison.passes_text import sentence
 
     checked = check(trace, pair=pair, partial=partial, progress=progress)
+    verdict = PASSED if checked.is_valid else FAILED
     if isinstance(checked, PassComparison):
         num = sum(len(group.odd_tokens) + len(group.contradictions) for group in checked.groups)
         told = sentence(checked)
@@ -152,10 +153,10 @@ def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: 
         faults = [finding for finding in checked.findings if finding.fails]
         told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
         num = len(faults)
+        verdict = CANNOT_TELL if checked.has_few_tokens else verdict
     return Verdict(
-        condition=CHECK, metric=CHECK, value=float(num), low=None, high=None, bound=None,
-        verdict=PASSED if checked.is_valid else FAILED, fails=not checked.is_valid, steps_beyond=None, worst_step=None,
-        how=told,
+        condition=CHECK, metric=CHECK, value=float(num), low=None, high=None, bound=None, verdict=verdict,
+        fails=verdict != PASSED, steps_beyond=None, worst_step=None, how=told,
     )  # fmt: skip
 
 

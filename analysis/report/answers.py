@@ -37,7 +37,7 @@ _SIZES = {
     "within": "normal",
     "below": "normal",
     "changed": "changed during the run",
-    "not_valid": "unknown until the comparison is valid",
+    "not_valid": "cannot tell",
 }
 
 
@@ -72,9 +72,10 @@ def validity_answer(subject: Subject) -> Answer:
     basis = f"{tokens} (statistics on all, {checked.num_sampled_tokens:,} inspected individually)"
     if checked.num_sampled_tokens >= checked.num_tokens:
         basis = f"all {tokens} inspected individually"
+    is_sure = checked.is_valid and not checked.has_few_tokens
     return Answer(
-        code="valid" if checked.is_valid else first.code, severity=GOOD if checked.is_valid else BAD,
-        short="valid" if checked.is_valid else f"not valid: {first.title}",
+        code="valid" if is_sure else first.code, severity=GOOD if is_sure else OPEN if checked.is_valid else BAD,
+        short="valid" if is_sure else first.title if checked.is_valid else f"not valid: {first.title}",
         figure=f"{checked.rms_d:.3g} nats rms between {checked.pair.replace(':', ' and ')}", basis=basis,
         detail=evidence_text(first),
     )  # fmt: skip
@@ -108,14 +109,15 @@ def size_answer(subject: Subject) -> Answer:
     if found is None:
         return _unknown("a mismatch needs two passes")
     assert found.checked is not None
-    code = "changed" if found.unexplained_jump else found.size.code if found.checked.is_valid else "not_valid"
+    is_known = found.checked.is_valid and not found.checked.has_few_tokens
+    code = "changed" if found.unexplained_jump else found.size.code if is_known else "not_valid"
     is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
     is_high = found.size.code == "above" or code == "changed" or is_alarming
     return Answer(
         code=code, severity=NOTICE if is_high else OPEN if code in ("unpublished", "not_valid") else GOOD,
         short=_SIZES[code], figure=fired(len(found.alarms.raised), len(found.alarms.judged)),
         basis="" if code == "unpublished" else "compared with published values for these dtypes",
-        detail=f"{normal_text(found)} Alerts: {alerts_text(found)}.",
+        detail=f"{normal_text(found).removesuffix('.')}. Alerts: {alerts_text(found)}.",
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def checked(code, *, fails=True, signal=""):
     cause = code if code in ("stale_weights", "partial_sync", "adapter", "quantised") else None
     finding = SimpleNamespace(
         code="weights_differ" if cause else code, fails=fails, next="", numbers={"cause": cause} if cause else {}, signal=signal,
-        effect=1.0, share=1.0,
+        effect=1.0, share=1.0, title=code,
     )  # fmt: skip
     return SimpleNamespace(findings=[finding], is_valid=not fails)
 
@@ -344,7 +344,7 @@ def test_a_fall_and_its_change_have_one_onset():
 
 
 def numbers_of(sentence):
-    return {name for _, name, _, _ in Formatter().parse(sentence) if name} - {"finding_title"}
+    return {name for _, name, _, _ in Formatter().parse(sentence) if name} - {"changed"}
 
 
 def test_every_code_in_the_rules_has_a_sentence():
@@ -354,6 +354,12 @@ def test_every_code_in_the_rules_has_a_sentence():
     assert set(re.findall(r'(?:code=|fact\(\s*)"(\w+)"', source)) <= known
     unused = {code for code in (*EVIDENCE, *DIFFERENCES, *NOTES) if f'"{code}"' not in source}
     assert unused == set()
+
+
+@pytest.mark.parametrize(("still", "said"), [(0.0, "for all 1,075"), (0.1, "for 90% of 1,075")])
+def test_an_engine_that_moves_on_is_told_by_the_prefixes_that_changed(still, said):
+    values = {"still_share": still, "num_openings": 1075, "trainer_share": 0.0}
+    assert said in text.evidence_sentence(Evidence(points=0.0, code="engine_moves_on", values=values))
 
 
 def columns_of(rollouts):

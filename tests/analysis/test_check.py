@@ -25,14 +25,16 @@ from bigrams import (
 from builders import ROOT, tim_trace
 from shared import rest_slow
 from tim_trace import cli
+from tim_trace.analysis.advice import Advice
 from tim_trace.analysis.check.check import CheckResult, check, gather, read_pair_sums
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES, evidence_text
 from tim_trace.analysis.check.faults.not_computed import EQUAL
 from tim_trace.analysis.check.features import along_movement, error_structure, features, variance_between
-from tim_trace.analysis.check.finding import Finding
+from tim_trace.analysis.check.finding import DataFinding, Finding
 from tim_trace.analysis.check.pair_data import PairData, dtype_of, precisions, value_precision
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_text, note_texts
-from tim_trace.analysis.rows import result_json
+from tim_trace.analysis.check.where import where_text
+from tim_trace.analysis.rows import result_json, wrapped, wrapped_lines
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES, difference_sums
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
@@ -142,6 +144,7 @@ def swapped(values):
 
 def is_understood(commands):
     """Whether a shell and tim-trace take the commands of a finding; what asks for recording or a replay is parsed alone."""
+    commands = commands.partition("then run: ")[2] if commands.startswith("call Recorder.") else commands
     for words in map(shlex.split, commands.split("  # ")[0].split(" && ")):
         assert words[0] == "tim-trace"
         if words[1] in ("sql", "query") or (words[1] == "stats" and "--by" in words):
@@ -692,6 +695,28 @@ def test_json_has_codes_numbers_and_sentences():
     assert checked_text(result).startswith("VALID: train:rollout of run, 2 tokens (all inspected individually)")
     some = replace(result, num_tokens=3)
     assert "3 tokens (statistics on all, 2 inspected individually)" in checked_text(some)
+
+
+def test_commands_are_not_wrapped_and_a_lone_token_is_singular():
+    numbers = {"num": 1, "value": 1.0, "column": "reward", "explanation": ""}
+    query = Advice(f'tim-trace sql run "SELECT {", ".join(map(str, range(50)))}"')
+    fault = DataFinding(code="not_finite", share=1.0, since=None, is_notice=False, numbers=numbers, next=query)
+    text = checked_text(replace(result_of(EQUAL), num_tokens=1, num_sampled_tokens=1, data=(fault,)), 80)
+    assert f"next: {query}" in text.splitlines()[-1]
+    assert "1 value of reward is NaN" in " ".join(text.split())
+    assert ", 1 token (all inspected" in " ".join(text.split())
+    told = wrapped_lines(f"  next: call it and record again; then run: {query}", 80)
+    assert query in told
+    command = f"`tim-trace weights {'run/' * 30} --attach VERSION DIR`"
+    assert command in wrapped(f"no weights; run {command} and replay", "  ", 80)
+
+
+def test_steps_are_named_as_places():
+    at = {"feature": "step", "values": "32"}
+    assert [where_text({**at, "kind": kind}) for kind in ("from", "before")] == [
+        "all from step 32 on",
+        "all before step 32",
+    ]
 
 
 def test_every_inspected_token_has_an_owner(tmp_path):

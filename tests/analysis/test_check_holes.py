@@ -11,6 +11,9 @@ from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.faults.values import find_unit
 from tim_trace.analysis.check.features import fall
+from tim_trace.analysis.diagnosis.diagnose import diagnose
+from tim_trace.analysis.diagnosis.text import diagnosis_text
+from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
@@ -173,6 +176,11 @@ def test_fewer_tokens_than_a_statistic_takes_are_no_fault(tmp_path):
     found = check(path)
     assert [finding.code for finding in found.findings] == ["too_few"]
     assert tim_trace("check", path).stdout.startswith("TOO FEW TOKENS")
+    (judged,) = gate(path, fail_on=["check"]).verdicts
+    assert (judged.verdict, judged.fails) == ("cannot tell", True)
+    said = diagnosis_text(diagnose(path))
+    assert said.count(f"cannot tell: only {found.num_tokens} comparable tokens") == 2
+    assert "the comparison cannot be checked" in said
 
 
 def test_a_constant_that_both_sides_have_is_seen(tmp_path):

@@ -9,9 +9,11 @@ import pytest
 import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
+from tim_trace.analysis.advice import Advice
 from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution, Evidence, Suspect
+from tim_trace.analysis.check import commands
 from tim_trace.analysis.check.check import CheckResult
 from tim_trace.analysis.check.faults import ALL, FAULTS
 from tim_trace.analysis.check.finding import Finding
@@ -39,6 +41,7 @@ from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.rows import result_json
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
+from tim_trace.schemas.steps import ALL_STEPS
 
 
 def effect(removed, changes=None):
@@ -51,7 +54,7 @@ def effect(removed, changes=None):
 def checked(code="rounding", command=""):
     fault = next(each for each in ALL if each.code == code)
     finding = Finding(
-        code=code, signal=next(iter(fault.evidence)), effect=0.1, share=1.0, next=command, cause=fault.title, side=fault.broken,
+        code=code, signal=next(iter(fault.evidence)), effect=0.1, share=1.0, next=Advice(command), cause=fault.title, side=fault.broken,
         numbers={"level": 0.1, "allowed": 0.2, "a": "train", "b": "rollout", "dtype_a": None, "dtype_b": None},
     )  # fmt: skip
     return CheckResult(
@@ -155,14 +158,16 @@ def test_the_size_lies_below_within_or_above_what_was_published(coarser, end, fa
     said = size_text(size, is_valid=True)
     assert f"is {code} the published range for {coarser}" in said
     assert said.endswith("): the check explains it (rounding)." if code == "above" else "): normal.")
-    assert size_text(size, is_valid=False).endswith("Fix the comparison first; until then this number means nothing.")
+    said = size_text(size, is_valid=False)
+    assert said == f"cannot tell until the fault is fixed; the mismatch is {own:.3g} nats rms"
 
 
 def test_a_size_without_figures_or_without_mismatch():
     unknown = size_comparison("rounding", 0.1, _figures({"rms_d": 0.1}, None), None)
     assert (unknown.code, unknown.low, unknown.high) == ("unpublished", None, None)
     assert size_text(unknown, is_valid=True).endswith("dtype not recorded, so there is no reference value.")
-    assert "Fix the comparison first" in size_text(unknown, is_valid=False)
+    lost = size_comparison("placeholders", float("nan"), _figures({}, "float32"), "float32")
+    assert size_text(lost, is_valid=False).endswith("is fixed; no token has a finite logprob in both passes")
     equal = size_comparison("equal", 0.0, _figures({"rms_d": 0.0}, "float32"), "float32")
     assert (equal.code, size_text(equal, is_valid=True)) == ("equal", "No mismatch.")
 
@@ -249,6 +254,7 @@ DATA = SimpleNamespace(
     trace="run",
     has_weights=True,
     is_import=False,
+    is_recorder=False,
     sample=SimpleNamespace(steps=np.array([3, 7])),
     contract=lambda side: {},
     model={},
@@ -276,6 +282,20 @@ def test_what_is_next(code, removed, has_weights, expected):
     data = SimpleNamespace(**vars(DATA) | {"has_weights": has_weights})
     replays = () if removed is None else (effect(0.0), effect(removed))
     assert _next(data, checked(code, "look"), replays) == expected
+
+
+@pytest.mark.parametrize("source", [{}, {"is_import": True}, {"is_recorder": True}])
+def test_missing_weights_are_supplied_as_the_trace_was_written_and_once(source):
+    data = SimpleNamespace(**vars(DATA) | {"has_weights": False, "steps": ALL_STEPS} | source)
+    sides = {"a": SimpleNamespace(name="train"), "b": SimpleNamespace(name="rollout")}
+    data.sample = SimpleNamespace(**vars(data.sample), **sides)
+    advice = commands.arms(data, "--arm quantize=int8")
+    assert ("Recorder.add_weights" in advice, "tim-trace record" in advice) == (
+        "is_recorder" in source, not source,
+    )  # fmt: skip
+    result = checked("weights_differ")
+    found = replace(result, findings=(replace(result.findings[0], next=advice),))
+    assert _next(data, found, ()) == (advice,)
 
 
 @pytest.mark.parametrize(
@@ -390,6 +410,11 @@ def test_a_fall_is_told_with_what_leads_it_and_its_cause(changes, suspects, told
     assert story(found) == told
     assert " ".join(diagnosis_text(found).split()).startswith(" ".join(told.split()))
     assert result_json(found)["attribution"]["fall"]["step"] == 60
+
+
+def test_a_fault_below_every_alert_level_is_said_to_reach_none():
+    found = replace(diagnosed("temperature"), alarms=AlarmReadings(judged=tuple(readings("mean_abs_d", 0.01))))
+    assert "no alert fired (3 rules); the mismatch reaches no alert level" in diagnosis_text(found)
 
 
 def test_a_story_says_when_a_mismatch_began_once():

@@ -5,6 +5,7 @@ import re
 import pytest
 import tim_trace
 from builders import ROOT, in_process
+from tim_trace.analysis.attribution.text import attribution_text
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.example import example
 from tim_trace.analysis.verify import verify
@@ -88,6 +89,7 @@ def test_the_fault_is_found_without_a_baseline(trace):
         r"reward drops from 0\.\d+ to 0\.\d+ at step 90 \(95% CI 90-91\); mean_abs_d jumps \d+-fold at step 91\. ", text
     )
     assert "one side's weights are quantised" in text
+    assert "check finds: one side's weights are quantised" in attribution_text(found.attribution)
 
 
 @pytest.mark.parametrize("verb", sorted(WORDS.keys() - NO_WEIGHTS - TAKES_NO_TRACE))

@@ -259,7 +259,7 @@ def test_the_command_shows_what_python_returns(tmp_path):
     assert done.code == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["sentence"].startswith(
-        "5 passes over the same tokens form 4 classes with bitwise equal logprobs: 1 odd token"
+        "5 passes over the same tokens: logprobs are bitwise equal within each of 4 classes and differ between classes; 1 odd token"
     )
     (odd,) = found["groups"][0]["odd_tokens"]
     assert odd["sentence"].startswith(f"Token 7 of {odd['seq_id']}: ")

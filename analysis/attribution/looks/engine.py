@@ -93,7 +93,8 @@ def check(facts: Facts, _: Fall) -> Iterator[Fact]:
     else:
         is_stale = "stale_weights" in (finding.code, finding.numbers.get("cause"))
         group = "stale" if is_stale else "weights" if finding.code in OF_WEIGHTS else "values"
-        yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
+        level = carried(facts) * weighs(facts)
+        yield fact("check_fails", level, group, finding=finding.code, finding_title=finding.title)
 
 
 def age(facts: Facts, _: Fall) -> Iterator[Fact]:

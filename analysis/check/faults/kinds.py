@@ -736,13 +736,11 @@ BOUNDARY = Fault(
 SUBSET = Fault(
     code="subset", title="the mismatch is concentrated in part of the run", broken="engine",
     evidence={
-        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {times} times the mismatch of the "
+        "column": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {times} times the mismatch of the "
         "rest (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
     },
     words={
-        "column": lambda n: {
-            "where": where_text({**n, "feature": n["column"]}).removeprefix("all where "), "times": features.times_text(n["ratio"]),
-        }
+        "column": lambda n: {"where": where_text({**n, "feature": n["column"]}), "times": features.times_text(n["ratio"])}
     },
 )  # fmt: skip
 
