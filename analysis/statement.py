@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..schemas.singular import singular
-
 Measured = float | int | str
 
 
@@ -16,4 +14,4 @@ class Statement:
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(singular(catalogue[statement.code].format(**statement.values)) for statement in statements)
+    return tuple(catalogue[statement.code].format(**statement.values) for statement in statements)

@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from .singular import singular
-
 _speaks_options = False
 
 
@@ -67,7 +65,7 @@ class TimTraceError(Exception):
 
     @property
     def message(self) -> str:
-        return singular(super().__str__())
+        return super().__str__()
 
     def __str__(self) -> str:
         return self.message if self.option is None else f"{self.option}: {self.message}"

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
-from ...schemas.singular import singular
 from ..advice import NOTHING, Advice
 from .pair_data import FLOOR_NATS, MAX_EXCESS, MIN_REST, PairData, allowed_noise, levels, once, spread, value_rounding
 from .where import Where, where_text
@@ -383,4 +382,4 @@ def data_text(finding: DataFinding) -> str:
     if finding.where:
         place = where_text(finding.where).removeprefix("all where ")
         text += f"; the rows are {finding.where['match']} those where {place}"
-    return singular(f"{text} ({finding.share:.0%} affected{since})")
+    return f"{text} ({finding.share:.0%} affected{since})"

@@ -329,11 +329,11 @@ def test_a_row_is_named_by_its_number_and_a_line_by_its_own(tmp_path):
     [
         (
             {"train_logprobs": [-1.0]},
-            "step 3, sequence 'a': got 1 value of logprobs of pass 'train' for 3 response tokens",
+            "step 3, sequence 'a': got 1 values of logprobs of pass 'train' for 3 response tokens",
         ),
-        ({"response_mask": [1]}, "'a': got 1 value of response_mask for 3 response tokens"),
-        ({"entropy": [1.0]}, "'a': got 1 value of entropy of pass 'train' for 3 response tokens"),
-        ({"advantage": [1.0]}, "'a': got 1 value of advantages for 3 response tokens"),
+        ({"response_mask": [1]}, "'a': got 1 values of response_mask for 3 response tokens"),
+        ({"entropy": [1.0]}, "'a': got 1 values of entropy of pass 'train' for 3 response tokens"),
+        ({"advantage": [1.0]}, "'a': got 1 values of advantages for 3 response tokens"),
     ],
 )
 @pytest.mark.parametrize("name", ["dump.parquet", "dump.jsonl"])

@@ -211,7 +211,7 @@ HOSTILE = [
     ("train_topk_ids", holed_inside, rf"each row needs {TOKEN_IDS} \(row 1, element 0"),
     ("train_topk_ids", lambda v: v[:, :0], "has a list of length 0 at row 1, token 0"),
     ("train_topk_ids", lambda v: "x", rf"each row needs {TOKEN_IDS} \(row 1"),
-    ("train_topk_ids", lambda v: v[:-1], r"sequence 's0': got 1 value of train_topk_ids for 2 response tokens"),
+    ("train_topk_ids", lambda v: v[:-1], r"sequence 's0': got 1 values of train_topk_ids for 2 response tokens"),
     ("train_topk_ids", lambda v: v[:0], r"sequence 's0': got 0 values of train_topk_ids for 2 response tokens"),
     ("train_topk_ids", lambda v: None, r"sequence 's0': pass 'train' has topk_logprobs, tail_logprob as its distribution. Map topk_ids and"),
     ("train_topk_logprobs", holed_inside, r"each row needs numbers \[response tokens, K\], without NULL \(row 1"),

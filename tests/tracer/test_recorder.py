@@ -285,15 +285,15 @@ def test_scores_point_at_the_contract_that_held_when_they_were_added(tmp_path):
     [
         (
             {"logprobs": [[-1.0], [-1.0]]},
-            r"step 1, sequence 'b': got 1 value of logprobs of pass 'train' for 2 response tokens",
+            r"step 1, sequence 'b': got 1 values of logprobs of pass 'train' for 2 response tokens",
         ),
-        ({"logprobs": [[-1.0]]}, "1 row of logprobs for 2 sequences; pass rows="),
+        ({"logprobs": [[-1.0]]}, "1 rows of logprobs for 2 sequences; pass rows="),
         (
             {"logprobs": [[-1.0], [-1.0, 0.5]]},
             r"step 1, sequence 'b': pass 'train' has logprob 0.5 at response token 1",
         ),
         ({"logprobs": [[0.9], [0.1, 0.2]]}, "not probabilities or logits"),
-        ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': got 1 value of entropy"),
+        ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': got 1 values of entropy"),
         ({"logprobs": [[-1.0]], "rows": [2]}, "pass row numbers from 0 to 1"),
         ({"logprobs": [[-1.0], [-1.0]], "rows": [0, 0]}, "each row number only once"),
     ],
@@ -485,7 +485,7 @@ def test_weights_that_cannot_be_replayed_are_said_at_the_first_call(tmp_path):
 def test_sequences_without_ids_of_their_own_are_named_by_their_row(tmp_path):
     with Recorder(tmp_path / "trace") as recorder:
         batch = recorder.add_sequences(step=1, response_ids=[[7], [8, 9]])
-        with pytest.raises(InvalidRecord, match="step 1, row 1: got 1 value of logprobs"):
+        with pytest.raises(InvalidRecord, match="step 1, row 1: got 1 values of logprobs"):
             recorder.add_scores("train", batch, logprobs=[[-1.0], [-1.0]])
         with pytest.raises(InvalidRecord, match=r"step 1, row 1: pass 'train' has logprob 0\.5"):
             recorder.add_scores("train", batch, rows=[1], logprobs=[[-1.0, 0.5]])

@@ -138,7 +138,7 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
     ("changes", "message"),
     [
         ({"reward": [1.0, "2"]}, r"reward: row 1: got '2' \(str\); pass a number"),
-        ({"reward": [1.0]}, "reward: got 1 value for 2 sequences"),
+        ({"reward": [1.0]}, "reward: got 1 values for 2 sequences"),
         (
             {"reward": np.ones((2, 1))},
             r"reward: got shape \(2, 1\); pass one value, or one for each of the 2 sequences",
@@ -150,7 +150,7 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"policy_version": [1, NAN]}, "policy_version: row 1: got nan"),
         ({"policy_version": 2**63}, "policy_version: got"),
         ({"advantage": ["a", "b"]}, "advantage: row 0: got 'a'"),
-        ({"advantage": [[0.5], [1.0]]}, "sequence 'a': got 1 value of advantages for 2 response tokens"),
+        ({"advantage": [[0.5], [1.0]]}, "sequence 'a': got 1 values of advantages for 2 response tokens"),
         ({"advantage": [[0.5, "x"], [1.0]]}, r"advantages: row 0 is \[0.5, 'x'\]"),
         (
             {"advantage": [[0.5, 1e39], [1.0]]},
@@ -158,9 +158,9 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ),
         ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); pass a dict that maps"),
         ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; pass a dict that maps"),
-        ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 value for 2 sequences"),
+        ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 values for 2 sequences"),
         ({"rewards": {"right": ["a", 1.0]}}, r"rewards\['right'\]: row 0: got 'a' \(str\); pass a number"),
-        ({"group_ids": ["g"]}, "group_ids: got 1 value for 2 sequences"),
+        ({"group_ids": ["g"]}, "group_ids: got 1 values for 2 sequences"),
         ({"group_ids": [0.5, 1.5]}, "group_ids: row 0 is 0.5 .*; pass a string or an integer, or None"),
         ({"group_ids": 7}, "group_ids: got 7"),
         ({"seq_ids": ["a", None]}, r"seq_ids: row 1 is None; pass a string or an integer"),
@@ -170,10 +170,10 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"seq_ids": ["a", "a"]}, "sequence 'a' occurs twice"),
         ({"seq_ids": ["a", "\ud800"]}, "seq_ids: row 1: .* cannot be encoded as UTF-8"),
         ({"finish_reason": ["stop", "\ud800"]}, "finish_reason: row 1: .* cannot be encoded as UTF-8"),
-        ({"prompt_ids": [[1]]}, "1 prompt for 2 responses"),
+        ({"prompt_ids": [[1]]}, "1 prompts for 2 responses"),
         ({"prompt_ids": [[1], [-1]]}, "prompt_ids: row 1, token 0 is -1"),
-        ({"response_mask": [[1, 0]]}, "response_mask: got 1 row for 2 sequences"),
-        ({"response_mask": [[1], [1]]}, "sequence 'a': got 1 value of response_mask for 2 response tokens"),
+        ({"response_mask": [[1, 0]]}, "response_mask: got 1 rows for 2 sequences"),
+        ({"response_mask": [[1], [1]]}, "sequence 'a': got 1 values of response_mask for 2 response tokens"),
         ({"response_mask": [[1, NAN], [1]]}, "response_mask: row 0, token 1 is nan; mask values must be 0 or 1"),
         ({"response_mask": [[1, -1], [1]]}, "response_mask: row 0, token 1 is -1; mask values must be 0 or 1"),
         ({"response_mask": [[1, 0.5], [1]]}, "response_mask: row 0, token 1 is 0.5; mask values must be 0 or 1"),
@@ -246,7 +246,7 @@ def test_scores_shorter_than_a_batch_without_a_mask_name_the_mask(recorder):
     added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=PADDED)
     with pytest.raises(InvalidRecord, match="response_ids were 2 wide without response_attention_mask, so every cell"):
         recorder.add_scores("train", added, logprobs=LOGPROBS)
-    with pytest.raises(InvalidRecord, match=r"'b': got 1 value of logprobs .* without response_attention_mask"):
+    with pytest.raises(InvalidRecord, match=r"'b': got 1 values of logprobs .* without response_attention_mask"):
         recorder.add_scores("train", added, logprobs=np.full((2, 2), -1.0, np.float32), attention_mask=MASK)
 
 
