@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...schemas.singular import singular
 from ...schemas.steps import ALL_STEPS
 from ..facts.recorded import change_sentence, interval_text
 from ..facts.series import FLAT, Fall
@@ -137,7 +136,7 @@ def evidence_sentence(evidence: Statement) -> str:
     interval = interval_text(int(values["low"]), int(values["high"])) if "low" in values else ""
     still = values.get("still_share")
     changed = "all" if still == 0 else "" if still is None else f"{1 - float(still):.0%} of"
-    return singular(sentence.format(**values, interval=interval, changed=changed))
+    return sentence.format(**values, interval=interval, changed=changed)
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ...schemas.singular import singular
 from ..rows import Form, counted, of_steps, shown, wrapped
 from ..trace.columns import steps_text
 from .check import CheckResult
@@ -44,7 +43,7 @@ def note_texts(result: CheckResult) -> list[str]:
         "num_tokens": result.num_sampled_tokens, "num_attempts": len(result.attempts),
         "left_out": f"left out because they were repeated later: {', '.join(again)}" if again else "no step was repeated",
     }  # fmt: skip
-    return [singular(NOTES[code].format_map(numbers)) for code in result.notes]
+    return [NOTES[code].format_map(numbers) for code in result.notes]
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
