@@ -428,8 +428,8 @@ _ONSETS = {
 _IN_ROWS = {
     "older": "; requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning",
     "newer": "; requests were continued after a weight update, and if the recorded policy version is that of the start, it is wrong for the end",
-    "beginnings": "; typical causes: cached prefixes of other prompts, or requests that were preempted and resumed",
-    "ends": "; typical causes: text that was tokenised again, a resumed request, a lost cache, or a template that rewrites earlier turns",
+    "beginnings": "; typical causes: a weight update during sampling, cached prefixes of other prompts, or requests that were preempted and resumed",
+    "ends": "; typical causes: text that was tokenised again, a weight update during sampling, a resumed request, a lost cache, or a template that rewrites earlier turns",
 }  # fmt: skip
 """Cause -> typical causes, for rows that differ before or after a token of their own."""
 
