@@ -31,7 +31,7 @@ EVIDENCE: Mapping[str, str] = {
     "data_fault": "check finds a fault starting at step {step}: {finding}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step}{interval}, which the policy cannot cause",
     "stop_ignored": "starting at step {step}, {share:.0%} of responses continue past the usual end token ({before_share:.0%} before), so the engine no longer stops there",
-    "never_ended": "starting at step {step}, {share:.0%} of responses have no end token ({before_share:.0%} before), so the engine stops them otherwise",
+    "never_ended": "starting at step {step}, {share:.0%} of responses have no end token ({before_share:.0%} before), so something other than the end token stops them",
     "rows_left_out": "starting at step {step}, the loss mask leaves out all tokens of {share:.0%} of responses ({before_share:.0%} before)",
     "endings_change": "starting at step {step}, up to {share:.0%} of responses end with an unusual token ({before_share:.0%} before), so responses are being cut off",
     "responses_capped": "starting at step {step}, no response is longer than {limit} tokens and at least {share:.0%} have that length ({before_share:.0%} were longer before), so responses are being cut off",

@@ -33,7 +33,7 @@ from .data_checks import data_findings
 from .faults import kinds, misplaced, not_computed, sampling, values
 from .features import FEW, not_repeatable
 from .finding import Broken, DataFinding, Finding, Hypothesis, Number, nobodys
-from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, logit_error
+from .pair_data import FEW_TOKENS, MAX_EXCESS, PairData, allowed_noise, level, logit_error, width
 from .sample import NEEDED_SUMS, Sample, logprobs_of, read_pair_sums, read_sample
 from .where import MAX_COVERED, Where, places
 
@@ -359,8 +359,29 @@ def _exactly_explained(data: PairData) -> list[Finding]:
     if older.num_kept < FEW or not is_excessive(older):
         return []
     exact = (each for each in _candidates(older) if each.left is not None and each.left < sampling.MAX_LEFT)
-    best = _best([each for each in exact if 2 * each.tokens.sum() > older.num_kept])
+    exact = (each for each in exact if 2 * each.tokens.sum() > older.num_kept and not _is_learned(data, each.finding))
+    best = _best(list(exact))
     return [] if best is None else [replace(best.finding, tokens=best.tokens & older.keep)]
+
+
+def _is_learned(data: PairData, finding: Finding) -> bool:
+    """Return True if the updates themselves can cause what a formula explains: pass a's logits grow or shrink with each
+    update by at least a quarter of the factor found (a policy that becomes sharper looks like a temperature), or one side is
+    some function of the other, but not where both have the same weights."""
+    if finding.numbers.get("unit") in ("curve", "factor", "floor"):
+        fresh = data.within(data.updates_behind[data.seq] == 0)
+        return fresh.num_kept >= FEW and not is_excessive(fresh)
+    temperature = finding.numbers.get("temperature")
+    if finding.code != sampling.TEMPERATURE.code or not isinstance(temperature, float):
+        return False
+    version = data.sample.a.versions.filled(-1)[data.seq]
+    known = [each for each in np.unique(version[version >= 0]) if (version == each).sum() >= FEW]
+    widths = [width(data.a[version == each]) for each in known]
+    if len(known) < 2:
+        return False
+    behind = float(np.mean(data.updates_behind[data.updates_behind != 0]))
+    learned = behind * float(np.polyfit(known, np.log(np.maximum(widths, 1e-9)), 1)[0])
+    return bool(learned * np.sign(np.log(temperature)) > abs(np.log(temperature)) / 4)
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:

@@ -90,7 +90,7 @@ def _values(run: DataRows) -> Iterator[DataFinding]:
         zeros_there = float(np.median(zeros[misplaced])) if misplaced.any() else 0.0
         text = f"all tokens have the same advantage, except that the {end} {zeros_there:.3g} tokens (median) have 0"
         if misplaced.any() and np.isin(np.flatnonzero(misplaced), run.continued[0]).all():
-            text += ", all in rows that a later turn continues"
+            text += "; a later turn continues each of these rows"
         yield from run.find("advantages_misplaced", misplaced, least=least, explanation=text)
     if (swapped := (rows["masked"] > 0) & (rows["loss_zeros"] > 0)).any():
         text = f"{rows['loss_zeros'][swapped].sum():,.0f} tokens in the loss have advantage 0, and {rows['masked'][swapped].sum():,.0f} masked tokens do not, as if another row's mask had been applied"

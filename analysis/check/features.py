@@ -340,8 +340,8 @@ class RowParts(NamedTuple):
 @once
 def parts_of_rows(data: PairData) -> RowParts | None:
     """Split each row where the log of its mismatch changes most. Return None unless many rows change by a clear factor, in
-    the same direction, and hardly change otherwise, and their other parts are at rounding level. (A mismatch that fades
-    has no such token.)"""
+    the same direction, and hardly change otherwise, and only their other parts are at rounding level. (A mismatch that
+    fades has no such token.)"""
     log, seq = levels(data), np.unique(data.seq, return_inverse=True)[1] if data.num_kept else data.seq
     joined = np.diff(seq) == 0
     if joined.sum() < FEW_SPLIT:
@@ -377,6 +377,8 @@ def parts_of_rows(data: PairData) -> RowParts | None:
     high, low = float(np.median(noise[inside])), float(np.median(noise[~inside]))
     if 2 * whole.sum() > chosen.sum() or high < 5 * low or low > allowed_noise(data) / 4:
         return None
+    if high < allowed_noise(data) / 2:
+        return None  # rounding, which can grow where a router chose another expert
     cost = float(np.log(np.bincount(seq)[chosen]).sum() + len(first) * np.log(3))
     return RowParts(are_first, inside, int(chosen.sum()), int(whole.sum()), high, low, cost)
 

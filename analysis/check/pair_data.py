@@ -307,11 +307,16 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return sqrt(sd^2 + max(mean, 0)^2) of the sampled tokens' log-odds (nats), for the pass where it is smaller.
-    The result is at least 1."""
+    """Return the `width` of the pass where it is smaller (nats). The result is at least 1."""
     compared = data.sample.compared
-    odds = [log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b) if compared.any()]
-    return max(min((float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), default=0.0), 1.0)
+    sides = (data.sample.a, data.sample.b) if compared.any() else ()
+    return max(min((width(side.logprobs[compared]) for side in sides), default=0.0), 1.0)
+
+
+def width(logprobs: np.ndarray) -> float:
+    """Return sqrt(sd^2 + max(mean, 0)^2) of the sampled tokens' log-odds (nats)."""
+    odds = log_odds(logprobs)
+    return float(np.hypot(np.std(odds), max(np.mean(odds), 0.0)))
 
 
 def log_odds(logprobs: np.ndarray) -> np.ndarray:

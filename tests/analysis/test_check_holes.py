@@ -5,7 +5,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, in_bfloat16, in_float32, moved, sample, table
+from bigrams import (
+    BOTH_FP32,
+    FP32,
+    HOT,
+    VLLM_BF16,
+    Recording,
+    in_bfloat16,
+    in_float32,
+    log_softmax,
+    moved,
+    sample,
+    table,
+)
 from builders import tim_trace
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
@@ -401,22 +413,23 @@ def test_a_level_without_a_spread_does_not_fall(longest, monkeypatch):
     assert fall(SimpleNamespace(position=position)) == 0
 
 
-def asynchronous(path, change):
-    """A run in which weights that are one update old score all rollouts, as recorded."""
-    weights = [table()]
+def asynchronous(path, change, update=lambda logits, number: moved(logits, number, 0.05), *, start=2.5, first=1):
+    """A run in which weights that are one update old score all rollouts from step `first` on, as recorded."""
+    weights = [table(sharpness=start)]
     with Recorder(path) as recorder:
         for name, contract in BOTH_FP32.items():
             recorder.add_contract(name, contract)
         for number in range(1, 7):
-            weights.append(moved(weights[-1], number, 0.05))
-            step = sample(weights[-2], 100 + number)
+            weights.append(update(weights[-1], number))
+            new, old = (number if number >= first else number - 1), number - 1
+            step = sample(weights[old], 100 + number)
             batch = recorder.add_sequences(
                 step=number,
                 prompt_ids=[p.tolist() for p in step.prompts],
                 response_ids=[r.tolist() for r in step.responses],
             )
-            recorder.add_scores("rollout", batch, logprobs=change(step), policy_version=number - 1)
-            recorder.add_scores("train", batch, logprobs=step.scored(weights[-1]), policy_version=number)
+            recorder.add_scores("rollout", batch, logprobs=change(step), policy_version=old)
+            recorder.add_scores("train", batch, logprobs=step.scored(weights[new]), policy_version=new)
     return check(path)
 
 
@@ -427,6 +440,25 @@ def test_older_weights_do_not_excuse_what_a_formula_explains(tmp_path):
     assert (found.is_valid, found.findings[0].code) == (False, "shift")
     found = asynchronous(tmp_path / "sound", lambda step: step.scored())
     assert found.is_valid
+    assert found.findings[0].is_expected
+
+
+@pytest.mark.parametrize(("factor", "start"), [(1.15, 2.0), (1.3, 0.3), (0.8, 1.0)])
+def test_a_policy_whose_logits_grow_or_shrink_has_no_other_temperature(tmp_path, factor, start):
+    def scaled(logits, number):
+        return moved(logits * np.float32(factor), number, 0.01)
+
+    found = asynchronous(tmp_path / "trace", lambda step: step.scored(), scaled, start=start)
+    assert found.is_valid, evidence_text(found.findings[0])
+
+
+def test_a_policy_that_becomes_random_has_the_same_unit(tmp_path):
+    def mixed(logits, number):
+        chances = np.exp(log_softmax(logits))
+        return np.log(0.99 * chances + 0.01 / len(logits)).astype(np.float32)
+
+    found = asynchronous(tmp_path / "trace", lambda step: step.scored(), mixed, start=1.5, first=2)
+    assert found.is_valid, evidence_text(found.findings[0])
     assert found.findings[0].is_expected
 
 
@@ -472,6 +504,24 @@ def test_rows_that_change_at_a_token_of_their_own_were_continued(tmp_path, given
 
 def test_a_mismatch_that_fades_in_half_of_the_rows_changes_at_no_token(tmp_path):
     assert "in_rows" not in {each.signal for each in continued(tmp_path / "trace", fade=True).findings}
+
+
+def test_rounding_that_grows_after_a_router_flip_does_not_begin_in_another_context(tmp_path):
+    def rollout(step, number):
+        draw, rows = np.random.default_rng(number), []
+        for right in step.scored():
+            flips = draw.random(len(right)) < 0.03
+            size = 0.002 + 0.01 * (np.cumsum(flips) > 0) + 0.5 * flips
+            rows.append(np.minimum(right + np.expm1(right) * draw.normal(size=len(right)) * size, 0).astype(np.float32))
+        return rows
+
+    experts = {"engine": "trl", "model": {"dtypes": {"bfloat16": 1}, "class": "Qwen3MoeForCausalLM"}}
+    run = Recording(
+        rollout=rollout, contracts={"train": experts, "rollout": VLLM_BF16}, weights=lambda number: table(sharpness=1.5)
+    )
+    codes = {each.code for each in check(run.write(tmp_path / "trace")).findings}
+    assert "router_flips" in codes
+    assert "position_onset" not in codes
 
 
 def test_ids_with_a_larger_mismatch_are_no_place_if_the_rest_is_wrong_too(tmp_path):

@@ -200,9 +200,11 @@ def test_rounding_that_varies_between_steps_is_no_fault(tmp_path, size, version)
     [
         (lambda number: 1.0 + 0.6 * number, lambda number: 0.005 * number),
         (lambda number: 0.1 * number**1.5, lambda number: 0.0005 * number**1.5),  # from a uniform policy
+        (lambda number: 0.001 * 6.0 ** (number - 1), lambda number: 1.5e-5 * 6.5 ** (number - 1)),
+        (lambda number: 1.2 * 0.7**number, lambda number: 0.012 * 1.01**number),  # towards a uniform policy
     ],
 )
-def test_rounding_that_grows_while_the_policy_becomes_sharper_is_no_fault(tmp_path, sharpness, size):
+def test_rounding_that_grows_relative_to_a_policy_whose_sharpness_changes_is_no_fault(tmp_path, sharpness, size):
     with Recorder(tmp_path / "trace") as recorder:
         for name, contract in BF16.items():
             recorder.add_contract(name, contract)

@@ -56,6 +56,8 @@ from .values import UNRELATED
 
 MIN_COURSE = 4
 """Minimum number of steps for judging whether the mismatch grows with the updates."""
+MIN_WIDTH = 0.05
+"""Minimum standard deviation of the sampled tokens' log-odds (nats) at a step that counts."""
 MIN_GROWTH = 3.0
 """A growing mismatch is reported only if it grows by at least this factor relative to the logits' spread. In 80 healthy
 runs, some of which start from uniform policies at high learning rates, it grew by a factor of at most 2.9."""
@@ -259,7 +261,7 @@ def find_growth(data: PairData) -> list[Finding]:
     """Detect a mismatch within rounding that grows from step to step although policy versions are equal.
 
     Rounding grows with the logits: compare with their spread, and skip steps whose mean logprob is far from the first
-    step's.
+    step's, and steps with a nearly uniform policy, whose rounding is that of the recorded values.
     """
     sample, steps, noise = data.sample, data.sample.steps[data.seq], logit_error(data)
     fresh = ((sample.a.versions - sample.b.versions).filled(1) == 0)[data.seq]  # an unknown version is not on policy
@@ -267,24 +269,30 @@ def find_growth(data: PairData) -> list[Finding]:
     for step in np.unique(steps[fresh]):
         part = fresh & (steps == step)
         surprise, part = float(np.mean(data.a[part] + data.b[part])), part & (data.rest > MIN_REST)
-        if part.sum() >= FEW and surprise < 0 and (not course or abs(np.log(surprise / course[0][1])) < np.log(1.25)):
+        width = float(np.std(log_odds(data.a[part]))) if part.any() else 0.0
+        if (
+            part.sum() >= FEW
+            and width > MIN_WIDTH
+            and surprise < 0
+            and (not course or abs(np.log(surprise / course[0][1])) < np.log(1.25))
+        ):
             log = np.log(noise[part] + np.median(noise[part]) / 4)
             error = np.sqrt(np.sum(np.bincount(data.seq[part], log - log.mean()) ** 2)) / len(log)
-            width = max(float(np.std(log_odds(data.a[part]))), 0.05)
             course.append((step, surprise, log.mean(), error, np.log(width)))
     if len(course) < MIN_COURSE or weights_agree(data):
         return []
     known, _, log, error, width = np.array(course).T
     relative = log - width
     last, order = int(np.argmax(relative)), np.argsort(np.argsort(relative)).astype(float)
-    grown = relative[last] - relative[0]
+    ratio = relative[last] - relative[0]
+    grown = min(ratio, log[last] - log[0])  # rounding need not shrink with the logits
     is_clear = grown > max(np.log(MIN_GROWTH), CLEAR * np.hypot(error[0], error[last]))
     least = 0.0 if grown > np.log(10 * MIN_GROWTH) else MIN_GROWN * allowed_noise(data)
-    is_clear &= level(data.within(steps == known[last])) > least
+    is_clear &= level(data.within(fresh & (steps == known[last]))) > least
     if not is_clear or pearson(order, np.arange(len(order)).astype(float)) < 0.9:
         return []
     numbers: dict[str, Number] = {"cause": "", "first_step": int(known[0]), "last_step": int(known[last])}
-    numbers |= {"first": float(np.exp(log[0])), "later": float(np.exp(log[last])), "ratio": float(np.exp(grown))}
+    numbers |= {"first": float(np.exp(log[0])), "later": float(np.exp(log[last])), "ratio": float(np.exp(ratio))}
     grows = steps > known[0]
     return [WEIGHTS.finding(data, "grows", grows, weight=0.7, next=commands.weights_replay(data), numbers=numbers)]
 
@@ -420,8 +428,8 @@ _ONSETS = {
 _IN_ROWS = {
     "older": "; requests were continued after a weight update, and if the recorded policy version is that of the end, it is wrong for the beginning",
     "newer": "; requests were continued after a weight update, and if the recorded policy version is that of the start, it is wrong for the end",
-    "beginnings": "; typical causes: cached prefixes of other prompts, or requests that were preempted and resumed",
-    "ends": "; typical causes: text that was tokenised again, a resumed request, a lost cache, or a template that rewrites earlier turns",
+    "beginnings": "; typical causes: a weight update during sampling, cached prefixes of other prompts, or requests that were preempted and resumed",
+    "ends": "; typical causes: text that was tokenised again, a weight update during sampling, a resumed request, a lost cache, or a template that rewrites earlier turns",
 }  # fmt: skip
 """Cause -> typical causes, for rows that differ before or after a token of their own."""
 
