@@ -462,6 +462,13 @@ def test_a_policy_that_becomes_random_has_the_same_unit(tmp_path):
     assert found.findings[0].is_expected
 
 
+def test_a_uniform_policy_at_the_first_step_has_no_placeholders(tmp_path):
+    run = Recording(
+        weights=lambda number: table(sharpness=0.4 * (number - 1)), steps=5, contracts=BOTH_FP32, rollout=in_float32
+    )
+    assert check(run.write(tmp_path / "trace")).is_valid
+
+
 def continued(path, *, since=3, are_first=True, fade=False):
     """Half of the rows have weights of their own before (or after) a token that varies from row to row."""
     with Recorder(path) as recorder:

@@ -7,6 +7,7 @@ import numpy as np
 from ...facts import thresholds as t
 from ...facts.mismatch import FROM_UPDATES
 from ...facts.recorded import AFTER, BEFORE, WITH, order_beside
+from ...facts.relations import correlation
 from ...facts.series import Fall
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
@@ -32,7 +33,7 @@ def size(facts: Facts, _: Fall) -> Iterator[Fact]:
         yield fact("mismatch_steady", weighs(facts))
 
 
-def resets(facts: Facts, fall: Fall) -> Iterator[Fact]:
+def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
     """Report whether the mismatch grows over several steps and then falls to rounding at once, as when an engine that
     was behind gets new weights."""
     values = facts.values("mean_abs_d")
@@ -43,13 +44,12 @@ def resets(facts: Facts, fall: Fall) -> Iterator[Fact]:
         before = np.log(values[first:at])
         if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
             continue
-        half = len(before) // 2
-        if np.median(before[half:]) - np.median(before[:half]) > np.log(2) and before[0] < before.max() - np.log(
-            _RESETS_BY
-        ):
-            found.append((int(steps[at]), float(np.median(values[max(at - 3, first) : at])), float(values[at])))
+        high = float(np.median(values[max(at - 3, first) : at]))
+        grows = correlation(before, np.arange(len(before))) > 0.7 and high > _RESETS_BY * values[first] > values[at]
+        if grows and high > _USUAL / 4:
+            found.append((int(steps[at]), high, float(values[at])))
         first = at
-    if found and found[0][1] > _USUAL / 4:
+    if found:
         step, high, low = max(found, key=lambda each: each[1] / each[2])
         yield fact("mismatch_resets", high / (high + _USUAL), step=step, from_value=high, to_value=low, num=len(found))
 

@@ -380,6 +380,10 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
     if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
         # Near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
         return np.inf
+    steps = data.sample.steps[data.seq]
+    size = np.exp(-value)
+    if abs(size - round(size)) < 1e-5 * size and where[np.isin(steps, steps[where])].mean() > 0.95:
+        return np.inf  # the policy is uniform, such as one with a new head of zeros
     # 16-bit values are sparse, so search for nearby values in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
     return _repeats(data.a[~where], value, width)
