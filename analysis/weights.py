@@ -209,5 +209,6 @@ def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
         sentences.append(f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--csv lists them).")
     blocks = [wrapped(" ".join(sentences), "", width)] if sentences else []
     if left or not agreeing:
-        blocks.append(to_text(Rows(rows.columns, [tuple(row.values()) for row in left]), width))
+        shown = Rows(rows.columns, [tuple(row.values()) for row in left]).without({"agrees"})
+        blocks.append(to_text(shown, width))
     return "\n\n".join(blocks)

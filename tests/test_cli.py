@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from builders import ROOT, TIM_TRACE, make_trace, run, tim_trace
+from builders import ROOT, TIM_TRACE, in_process, make_trace, run, tim_trace
 from dumps import make_samples, write_prime_rl
 from runs import train
 from shared import rest_slow
@@ -462,7 +462,7 @@ def test_what_a_trace_lacks_comes_before_a_library_to_install(trace, monkeypatch
         raise NotInstalled("torch is not installed")
 
     monkeypatch.setitem(vars(analysis), verb, lacks)
-    done = tim_trace(verb, trace)
+    done = in_process([verb, str(trace)])
     assert done.code == 2
     assert "torch" not in done.stderr
     assert "was not recorded" in done.stderr or "has no weights; none were recorded" in done.stderr

@@ -495,7 +495,9 @@ def test_what_is_damaged_is_said_of_the_line_that_asks(trace, tmp_path):
 
 def test_a_warning_points_to_the_line_that_calls(tmp_path):
     with tim_trace.Recorder(tmp_path / "run") as recorder, pytest.warns(TimTraceWarning) as caught:
-        recorder.add_sequences(step=0, prompt_ids=[[1]] * 4, response_ids=np.array([[5, 6, 7, 0, 0, 0]] * 4))
+        recorder.add_sequences(
+            step=0, prompt_ids=[[1]] * 4, response_ids=np.array([[5, 6, 0, 0, 0, 0], [5, 6, 7, 8, 9, 5]] * 2)
+        )
     assert {warning.filename for warning in caught} == {__file__}
 
 
