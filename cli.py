@@ -46,6 +46,7 @@ from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
     InvalidQuery,
+    NotInstalled,
     TimTraceError,
     TimTraceWarning,
     of_system,
@@ -384,6 +385,22 @@ _allow_kernel = _option(
 )  # fmt: skip
 
 
+def _replays(command: Callable[..., None]) -> Callable[..., None]:
+    """If a library is missing, report missing weights first: without them, installing it would not help."""
+
+    @wraps(command)
+    def checked(trace: str, **options: Any) -> None:
+        try:
+            command(trace=trace, **options)
+        except NotInstalled:
+            from .replay.recorded import RecordedRun
+
+            RecordedRun(trace, weights_from=options["weights_from"]).check_weights()
+            raise
+
+    return checked
+
+
 def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any], Any]:
     return _option("--by", values, help, default=values[0])
 
@@ -512,7 +529,8 @@ def record(output: str, command: Sequence[str], **options: Any) -> None:
     folder or a URL such as s3://bucket/run (uploaded while COMMAND runs). If training uses several nodes, run this
     command on each of them with the same folder.
     """
-    _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
+    if command:
+        _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
 
     def at_end(recording: Any) -> None:
         # A record-only installation has no DuckDB. The first query in a full installation then computes the sums.
@@ -616,6 +634,8 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     """
     found = analysis.compact(trace, progress=_progress, **options)
     form.result(found, rows=found.tables)
+    if options["output"]:
+        _tell(f"wrote {options['output']}")
 
 
 @_command("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"", run="")
@@ -678,7 +698,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
-        raise click.UsageError(f"query {name}: pass a trace, or print the query with --sql")
+        raise click.UsageError(f"query {named_query(name).name}: pass a trace, or print the query with --sql")
     else:
         with _ended_after(options["timeout"]):
             found = analysis.query(name, list(traces), pair=pair, **options)
@@ -863,6 +883,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_flag("--dry-run", "Score only a few rows per arm, and print the remaining work and its estimated duration.")
 @_distributed
 @_prints(json="Print JSON, one row per step (with --dry-run, one row per arm).")
+@_replays
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
@@ -900,6 +921,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_distributed
 @_by("side", "arm", "prediction", help="What each row of --csv describes.")
 @_prints()
+@_replays
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Attribute the mismatch to trainer and engine, and measure how much of it each individual change removes."""
     form.result(_asked(analysis.triangulate, trace, held_back=True, **options), rows={"by": by})
@@ -920,6 +942,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_distributed
 @_by("step", "module", "arm")
 @_prints()
+@_replays
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
@@ -953,6 +976,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", help="What each row of --csv describes.")
 @_prints()
+@_replays
 def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
@@ -1008,6 +1032,7 @@ def certify(trace: str, form: _Form, **options: Any) -> None:
 @_factories
 @_weights_from
 @_prints(csv=False, wide=False)
+@_replays
 def reproduce(trace: str, form: _Form, **options: Any) -> None:
     """Write a short script that shows the first difference between two executions.
 
@@ -1070,6 +1095,8 @@ def weights(
     if options["engine"]:
         of = "module" if options["by"] == "module" else "tensor"
         form.table(rows, text=lambda width: engine_weights_text(rows, of, width))
+        if any(row["num_differ"] for row in rows.dicts()):
+            _tell(f"next: tim-trace check {trace}")
         return
     form.table(rows, "weights")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
@@ -1369,14 +1396,14 @@ def _brought_in(output: str, imported: Any) -> str:
         parts.append(f"{imported.num_known_files:,} files were already imported and were not read again")
     parts += [f"skipped: {sentence}" for sentence in imported.held_back]
     parts += [f"no logprobs of pass {sentence}" for sentence in imported.missing]
-    following = "info"
+    following = "diagnose"
     if imported.num_known_files and not imported.num_files:
         first = "nothing new was found"
     elif imported.format == "metrics":
-        first, following = f"imported {imported.num_metrics:,} logged values", "diagnose"
+        first = f"imported {imported.num_metrics:,} logged values"
     else:
         many = len(imported.passes) > 2 and not {*STANDARD} & {*imported.passes}
-        following = "compare" if many else "info"
+        following = "compare" if many else "diagnose"
         of = "" if imported.format == "parquet" else f" of {imported.format}"
         passes = f"{len(imported.passes)} passes" if many else f"passes {', '.join(imported.passes) or 'none'}"
         first = (

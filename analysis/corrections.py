@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import pyarrow as pa
 
-from ..schemas.errors import InvalidOption, NothingToCompare, TimTraceWarning
+from ..schemas.errors import InvalidOption, NothingToCompare, warn
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
@@ -157,4 +156,4 @@ def _warn_of_advantages(database: Database) -> None:
             else f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of the _positive "
             "and _negative columns"
         )
-        warnings.warn(told, TimTraceWarning, stacklevel=3)
+        warn(told)

@@ -25,7 +25,7 @@ STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
 """Causes of differing engine weights, as codes in the finding `weights_differ`."""
 
 COLUMNS = (
-    "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
+    "tensor", "cause", "first_differs", "num_differ", "num_versions", "given_version", "holds_version", "trainer_version", "agrees",
 )  # fmt: skip
 
 _GIVEN_AS_HAD = "coalesce(given = trainer AND (held IS NULL OR held = trainer), false)"
@@ -276,8 +276,8 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
     """Compare each engine tensor with the trainer's at the time when the engine last started sampling.
 
     `given_version` is the version at which the engine last received the tensor, and `holds_version` the latest version
-    whose trainer tensor is bitwise equal to the engine's. `num_differ` counts the versions at which the two differed.
-    by="module" groups layers and shows the tensor that differs most often.
+    whose trainer tensor is bitwise equal to the engine's. `num_differ` counts the versions at which the two differed, and
+    `first_differs` is the first of them. by="module" groups layers and shows the tensor that differs most often.
 
     Raises WeightsMissing if the trace has no digests of engine weights, TraceNotFound or NewerTrace.
     """
@@ -292,21 +292,23 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
         _of_tensors([version for version in versions if version.writer == writer], faults)
         for writer in sorted({version.writer for version in versions})
     ]
-    newest = max(row[1] for rows in tables for row in rows)
-    rows = [row for rows in tables for row in rows if row[1] == newest]
+    newest = max(row[-2] for rows in tables for row in rows)
+    rows = [row for rows in tables for row in rows if row[-2] == newest]
     return Rows(COLUMNS, _furthest(rows, module_of if by == "module" else str))
 
 
-_Row = tuple[str, int, int | None, int | None, bool | None, int, int, str | None]
+_Row = tuple[str, str | None, int | None, int, int, int | None, int | None, int, bool | None]
 
 
 def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> list[_Row]:
     last, seen, wrong, causes = versions[-1], Counter[str](), Counter[str](), {}
+    first: dict[str, int] = {}
     for version in versions:
         seen.update(version.agreeing)
         for each in version.differences:
             seen[each.tensor] += 1
             wrong[each.tensor] += 1
+            first.setdefault(each.tensor, version.version)
             cause = next((cause for cause in each.causes if cause in faults), each.causes[0])
             causes[each.tensor] = faults.get(cause, cause)
     holds: dict[str, int | None] = {each.tensor: each.holds_version for each in last.differences}
@@ -315,7 +317,8 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
         agrees = True if tensor in last.agreeing else False if tensor in holds else None
         held = last.version if agrees else holds.get(tensor)
         rows.append((
-            tensor, last.version, last.given.get(tensor), held, agrees, seen[tensor], wrong[tensor], causes.get(tensor),
+            tensor, causes.get(tensor), first.get(tensor), wrong[tensor], seen[tensor], last.given.get(tensor), held,
+            last.version, agrees,
         ))  # fmt: skip
     return rows
 
@@ -325,6 +328,6 @@ def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]
     for row in rows:
         name = name_of(row[0])
         known = found.get(name)
-        if known is None or (row[6], -(row[3] or 0)) > (known[6], -(known[3] or 0)):
+        if known is None or (row[3], -(row[6] or 0)) > (known[3], -(known[6] or 0)):
             found[name] = (name, *row[1:])
     return list(found.values())

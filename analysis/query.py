@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import duckdb
 
-from ..schemas.errors import InvalidOption, InvalidQuery, TimTraceError, TimTraceWarning, option
+from ..schemas.errors import InvalidOption, InvalidQuery, TimTraceError, option, warn
 from ..tracer.parquet_file import PROTOCOL
 from .rows import Rows
 from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
@@ -55,7 +54,7 @@ def sql(
     if max_rows is None or len(found) <= max_rows:
         return found
     told = f"only the first {max_rows:,} rows are returned; aggregate, add LIMIT, or allow {option('max_rows', 2 * max_rows)}"
-    warnings.warn(told, TimTraceWarning, stacklevel=2)
+    warn(told)
     return Rows(found.columns, found.rows[:max_rows])
 
 

@@ -6,16 +6,16 @@ import json
 import math
 import re
 import textwrap
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
 from importlib import import_module
+from itertools import zip_longest
 from operator import attrgetter
 from types import MappingProxyType, NoneType
 from typing import Any
 
-from ..schemas.errors import ColumnsLeftOut
+from ..schemas.errors import ColumnsLeftOut, warn
 from ..schemas.results import Result, Table
 from ..schemas.steps import ALL_STEPS
 
@@ -138,11 +138,12 @@ def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> s
     few rows, each row is rendered as a list.
 
     If a longer table is wider than `width`, columns are left out, and a ColumnsLeftOut warning lists them. Columns in
-    `main` are kept first, in that order, then the others from left to right.
+    `main` are kept first, in that order, then the others from left to right. Sentences are wrapped.
     """
     if not rows.columns:
         return ""
-    cells = [[_cell(value) for value in row] for row in rows.rows]
+    longest = [240 if name in SENTENCES else 120 for name in rows.columns]
+    cells = [list(map(_cell, row, longest)) for row in rows.rows]
     columns = [
         _Column(name, place, [row[place] for row in cells], [row[place] for row in rows.rows])
         for place, name in enumerate(map(printable, rows.columns))
@@ -165,10 +166,14 @@ class _Column:
         self._measure()
 
     def _measure(self) -> None:
-        self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
+        self.width = max(map(cell_len, (*self.head, *"\n".join(self.cells).split("\n"), " ")))
 
     def fold(self) -> None:
         self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
+        self._measure()
+
+    def wrap(self, width: int) -> None:
+        self.cells = [textwrap.fill(text, width, break_on_hyphens=False) for text in self.cells]
         self._measure()
 
     def cut(self, width: int) -> None:
@@ -208,8 +213,11 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
     kept, cut, left = list[_Column](), list[str](), width + 2
     for column in ranked:
         if column.width + 2 > left and column.is_text and left - 2 >= _SHORTEST_TEXT:
-            column.cut(left - 2)
-            cut.append(column.name)
+            if column.name in SENTENCES:
+                column.wrap(left - 2)
+            else:
+                column.cut(left - 2)
+                cut.append(column.name)
         if column.width + 2 <= left or not kept:
             kept.append(column)
             left -= column.width + 2
@@ -222,7 +230,7 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
     told = [f"{len(left_out)} of {len(columns)} columns left out ({listed})"] if left_out else []
     told += [f"values in {', '.join(cut)} truncated"] if cut else []
     if told:
-        warnings.warn("; ".join(told), ColumnsLeftOut, stacklevel=3)
+        warn("; ".join(told), ColumnsLeftOut)
     return kept
 
 
@@ -233,7 +241,8 @@ def _lines(columns: Sequence[_Column]) -> Iterator[str]:
         yield _line(columns, cells)
     yield "  ".join("-" * column.width for column in columns)
     for cells in zip(*(column.cells for column in columns), strict=True):
-        yield _line(columns, cells)
+        for parts in zip_longest(*(text.split("\n") for text in cells), fillvalue=""):
+            yield _line(columns, parts)
 
 
 def _line(columns: Sequence[_Column], cells: Sequence[str]) -> str:
@@ -266,7 +275,7 @@ def _as_lists(columns: Sequence[_Column], width: int | None) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, longest: int) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -274,7 +283,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = printable(str(value))
-    return text if len(text) <= 120 else text[:117] + "..."
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def printable(text: str) -> str:
@@ -405,6 +414,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "compare": ("kind", "name", "step", "a", "b", "sd"),
     "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),
+    "objective": ("figure", "value", "meaning"),
     "onsets": ("series", "step", "95%", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
@@ -412,3 +422,6 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
 
 NO_NEWS = frozenset({"run", "num_nan", "num_inf", "iteration_a", "iteration_b"})
 """Columns to drop first if every row has the same value."""
+
+SENTENCES = frozenset({"meaning", "result"})
+"""Columns to wrap rather than truncate."""

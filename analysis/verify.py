@@ -86,6 +86,9 @@ def verify(trace: str | os.PathLike[str], *, format: bool = False, progress: Pro
 
 def verification_text(found: Verification, width: int | None = None) -> str:
     lines = [to_text(found.folders, width)]
+    if found.is_whole and not found.num_unchecked:
+        num_files = sum(row["num_files"] for row in found.folders.dicts())
+        lines.append(f"intact: every byte of {counted(num_files, 'file')} matches its checksum")
     lines += [f"damaged: {printable(sentence)}" for sentence in found.damaged]
     lines += [f"ignored: {printable(sentence)}" for sentence in found.ignored]
     if found.num_unchecked:

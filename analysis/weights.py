@@ -15,7 +15,7 @@ from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, config_of, open_weights, write_folder
 from ..tracer.weights.reader import SUPPLIES, WeightReader
 from .engine_weights import engine_weights
-from .rows import Rows, to_text
+from .rows import Rows, to_text, wrapped
 
 OK = "ok"
 VERSION_COLUMNS = ("version", "kind", "writers", "num_elements", "num_bytes", "stored_bytes", "share_changed", "chain")
@@ -194,13 +194,21 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
 def engine_weights_text(rows: Rows, by: str, width: int | None = None) -> str:
     """Render the rows. Tensors that agree at every version are counted but not listed."""
     agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
-    left = [tuple(row.values()) for row in rows.dicts() if not row["agrees"] or row["num_differ"]]
-    blocks = []
+    differing = [row for row in rows.dicts() if row["num_differ"]]
+    left = [row for row in rows.dicts() if not row["agrees"] or row["num_differ"]]
+    sentences = []
+    if differing:
+        causes = ", ".join(dict.fromkeys(row["cause"] for row in differing))
+        first = min(row["first_differs"] for row in differing)
+        num = f"{len(differing):,} of {len(rows):,}"
+        sentences.append(f"{num} engine {by}s differ ({causes}), first at version {first:,}.")
     if agreeing:
         versions = sorted({row["num_versions"] for row in agreeing})
         at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
         num = f"{len(agreeing):,} of {len(rows):,}" if left else f"All {len(rows):,}"
-        blocks.append(f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--csv lists them).")
+        sentences.append(f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--csv lists them).")
+    blocks = [wrapped(" ".join(sentences), "", width)] if sentences else []
     if left or not agreeing:
-        blocks.append(to_text(Rows(rows.columns, left), width))
+        shown = Rows(rows.columns, [tuple(row.values()) for row in left]).without({"agrees"})
+        blocks.append(to_text(shown, width))
     return "\n\n".join(blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..schemas.documents import PACKED_ROWS, PREFIX_TREE, Contract
-from ..schemas.errors import CannotReplay, TimTraceWarning, option
+from ..schemas.errors import CannotReplay, option, warn
 from ..schemas.modules import has_experts
 from ..tracer import environment
 from ..tracer.progress import Advance, unheard
@@ -87,7 +86,7 @@ class HfScorer:
         if self.substitution is not None:
             what = "experts" if "experts" in used else "attention"
             why = trusted.WHY[self.substitution].format(name=ascii(recorded.get(what)))
-            warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} is used instead", TimTraceWarning, stacklevel=4)
+            warn(f"arm {self.arm.name}: {why}; {used[what]} is used instead")
         self.numerics = Numerics(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property
@@ -213,7 +212,7 @@ class HfScorer:
                 fewer = option("batch_tokens", max(self.arm.batch_tokens // 2, 1))
             raise CannotReplay(f"{what}; use {'a machine with more memory' if largest == 1 else fewer}") from error
         digits = "" if self.keeps_recorded_rows else ", so the last digits may differ"
-        warnings.warn(f"{what}; continuing with {largest // 2}{digits}", TimTraceWarning, stacklevel=4)
+        warn(f"{what}; continuing with {largest // 2}{digits}")
         return largest // 2
 
     def _score(self, rows: list[RecordedRow], advance: Advance) -> Scored:

@@ -114,6 +114,11 @@ class RecordedRun:
     def weights(self) -> WeightReader | CheckpointReader:
         return open_weights(self.store, self.weights_from)
 
+    def check_weights(self) -> None:
+        """Raise WeightsMissing if the trace has no weights at all."""
+        if not self.weights.versions:
+            self.weights.load(0)
+
     def _identities(self) -> tuple[dict[str, Any], dict[str, Any]]:
         states, _ = self.store.writers()
         # Try trainer processes first, because engines do not record the model's class.

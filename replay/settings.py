@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from ..schemas.documents import Contract
-from ..schemas.errors import TimTraceWarning
+from ..schemas.errors import warn
 from ..tracer.environment import torch_settings
 from .arms import Arm
 
@@ -66,11 +65,9 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
         _cuda_began[:] = _cuda_began or [before]
         if wanted != _cuda_began[0]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
-            warnings.warn(
+            warn(
                 f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} for this arm, but CUDA started {began} in this "
                 "process. If bitwise equality matters, replay this arm in a separate process",
-                TimTraceWarning,
-                stacklevel=3,
             )
     _set_variable(wanted)
     try:

@@ -205,19 +205,20 @@ class SampleWarning(TimTraceWarning):
     """A requested pass covers only a sample of the sequences."""
 
 
+def warn(sentence: str, category: type[TimTraceWarning] = TimTraceWarning) -> None:
+    """Issue a warning that points to the caller's line, outside this package."""
+    package, depth = __name__.partition(".")[0], 1
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(sentence, category, stacklevel=depth)
+
+
 def tell_samples(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        warnings.warn(sentence, SampleWarning, stacklevel=_depth())
+        warn(sentence, SampleWarning)
 
 
 def tell_damage(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        warnings.warn(sentence, DamageWarning, stacklevel=_depth())
-
-
-def _depth() -> int:
-    package, depth = __name__.partition(".")[0], 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        frame, depth = frame.f_back, depth + 1
-    return depth
+        warn(sentence, DamageWarning)

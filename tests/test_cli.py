@@ -1,6 +1,7 @@
 import dataclasses
 import inspect
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import click
 import pytest
-from builders import ROOT, TIM_TRACE, make_trace, run, tim_trace
+from builders import ROOT, TIM_TRACE, in_process, make_trace, run, tim_trace
 from dumps import make_samples, write_prime_rl
 from runs import train
 from shared import rest_slow
-from tim_trace import cli
+from tim_trace import analysis, cli
 from tim_trace.analysis.attribution.attribute import attribute
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.compact import compact
@@ -31,6 +32,7 @@ from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.report.report import report
+from tim_trace.analysis.rows import Rows, to_text
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.triangulate import triangulate
@@ -42,6 +44,7 @@ from tim_trace.replay.certify.engine import certify
 from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
 from tim_trace.replay.reproduce.engine import reproduce
+from tim_trace.schemas.errors import NotInstalled
 from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
@@ -419,7 +422,8 @@ def test_control_characters_of_the_data_do_not_reach_the_terminal(trace):
         (["stats"], "Missing argument"),
         (["stats", "x", "--by", "moon"], "'moon' is not one of"),
         (["sql", "x", "SELECT 1", "--json", "--csv"], "cannot be combined"),
-        (["import", "csv", "x", "-o", "y"], "unknown format 'csv'"),
+        (["import", "csv", "x", "-o", "y"], "unknown format 'csv' (format metrics reads csv files)"),
+        (["import", "jsonl", "x", "-o", "y"], "unknown format 'jsonl' (format parquet reads jsonl files)"),
         (["fly"], "No such command 'fly'"),
     ],
 )
@@ -429,11 +433,54 @@ def test_wrong_use_ends_with_2(arguments, message):
     assert message in done.stderr
 
 
+def test_an_error_comes_before_a_word_on_what_is_not_done(tmp_path):
+    assert tim_trace("record", "-o", tmp_path / "run").stderr.startswith("Error: record: no command given")
+
+
+def test_a_run_in_place_of_a_query_s_name_is_told(trace):
+    for arguments in ([trace], [trace, trace]):
+        assert (
+            f"put a query's name first, e.g. tim-trace query worst-tokens {trace}"
+            in tim_trace("query", *arguments).stderr
+        )
+
+
+def test_an_intact_trace_is_called_intact(trace):
+    last = tim_trace("verify", trace).stdout.splitlines()[-1]
+    assert re.fullmatch(r"intact: every byte of \d+ files matches its checksum", last)
+
+
+def test_a_copy_of_few_files_is_said_to_be_written(trace, tmp_path):
+    done = tim_trace("compact", trace, "-o", tmp_path / "copy")
+    assert done.stderr == f"tim-trace: wrote {tmp_path / 'copy'}\n"
+    assert tim_trace("verify", tmp_path / "copy").code == 0
+
+
+@pytest.mark.parametrize("verb", ["replay", "triangulate", "gradient", "locate", "reproduce"])
+def test_what_a_trace_lacks_comes_before_a_library_to_install(trace, monkeypatch, verb):
+    def lacks(*arguments, **options):
+        raise NotInstalled("torch is not installed")
+
+    monkeypatch.setitem(vars(analysis), verb, lacks)
+    done = in_process([verb, str(trace)])
+    assert done.code == 2
+    assert "torch" not in done.stderr
+    assert "was not recorded" in done.stderr or "has no weights; none were recorded" in done.stderr
+
+
+def test_sentences_of_a_table_are_wrapped_and_not_cut():
+    rows = Rows(("query", "result"), [("by-length", "Mismatch by response length, one row per power of two")] * 5)
+    told = to_text(rows, 40).splitlines()
+    assert max(map(len, told)) <= 40
+    assert told[2:5] == ["by-length  Mismatch by response length,", "           one row per power of two", told[2]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["dynamics", "--steps", "few"], "Error: --steps: got 'few', expected 3, 2:8"),
         (["stats", "--pair", "train"], "Error: --pair: "),
+        (["gate", "--fail-on", "k3>1"], "Error: --fail-on: got 'k3>1'; did you mean 'tim.k3>1'? Use 'check'"),
         (["gate", "--fail-on", "tim.k3>1", "--confidence", "2"], "Error: --confidence: got 2.0"),
         (["stats", "--like", "trl", "--by", "step", "--logging-steps", "0"], "Error: --logging-steps: got 0"),
     ],
@@ -447,7 +494,7 @@ def test_an_error_names_the_option_as_it_is_written(trace, arguments, message):
 CHATTER = """
 import os, sys, warnings
 import click
-from tim_trace import cli
+from tim_trace import analysis, cli
 from tim_trace.schemas.errors import CannotReplay
 
 @cli.main.command("noise")

@@ -21,7 +21,15 @@ from tim_trace import analysis, cli
 from tim_trace.analysis import views
 from tim_trace.analysis.frameworks import registry
 from tim_trace.analysis.rows import Rows
-from tim_trace.schemas.errors import DamageWarning, InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
+from tim_trace.schemas.errors import (
+    DamageWarning,
+    InvalidOption,
+    NotInstalled,
+    TimTraceError,
+    TimTraceWarning,
+    TraceNotFound,
+    WrongType,
+)
 from tim_trace.schemas.lazy import fits
 
 VERBS = sorted(set(tim_trace.__all__) - {"Loss", "Recorder"})
@@ -482,6 +490,14 @@ def test_what_is_damaged_is_said_of_the_line_that_asks(trace, tmp_path):
     damaged = without_scores(trace, tmp_path)
     with pytest.warns(DamageWarning) as caught:
         tim_trace.connect(damaged).close()
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_a_warning_points_to_the_line_that_calls(tmp_path):
+    with tim_trace.Recorder(tmp_path / "run") as recorder, pytest.warns(TimTraceWarning) as caught:
+        recorder.add_sequences(
+            step=0, prompt_ids=[[1]] * 4, response_ids=np.array([[5, 6, 0, 0, 0, 0], [5, 6, 7, 8, 9, 5]] * 2)
+        )
     assert {warning.filename for warning in caught} == {__file__}
 
 

@@ -16,10 +16,10 @@ from ..schemas.errors import (
     ClusterFailed,
     InvalidOption,
     TimTraceError,
-    TimTraceWarning,
     option,
     speaking_options,
     speaks_options,
+    warn,
 )  # fmt: skip
 
 AUTO = "auto"
@@ -196,12 +196,10 @@ class _Pool:
             held_up = held_up + 1 if is_held_up else 0
             if held_up == HELD_UP and self.room:
                 free = self._ray.available_resources().get("CPU", 0.0)
-                warnings.warn(
+                warn(
                     f"no actor has started for {held_up * LOOK_S:g} s: the cluster has {free:g} free CPUs and an "
                     f"actor needs {self._num_cpus:g}. Wait until other jobs end, or stop and run the command without "
                     "a cluster",
-                    TimTraceWarning,
-                    stacklevel=2,
                 )
             if empty >= PATIENCE:
                 raise ClusterFailed(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ import numpy as np
 from .. import __version__
 from ..schemas.capture import Capture
 from ..schemas.documents import CLOSED, Contract, Manifest, now
-from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
+from ..schemas.errors import InvalidRecord, TraceExists, warn
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.lazy import checked
 from ..schemas.loss import Loss
@@ -676,7 +675,7 @@ class Recorder:
     def _warn_once(self, key: str, sentence: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            warnings.warn(sentence, TimTraceWarning, stacklevel=2)
+            warn(sentence)
 
     def _warn_rounded(self, pass_name: str, logprobs: Any) -> None:
         if str(getattr(logprobs, "dtype", "")).removeprefix("torch.") != "float64" or pass_name in self._warned:
@@ -730,4 +729,4 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         sentence = (
             f"{who}, or was {found.silent_s or 0.0:.0f} s ago (last heartbeat). This process records a new attempt"
         )
-        warnings.warn(sentence, TimTraceWarning, stacklevel=2)
+        warn(sentence)

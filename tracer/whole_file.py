@@ -8,12 +8,11 @@ import os
 import shutil
 import time
 import uuid
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..schemas.errors import StorageError, TimTraceWarning
+from ..schemas.errors import StorageError, warn
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
@@ -197,10 +196,8 @@ def _locked_file(folder: Path) -> int | None:
                 (folder / LOCK).unlink(missing_ok=True)
                 os.close(file)
             advice = "make sure that no two commands write there at once"
-            warnings.warn(
+            warn(
                 f"{folder}: its file system does not support locks ({error.strerror}); {advice}",
-                TimTraceWarning,
-                stacklevel=3,
             )
             return None
         os.close(file)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
+from ...schemas.errors import warn
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..advice import Advice
@@ -82,6 +83,8 @@ def explain(
     progress: Progress = no_progress,
 ) -> Attribution:
     """Run `attribute` on open databases. Pass `checked` to reuse a `check` result."""
+    if control is not None and control.sources[0].store.root == database.sources[0].store.root:
+        warn(f"{control.given[0]} is compared with itself, so no difference can be found; pass another run as control")
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:

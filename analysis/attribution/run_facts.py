@@ -19,7 +19,7 @@ from ..facts import relations
 from ..facts import rollouts as rows
 from ..facts import thresholds as t
 from ..facts.conditions import SETTING
-from ..facts.read_series import read_series
+from ..facts.read_series import read_evaluations, read_series
 from ..facts.recorded import AFTER, CLEAR_SD, GIVEN, RecordedChange, around, order_beside, read_recorded
 from ..facts.rollouts import RepeatedResponses, Rollouts
 from ..facts.series import FLAT, Fall, Outcome, Series, find_fall, find_flat, find_gap, refined
@@ -302,7 +302,9 @@ def read_facts(
     series, fall = read_series(known, pair=pair), timeline.read_fall(known, pair)
     outcomes = timeline.read_outcomes(known, pair)
     if not outcomes:
-        notes.append(Statement(code="no_outcome", values={"min_values": timeline.MIN_VALUES}))
+        is_recorded = "reward" in series or bool(read_evaluations(known))
+        values = {"min_values": timeline.MIN_VALUES, "is_recorded": is_recorded}
+        notes.append(Statement(code="no_outcome", values=values))
     elif not outcomes[0].is_evaluation:
         notes.append(Statement(code="no_evaluation"))
     if checked is None and not is_control:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
-from ..rows import Form, Rows, of_steps, shown, to_text, wrapped
+from ..rows import MAIN_COLUMNS, Form, Rows, of_steps, shown, to_text, wrapped
 from .verdict import Objective
 
 NUM_WORST = 5
+_ROOM_FOR_INTERVALS = 100
+"""Minimum width (columns) for intervals and meanings side by side. Below it, the intervals are left out."""
 
 STEP_COLUMNS = (
     "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
@@ -17,7 +19,8 @@ def objective_text(found: Objective, width: int | None = None, by: str = "run") 
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
     parts += [wrapped(f"note: {note}", "", width) for note in found.notes]
     if by == "run" and found.figures:
-        parts.append(to_text(objective_rows(found), width))
+        main = MAIN_COLUMNS["objective"] if width is not None and width < _ROOM_FOR_INTERVALS else ()
+        parts.append(to_text(objective_rows(found), width, main))
     if len(found.steps):
         parts.append(_steps(found, width, by))
     return "\n\n".join(parts)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from importlib.resources import files
@@ -49,6 +50,8 @@ def named_query(name: str) -> NamedQuery:
     if name not in known:
         near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "tim-trace query lists them"
+        if os.path.isdir(name):
+            hint = f"{name} is a folder; put a query's name first, e.g. tim-trace query worst-tokens {name}"
         raise InvalidOption(f"unknown query {name!r}; {hint}", option="query")
     return known[name]
 

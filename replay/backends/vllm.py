@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from inspect import getclosurevars, signature
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from ...schemas.capture import LOGITS, Capture
-from ...schemas.errors import CannotReplay, TimTraceWarning
+from ...schemas.errors import CannotReplay, warn
 from ...schemas.modules import has_experts
 from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import engine_call
@@ -78,11 +77,9 @@ class VllmEngine:
         stale = sorted(_different(self.llm, tensors))
         if stale:
             self.not_compared |= set(stale)
-            warnings.warn(
+            warn(
                 f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} did not "
                 f"receive the new weights, so the engine is restarted for every version",
-                TimTraceWarning,
-                stacklevel=4,
             )
         return not stale
 

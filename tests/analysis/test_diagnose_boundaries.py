@@ -40,6 +40,7 @@ from tim_trace.analysis.diagnosis.text import (
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.rows import result_json
+from tim_trace.analysis.statement import Statement
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
 from tim_trace.schemas.steps import ALL_STEPS
 
@@ -373,6 +374,10 @@ def test_a_calm_run_is_told_in_one_line():
     )
     assert story(diagnosed(attribution=attributed(outcome=""))) == (
         "Rewards or evaluations were recorded at fewer than 3 steps; the comparison is valid."
+    )
+    without = Statement(code="no_outcome", values={"min_values": 3, "is_recorded": False})
+    assert story(diagnosed(attribution=attributed(outcome="", note_codes=(without,)))) == (
+        "No rewards or evaluations were recorded; the comparison is valid."
     )
     jump = RecordedChange(
         series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-5, after=1e-2, size_in_sd=50.0, shape="shift"

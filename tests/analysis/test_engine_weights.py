@@ -173,8 +173,8 @@ def test_the_table_names_each_tensor_and_each_module(tmp_path):
     trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v and t == DOWN else of(v)))
     found = {row["tensor"]: row for row in weights(trace, engine=True).dicts()}
     assert found[UP] == {
-        "tensor": UP, "trainer_version": 3, "given_version": 3, "holds_version": 3, "agrees": True, "num_versions": 4,
-        "num_differ": 0, "cause": None,
+        "tensor": UP, "cause": None, "num_differ": 0, "num_versions": 4, "first_differs": None, "given_version": 3,
+        "holds_version": 3, "trainer_version": 3, "agrees": True,
     }  # fmt: skip
     assert [found[DOWN][name] for name in ("given_version", "holds_version", "agrees", "num_differ", "cause")] == [
         0, 0, False, 3, "partial_sync",
@@ -199,17 +199,19 @@ def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
 
 def test_tensors_that_do_not_agree_have_a_row(tmp_path):
     trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v == 1 and t == DOWN else of(v)))
-    head, _, *table = tim_trace("weights", trace, "--engine").stdout.splitlines()
-    assert head.startswith(f"{len(weights(trace, engine=True)) - 1} of ")
+    asked = tim_trace("weights", trace, "--engine")
+    head, _, *table = asked.stdout.splitlines()
+    num = len(weights(trace, engine=True))
+    assert head.startswith(f"1 of {num} engine tensors differ (partial_sync), first at version 1. {num - 1} of {num} ")
     assert [line.split()[0] for line in table] == ["tensor", "-" * len(DOWN), DOWN]
-    assert len(tim_trace("weights", trace, "--engine", "--csv").stdout.splitlines()) == 1 + len(
-        weights(trace, engine=True)
-    )
+    assert table[2].split()[1:3] == ["partial_sync", "1"]
+    assert f"next: tim-trace check {trace}" in asked.stderr
+    assert len(tim_trace("weights", trace, "--engine", "--csv").stdout.splitlines()) == 1 + num
 
 
-def test_an_engine_of_which_no_tensor_agrees_has_no_line(tmp_path):
+def test_an_engine_of_which_no_tensor_agrees_has_no_line_of_those_that_do(tmp_path):
     trace = traced(tmp_path / "t", run_of(lambda v, t, of: None if v else of(v)))
-    assert tim_trace("weights", trace, "--engine").stdout.startswith("tensor ")
+    assert "equal" not in tim_trace("weights", trace, "--engine").stdout
 
 
 def test_a_trace_without_digests_says_how_to_record_them(tmp_path):

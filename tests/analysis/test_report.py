@@ -79,14 +79,15 @@ def test_a_figure_s_command_is_one_that_runs(run, made):
 
 def test_commands_run_as_a_shell_takes_them_whatever_the_trace_is_called(tmp_path):
     path = make_run(tmp_path / 'a run\'s "best" $HOME', num_steps=3)
-    found = report(path, pair="current:rollout", control=path)
+    control = make_run(tmp_path / "control", num_steps=3)
+    found = report(path, pair="current:rollout", control=control)
     commands = {answer.command for answer in found.verdicts[0].answers}
     commands |= {one.sql for one in found.charts if one.sql.startswith("tim-trace")}
     assert len(commands) >= 5
     assert all(shlex.split(each)[2] == str(path) for each in commands)
     asked = {words[1]: words for each in commands if (words := shlex.split(each))}
     assert asked["check"][3:] == ["--pair", "current:rollout"]
-    assert asked["attribute"][3:] == ["--pair", "current:rollout", "--control", str(path)]
+    assert asked["attribute"][3:] == ["--pair", "current:rollout", "--control", str(control)]
 
 
 def test_an_advice_keeps_its_command_and_its_remark_apart():

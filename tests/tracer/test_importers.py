@@ -587,7 +587,9 @@ def test_a_process_without_rows_leaves_a_file_that_is_passed_over(tmp_path):
 def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
     write_json(tmp_path / "0.jsonl", [ROW])
     write_parquet(tmp_path / "1.parquet", [{name: value for name, value in ROW.items() if name != "response_ids"}])
-    with pytest.raises(ImportFailed, match=r"1\.parquet: missing columns: response_ids .*e.g. theirs=response_ids"):
+    with pytest.raises(
+        ImportFailed, match=r"1\.parquet: missing columns: response_ids .*e.g. map=\{'.*': 'response_ids'\}"
+    ):
         import_parquet(tmp_path, output=tmp_path / "run")
 
 

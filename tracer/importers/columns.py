@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from ...schemas.errors import ImportFailed, InvalidOption
+from ...schemas.errors import ImportFailed, InvalidOption, speaks_options
 from ..ragged import Ragged, is_every_row
 from .kinds import LOGGED, STEP, TEXT, WRONG, Kind, first_wrong, plain, required
 
@@ -198,6 +200,18 @@ class RowBatch:
 
 def shown_name(name: str) -> str:
     return name if name and name.isprintable() and name == name.strip() else repr(name)
+
+
+def map_example(lacking: Iterable[str], names: Sequence[str]) -> str:
+    """Return the option that maps columns of a file to the lacking ones, guessed by their names."""
+    pairs: list[tuple[str, str]] = []
+    for ours in lacking:
+        free = [name for name in names if name not in dict(pairs)]
+        near = get_close_matches(ours, free, n=1, cutoff=0.51)
+        pairs.append((near[0] if near else f"their_{ours}", ours))
+    if not speaks_options():
+        return f"map={dict(pairs)}"
+    return " ".join(f"--map {shlex.quote(f'{theirs}={ours}')}" for theirs, ours in pairs)
 
 
 def listed_names(names: Sequence[str]) -> str:

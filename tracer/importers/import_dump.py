@@ -26,6 +26,8 @@ from .textfiles import TIMES_AS_JSON
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 AUTO, PARQUET = "auto", "parquet"
+_READERS = {"json": PARQUET, "jsonl": PARQUET, "csv": SCALARS.name, "tensorboard": SCALARS.name, "wandb": SCALARS.name}
+"""Kind of file -> the import format that reads it."""
 
 
 def import_dump(
@@ -57,7 +59,8 @@ def import_dump(
     Raises ImportFailed, which names the file, field and row, and leaves the output unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
-        raise ImportFailed(f"unknown format '{format}'. Choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
+        reads = f" (format {_READERS[format]} reads {format} files)" if format in _READERS else ""
+        raise ImportFailed(f"unknown format '{format}'{reads}. Choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     if not isinstance(path, (str, os.PathLike)) and len(path) < 2:
         if not path:
             raise ImportFailed("no path was given. Pass a file or a folder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..scalars import as_float, as_text
 from ..snapshot import take_snapshot
 from ..store import Store
 from ..verified_file import FileCursor
-from .columns import Selection, listed_names
+from .columns import Selection, listed_names, map_example
 from .format import DumpFolder, Format
 from .row_import import Imported, open_import
 from .scalar_files import files_of, is_number, is_of_scalars, rows_of
@@ -42,7 +42,12 @@ SCALARS = Format(
     "[Common names](../start/import.md#curves-only) of mismatch, reward and other metrics are recognised",
     recognises=is_of_scalars,
 )
-_MAP = "Map the step column, e.g. theirs=step"
+
+
+def _map_step(names: Iterable[str] = ()) -> str:
+    return f"Map the step column, e.g. {map_example(['step'], [*names])}"
+
+
 _MOST_NAMES, _MOST_DEPTH, _AT_ONCE = 100_000, 20, 1 << 16
 
 
@@ -108,7 +113,7 @@ class _Scalars:
         flat.pop("", None)  # skipped
         at = self._step(where, flat) if step is None else step
         if at < 0:
-            raise ImportFailed(f"{where}: the step is {at}, but a step cannot be negative. {_MAP}")
+            raise ImportFailed(f"{where}: the step is {at}, but a step cannot be negative. {_map_step()}")
         for name, value in flat.items():
             is_setting = name.startswith(HYPERPARAMETER)
             if name in (*_STEPS, _COUNTER) or (value is None and not is_setting):
@@ -130,10 +135,12 @@ class _Scalars:
     def _step(self, where: str, flat: Mapping[str, Any]) -> int:
         name = next((name for name in (*_STEPS, _COUNTER) if flat.get(name) is not None), None)
         if name is None:
-            raise ImportFailed(f"{where} has no step (found: {listed_names([*flat])}). {_MAP}")
+            raise ImportFailed(f"{where} has no step (found: {listed_names([*flat])}). {_map_step(flat)}")
         step = math.nan if isinstance(flat[name], bool) else _number(flat[name])
         if step is None or step != step // 1 or abs(step) >= 2**63:
-            raise ImportFailed(f"{where}: {name} is {flat[name]!r:.40}, but a step must be a whole number. {_MAP}")
+            raise ImportFailed(
+                f"{where}: {name} is {flat[name]!r:.40}, but a step must be a whole number. {_map_step()}"
+            )
         if name == _COUNTER:
             self._by_counter = self._by_counter or where
         elif flat.get(_COUNTER) is not None and _number(flat[_COUNTER]) != step:

@@ -16,7 +16,17 @@ from ...schemas.passes import ROLLOUT
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
-from .columns import METRIC_KINDS, ROWS_AT_ONCE, Columns, RowBatch, Selection, explained, listed_names, shown_name
+from .columns import (
+    METRIC_KINDS,
+    ROWS_AT_ONCE,
+    Columns,
+    RowBatch,
+    Selection,
+    explained,
+    listed_names,
+    map_example,
+    shown_name,
+)
 from .metrics import SCALARS
 from .row_import import KINDS, KNOWN, OF_PASSES, PASSES, REQUIRED, Imported, cannot_map, open_import
 from .textfiles import json_names, json_rows
@@ -102,14 +112,15 @@ def _check_columns(
             remedy = (
                 f". For curves without tokens: tim-trace import metrics {shlex.quote(file)} -o RUN" if is_curves else ""
             )
+            example = map_example(lacking, [name for name in files[file] if name not in columns])
             raise ImportFailed(
                 f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}). Map "
-                f"{'a column to it' if len(lacking) == 1 else 'columns to them'}, e.g. theirs={lacking[0]}{remedy}"
+                f"{'a column to it' if len(lacking) == 1 else 'columns to them'}, e.g. {example}{remedy}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         raise ImportFailed(
             f"{where} has no logprobs (found: {listed_names(every)}). Map your column to "
-            f"{' or '.join(PASSES)}, e.g. theirs={next(iter(PASSES))}"
+            f"{' or '.join(PASSES)}, e.g. {map_example([next(iter(PASSES))], [*every])}"
         )
 
 

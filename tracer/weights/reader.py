@@ -148,7 +148,8 @@ class WeightReader:
         the bits differ from the recorded ones.
         """
         if version not in self._by_attempt:
-            raise WeightsMissing(f"{self.store.url} has no weights of version {version}; {self._range()}")
+            of = f" of version {version}" if self.versions else ""
+            raise WeightsMissing(f"{self.store.url} has no weights{of}; {self._range()}")
         for told in (self._lost.get((version, made)) for made in (self._chosen(version, attempt), 0)):
             if told is not None:
                 raise DamagedTrace(told)
