@@ -791,9 +791,7 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
         if longer[differs].all() and (np.ptp(np.sign(rise[differs])) == 0):
             text = f"and longer responses get {'more' if rise[differs].max() > 0 else 'less'}, as if the length changed the rewards"
             return "advantages_unequal", off, {"explanation": text, "notice": True}
-        text = (
-            "so either rewards were changed after advantages were computed, or part of each group has its own baseline"
-        )
+        text = "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline"
         return "advantages_unequal", off, {"explanation": text}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.

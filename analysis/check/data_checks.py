@@ -698,13 +698,15 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
                 data = _other_pass(run.database, name, f"{step}:{step}")
                 known = [f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data)]
                 what, text = (
-                    ("other temperature", known[0]) if known else ("other weights", _WEIGHTS + _place_text(run, data))
+                    ("other temperature", known[0])
+                    if known
+                    else ("other weights or inputs", _WEIGHTS + _place_text(run, data))
                 )
                 find = partial(run.find, name=name, what=what, when="before the first update, ", explanation=text)
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
-_WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing"
+_WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images"
 
 
 def _other_pass(database: Database, name: str, steps: str) -> PairData:
