@@ -302,8 +302,8 @@ def read_facts(
     series, fall = read_series(known, pair=pair), timeline.read_fall(known, pair)
     outcomes = timeline.read_outcomes(known, pair)
     if not outcomes:
-        is_recorded = "reward" in series or bool(read_evaluations(known))
-        values = {"min_values": timeline.MIN_VALUES, "is_recorded": is_recorded}
+        num_series = len(read_evaluations(known)) + ("reward" in series)
+        values = {"min_values": timeline.MIN_VALUES, "num_series": num_series}
         notes.append(Statement(code="no_outcome", values=values))
     elif not outcomes[0].is_evaluation:
         notes.append(Statement(code="no_evaluation"))

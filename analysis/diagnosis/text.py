@@ -41,9 +41,9 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         if changed := [note for note in attribution.note_codes if note.code == "reward_changed"]:
             calm += f", but the reward changed at step {changed[0].values['step']}"
         if not attribution.outcome:
-            is_recorded = not any(note.values.get("is_recorded") is False for note in attribution.note_codes)
             calm = f"Rewards or evaluations were recorded at fewer than {MIN_VALUES} steps"
-            calm = calm if is_recorded else "No rewards or evaluations were recorded"
+            if any(note.values.get("num_series") == 0 for note in attribution.note_codes):
+                calm = "No rewards or evaluations were recorded"
         if broken:
             calm = f"{broken}; no collapse detected before that" if attribution.outcome else broken
         calm += later_clause(attribution.later)

@@ -375,7 +375,7 @@ def test_a_calm_run_is_told_in_one_line():
     assert story(diagnosed(attribution=attributed(outcome=""))) == (
         "Rewards or evaluations were recorded at fewer than 3 steps; the comparison is valid."
     )
-    without = Statement(code="no_outcome", values={"min_values": 3, "is_recorded": False})
+    without = Statement(code="no_outcome", values={"min_values": 3, "num_series": 0})
     assert story(diagnosed(attribution=attributed(outcome="", note_codes=(without,)))) == (
         "No rewards or evaluations were recorded; the comparison is valid."
     )
