@@ -11,10 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from builders import ROOT, run, tim_trace
 from packaging.requirements import Requirement
+from tim_trace import Recorder, cli
 from tim_trace import __all__ as PUBLIC
-from tim_trace import cli
 from tim_trace.schemas.errors import EXTRAS
 
 CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -272,7 +273,7 @@ def test_the_ranges_of_what_recording_needs_are_those_of_the_whole():
 
 def test_recording_needs_no_other_dependency(tmp_path):
     program = f"""
-import numpy as np
+import torch
 from tim_trace import Recorder
 from tim_trace.tracer.dense import Logits
 
@@ -308,8 +309,12 @@ NEED_TORCH = [("torch", verb) for verb in ("replay", "triangulate", "gradient", 
 def test_a_verb_that_needs_torch_names_the_extra_that_installs_it(tmp_path, missing, words):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.describe(model={"class": "LlamaForCausalLM", "config": {"model_type": "llama"}})
+        recorder.add_weights(0, {"model.norm.weight": torch.ones(2)})
+        recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]], policy_version=0)
     verb, *rest = words.split()
-    words = [verb, str(ROOT / "tests" / "data" / "trace-v2"), *rest]
+    words = [verb, str(tmp_path / "run"), *rest]
     done = run(
         sys.executable, "-c", without({missing}, f"from tim_trace.cli import main\nmain({words!r})"), cwd=tmp_path
     )

@@ -267,7 +267,7 @@ def test_commands_of_a_check_are_of_its_steps(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         for step in range(1, 9):
             batch = make_batch(64, seed=step, longest=40)
-            batch["train"] = [r - np.float32(0.3) for r in batch["rollout"]] if step > 4 else batch["train"]
+            batch["train"] = [np.roll(r, 1) for r in batch["rollout"]] if step > 4 else batch["train"]
             add_step(recorder, step, batch)
     found = check(tmp_path / "run", steps="5:")
     asked = [each.next.command for each in found.findings if each.next.command]
