@@ -327,13 +327,13 @@ def wrapped_lines(text: str, width: int | None) -> str:
     lines = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        start = line.lstrip()
-        is_command = start.startswith(("tim-trace ", "SELECT ")) or (
-            start.startswith("next: ") and "tim-trace " in start
-        )
-        if not is_command:
+        start, command = line.lstrip(), ""
+        if start.startswith("next: ") and not start.startswith("next: tim-trace"):
+            line, space, command = line.partition(" tim-trace ")
+            command = f"\n{indent}{space.lstrip()}{command}" * bool(space)
+        if not start.startswith(("tim-trace ", "SELECT ", "next: tim-trace ")):
             line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
-        lines.append(line)
+        lines.append(line + command)
     return "\n".join(lines)
 
 

@@ -273,7 +273,7 @@ def test_the_ranges_of_what_recording_needs_are_those_of_the_whole():
 
 def test_recording_needs_no_other_dependency(tmp_path):
     program = f"""
-import torch
+import numpy as np
 from tim_trace import Recorder
 from tim_trace.tracer.dense import Logits
 
