@@ -698,7 +698,8 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     elif as_sql:
         _print(named_query(name).over(*parse_pair(pair)).rstrip())
     elif not traces:
-        raise click.UsageError(f"query {named_query(name).name}: pass a trace, or print the query with --sql")
+        named_query(name)  # a wrong name comes first
+        raise click.UsageError(f"query {name}: pass a trace, or print the query with --sql")
     else:
         with _ended_after(options["timeout"]):
             found = analysis.query(name, list(traces), pair=pair, **options)
@@ -1225,12 +1226,12 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Like stats, gate stores per-sequence sums in the trace.
 
-    A condition is either check (met if the check command finds a fault, or too few tokens), or a metric and a threshold. The metric is
-    tim.NAME (a column in stats, or a per-step metric that alerts use) or verl.NAME (a column in stats --like verl). A
-    condition covers all tokens in the run, each step separately (any step), or the last N steps together (last N
-    steps). If only individual steps meet a condition, gate passes with a warning. The exit code is 1 if the gate
-    fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the
-    confidence interval over groups contains the threshold or cannot be computed.
+    A condition is either check (met if the check command finds a fault, or too few tokens), or a metric and a
+    threshold. The metric is tim.NAME (a column in stats, or a per-step metric that alerts use) or verl.NAME (a column
+    in stats --like verl). A condition covers all tokens in the run, each step separately (any step), or the last N
+    steps together (last N steps). If only individual steps meet a condition, gate passes with a warning. The exit code
+    is 1 if the gate fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is
+    `cannot tell` if the confidence interval over groups contains the threshold or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")

@@ -20,7 +20,7 @@ from ..trace.ragged import array_of
 from ..trace.tokens import tokens_by_step
 from . import commands
 from .finding import BY_ROW, KINDS, DataFinding
-from .sample import MAX_READ_TOKENS, Sample
+from .sample import MAX_READ_TOKENS, Sample, in_lower_case
 from .where import rank_of, row_columns, shared_by
 
 _BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
@@ -29,7 +29,7 @@ _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
 _DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
-_PLUS, _ZEROED = _DIVIDED + " plus", "been set to 0 although their rewards differ"
+_PLUS = _DIVIDED + " plus"
 _OF_OWN = {
     "clipped": "advantages_clipped", "divided by the response length": "advantages_by_length",
     "multiplied by the response length": "advantages_by_length", HALVES: "baseline", _BY_RANK: "advantages_by_rank",
@@ -181,6 +181,11 @@ class DataRows:
     def number(self, name: str) -> float | None:
         """Return the first of `numbers`, or None if there are none."""
         return next(iter(self.numbers(name).values()), None)
+
+    @cached_property
+    def ended(self) -> np.ndarray:
+        """Each row's finish reason in lower case, [N] str, empty if unknown."""
+        return in_lower_case(self.finish_reasons)
 
     @cached_property
     def cell(self) -> np.ndarray:
@@ -724,7 +729,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         text = "the wrong sign" if abs(factor + 1) < CLOSE else f"{factor:.3g} times the usual scale"
         # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
-        pairs += [(usual[-1], zero, _ZEROED)]
+        pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
     fewer = int(usual[1].sum() < usual[0].sum())
     text = f"{'' if fewer else 'not '}been divided by the group's standard deviation"
     pairs += [(usual[1 - fewer], usual[fewer], text)]
@@ -889,7 +894,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
             if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
                 rest[2]["notice"] = True
-            if rest[2].get("rule", "").startswith(_ZEROED):
+            if rest[0] == "advantages_mixed" and not data.a[rest[1]].any():
                 rest[2]["rule"] += _copies_text(run, known, rest[1])
             yield from run.find(rest[0], rest[1], rows=known, **rest[2])
             return

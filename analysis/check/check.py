@@ -359,15 +359,17 @@ def _exactly_explained(data: PairData) -> list[Finding]:
     if older.num_kept < FEW or not is_excessive(older):
         return []
     exact = (each for each in _candidates(older) if each.left is not None and each.left < sampling.MAX_LEFT)
-    exact = (each for each in exact if 2 * each.tokens.sum() > older.num_kept and not _is_learned(data, each.finding))
-    best = _best(list(exact))
+    whole = [each for each in exact if 2 * each.tokens.sum() > older.num_kept]
+    best = _best([each for each in whole if not _is_learned(data, each.finding)])
     return [] if best is None else [replace(best.finding, tokens=best.tokens & older.keep)]
 
 
 def _is_learned(data: PairData, finding: Finding) -> bool:
-    """Return True if the updates themselves can cause what a formula explains: pass a's logits grow or shrink with each
-    update by at least a quarter of the factor found (a policy that becomes sharper looks like a temperature), or one side is
-    some function of the other, but not where both have the same weights."""
+    """Return True if the updates themselves can cause what a formula explains.
+
+    A policy that becomes sharper looks like a temperature: pass a's logits then grow with each update by at least a
+    quarter of the factor found. An unknown unit is learned, too, if rows scored with equal weights do not show it.
+    """
     if finding.numbers.get("unit") in ("curve", "factor", "floor"):
         fresh = data.within(data.updates_behind[data.seq] == 0)
         return fresh.num_kept >= FEW and not is_excessive(fresh)

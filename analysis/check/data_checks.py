@@ -451,8 +451,7 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     # Rows without an advantage do not train, if others have one.
     in_loss = (rows["loss_length"] > 0) & (np.isfinite(advantage) | ~np.isfinite(advantage).any())
     if setting := run.switched_on(_MASKS_TRUNCATED):
-        is_cut = np.array([str(each or "").lower() == "length" for each in run.finish_reasons], bool)
-        cut = in_loss & (advantage != 0) & is_cut
+        cut = in_loss & (advantage != 0) & (run.ended == "length")
         if cut.sum() >= _SEVERAL:
             yield setting, f"{cut.sum():,} truncated rows have tokens in the loss and an advantage", cut
     by_others = run.setting(r"filter_groups[./]metric$", r"^(?!.*(reward|score))")
@@ -897,8 +896,7 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     filter kept although only one reward function varies in them."""
     names, parts, _ = run.parts
     length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
-    reasons = [str(reason or "").lower() for reason in run.finish_reasons[rows]]
-    ended, cut = (np.array([reason == name for reason in reasons], bool) for name in ("stop", "length"))
+    ended, cut = (run.ended[rows] == name for name in ("stop", "length"))
     has_tools = length > loss_length
     varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
     # A penalty may never apply.

@@ -398,12 +398,8 @@ def fall(data: PairData) -> int:
     size, mean, square = sums[:, width:] - sums[:, :-width]  # of each window of positions
     known = size >= 40
     mean, square = (np.divide(each, size, out=np.full(len(size), np.nan), where=known) for each in (mean, square))
-    error = np.hypot(
-        *(
-            np.sqrt(np.maximum(square - mean**2, 0.0) / np.maximum(size, 1))[each]
-            for each in (slice(-width), slice(width, None))
-        )
-    )
+    error = np.sqrt(np.maximum(square - mean**2, 0.0) / np.maximum(size, 1))
+    error = np.hypot(error[:-width], error[width:])
     drop = np.pad(mean[:-width] - mean[width:], width, constant_values=np.nan)
     here, before, after = drop[width:-width], drop[: -2 * width], drop[2 * width :]
     is_sudden = (here > np.log(1.5)) & (here > 8 * error) & (here > 2 * np.nan_to_num(np.fmax(before, after)))

@@ -5,7 +5,7 @@ Shapes: N sampled tokens in S sequences, concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -155,7 +155,7 @@ class Sample:
     @cached_property
     def ended(self) -> np.ndarray:
         """[S] finish reasons in lower case. Empty where unknown."""
-        return np.array([str(reason or "").lower() for reason in self.finish_reasons])
+        return in_lower_case(self.finish_reasons)
 
     @property
     def num_sequences(self) -> int:
@@ -249,6 +249,10 @@ def ratio_in_bits(surprise: np.ndarray, entropy: np.ndarray) -> float:
     ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
     is_bits = (np.abs(ratios / np.log(2.0) - 1) < 0.12).all() and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03
     return float(np.median(ratios)) if is_bits else 0.0
+
+
+def in_lower_case(finish_reasons: Iterable[str | None]) -> np.ndarray:
+    return np.array([str(reason or "").lower() for reason in finish_reasons], str)
 
 
 _IMPOSSIBLE_NATS, _MOST_IMPOSSIBLE = 0.02, 0.01

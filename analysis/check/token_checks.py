@@ -336,15 +336,15 @@ def _entropies(sample: Sample, find: Find) -> Iterator[DataFinding]:
         return  # the entropies may be those of the other side's distribution
     for side in (sample.a, sample.b):
         ratio, share = unscaled_ratio(sample, side)
-        text = (
-            "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution"
-        )
         if ratio:
             heat = np.nanmax(sample.settings["temperature"])
             text = f"impossible given the token's logprob, and the mean of -logprob is {ratio:.2f} times their mean, as if they had been computed without the recorded temperature of {heat:g}"
-        if ratio or side.share_lost > MOST_LOST:
-            share = share if ratio else side.share_lost
-            yield from find("entropies_lost", every, name=side.name, share=share, explanation=text)
+        elif side.share_lost > MOST_LOST:
+            share = side.share_lost
+            text = "NaN, or impossible given the token's logprob, as if they belonged to other tokens or another distribution"
+        else:
+            continue
+        yield from find("entropies_lost", every, name=side.name, share=share, explanation=text)
     joined = np.diff(sample.seq) == 0
     for side in (sample.a, sample.b):
         if side.entropy is None:

@@ -26,8 +26,8 @@ OWN = "tim"
 
 CHECK = "check"
 CERTIFICATE = "certificate"
-"""Conditions without a threshold: `check` is met if the comparison has a fault or too few tokens, and `certificate` if the run deviates
-from the certificate."""
+"""Conditions without a threshold: `check` is met if the comparison has a fault or too few tokens, and `certificate` if
+the run deviates from the certificate."""
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

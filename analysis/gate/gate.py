@@ -43,10 +43,10 @@ def gate(
 ) -> Gated:
     """Check a run against failure conditions, for the CI of training code.
 
-    A condition is either `check`, which is met if the comparison has a fault or too few tokens (`cannot tell`), or `<source>.<metric><sign><number>` with
-    sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for a `stats --like verl` column (the last
-    part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim` also has the per-step metrics used by
-    alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over steps.
+    A condition is either `check`, which is met if the comparison has a fault or too few tokens (`cannot tell`), or
+    `<source>.<metric><sign><number>` with sign > >= < or <=: `tim.k3>1e-3` for a `stats` column, `verl.k3_kl>1e-3` for a
+    `stats --like verl` column (the last part of a name is enough). `tim.|k1|>0.1` compares the absolute value. `tim`
+    also has the per-step metrics used by alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over steps.
 
     By default, a condition covers all tokens in the run. With ` any step`, it is met if any single step meets it, which
     is how published alert levels are meant to be used. With ` last 20 steps`, it covers the tokens in those steps. A

@@ -41,9 +41,9 @@ def resets(facts: Facts, _: Fall) -> Iterator[Fact]:
     steps, values, first = facts.steps[known], values[known], 0
     found: list[tuple[int, float, float]] = []
     for at in range(1, len(values)):
-        before = np.log(values[first:at])
         if at - first < _GROWS_FOR or values[at] > values[at - 2 : at].min() / _RESETS_BY:
             continue
+        before = np.log(values[first:at])
         high = float(np.median(values[max(at - 3, first) : at]))
         grows = correlation(before, np.arange(len(before))) > 0.7 and high > _RESETS_BY * values[first] > values[at]
         if grows and high > _USUAL / 4:

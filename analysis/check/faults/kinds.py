@@ -60,7 +60,8 @@ MIN_WIDTH = 0.05
 """Minimum standard deviation of the sampled tokens' log-odds (nats) at a step that counts."""
 MIN_GROWTH = 3.0
 """A growing mismatch is reported only if it grows by at least this factor relative to the logits' spread. In 80 healthy
-runs, some of which start from uniform policies at high learning rates, it grew by a factor of at most 2.9."""
+runs, on which both thresholds were set and some of which start from uniform policies at high learning rates, it grew by a
+factor of at most 2.9."""
 MIN_GROWN = 0.2
 """Unless it grows by ten times that factor, it must also reach this part of the largest rounding error. In the same runs, it
 reached 0.12 of it."""
@@ -270,12 +271,9 @@ def find_growth(data: PairData) -> list[Finding]:
         part = fresh & (steps == step)
         surprise, part = float(np.mean(data.a[part] + data.b[part])), part & (data.rest > MIN_REST)
         width = float(np.std(log_odds(data.a[part]))) if part.any() else 0.0
-        if (
-            part.sum() >= FEW
-            and width > MIN_WIDTH
-            and surprise < 0
-            and (not course or abs(np.log(surprise / course[0][1])) < np.log(1.25))
-        ):
+        if part.sum() < FEW or width <= MIN_WIDTH or surprise >= 0:
+            continue
+        if not course or abs(np.log(surprise / course[0][1])) < np.log(1.25):
             log = np.log(noise[part] + np.median(noise[part]) / 4)
             error = np.sqrt(np.sum(np.bincount(data.seq[part], log - log.mean()) ** 2)) / len(log)
             course.append((step, surprise, log.mean(), error, np.log(width)))
@@ -513,12 +511,11 @@ def find_parts(data: PairData) -> list[Hypothesis]:
     if (later[1:] > later[:-1])[begins].mean() > 0.5:
         return []  # the turns say more
     steps = data.sample.steps[data.seq]
-    begins_later = not parts.inside[steps == steps.min()].mean() > parts.inside.mean() / 5
+    begins_later = parts.inside[steps == steps.min()].mean() <= parts.inside.mean() / 5
     numbers: dict[str, Number] = {"num_rows": parts.num_rows, "of_rows": data.sample.num_sequences}
     numbers |= {"num_whole": parts.num_whole, "high": parts.high, "low": parts.low}
-    numbers["cause"] = (
-        ("older" if parts.are_first else "newer") if begins_later else "beginnings" if parts.are_first else "ends"
-    )
+    of_beginning, of_end = ("older", "newer") if begins_later else ("beginnings", "ends")
+    numbers["cause"] = of_beginning if parts.are_first else of_end
     next = commands.far_tokens(data)
     finding = ONSET.finding(
         data, "in_rows", parts.inside, next=next, broken="recording" if begins_later else None, numbers=numbers

@@ -105,6 +105,10 @@ TRUNCATION = Fault(
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
+_AS_WITH = {
+    "": "as with label smoothing of {smoothing:.3g}",
+    "flattened": "as if its logits were capped or scaled by a wrong formula",
+}
 SMOOTHED = Fault(
     code="smoothed", title="one side's logprobs are mixed with their mean over the vocabulary, as in label smoothing",
     broken="recording",
@@ -113,7 +117,7 @@ SMOOTHED = Fault(
         "difference is {mean:.3g} nats at tokens with a probability of 1, and shrinks by {smoothing:.3g} nats for "
         "each nat by which the logprob is lower, {as_with}"
     },
-    words={"smoothed": lambda n: {"as_with": "as if its logits were capped or scaled by a wrong formula" if n["cause"] else f"as with label smoothing of {n['smoothing']:.3g}"}},
+    words={"smoothed": lambda n: {"as_with": _AS_WITH[str(n["cause"])].format_map(n)}},
     causes={"flattened": "one side's distribution is far flatter: its logits are capped or scaled wrongly"},
 )  # fmt: skip
 PADDED_VOCABULARY = Fault(
@@ -586,10 +590,10 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     agree, so the comparison is valid, unless both recorded values in another unit, which looks the same."""
     data = data.within(data.updates_behind[data.seq] == 0)  # older weights sampled the other rows
     side = max(sides(data), key=lambda each: abs(each.sampled_score))
-    if side.own.entropy is None or data.num_kept < 400 or side.own.share_lost > MOST_LOST:
+    if side.own.entropy is None or data.num_kept < 400:
+        return []
+    if side.own.share_lost > MOST_LOST or any(unscaled_ratio(data.sample, side.own)):
         return []  # data_checks reports entropies of another distribution
-    if any(unscaled_ratio(data.sample, side.own)):
-        return []  # so does it here
     recorded, entropy, is_sharper = recorded_penalty(data), side.own.entropy[data.keep], side.sampled_mean > 0
     excess = means(np.nan_to_num(side.values + entropy), data.seq, data.sample.num_sequences)
     part = part_of_rows(data.sample, excess) if _is_plain(data) else None
