@@ -558,21 +558,18 @@ def _metrics(run: DataRows) -> Iterator[DataFinding]:
         if not wrong and table == "sequences":  # the mean covers all rows, so the smallest and largest values do, too
             whole = [name for name, by in fitting if not by and not found[name, by][2] and "mean" in name]
             values = run.rows["reward" if column == "reward" else "length"]
-            of_groups = split_steps(run.at, mean_of(run.cell, values))
-            kept = np.isin(run.steps, steps)
-            for kind, own, extreme in zip(("min", "max"), extremes, (np.fmin, np.fmax), strict=True):
-                of_means = np.array([extreme.reduce(part) for part in of_groups])[kept]
-                named = [name.replace("mean", kind) for name in whole]
-                yield from _extremes(run, logged, named, steps, own, of_means, extreme)
+            yield from _extremes(run, logged, whole, steps, values, extremes)
 
 
 def _extremes(
-    run: DataRows, logged: dict[tuple[str, int], float], names: list[str], steps: np.ndarray, own: np.ndarray, of_means: np.ndarray,
-    extreme: np.ufunc,
+    run: DataRows, logged: dict[tuple[str, int], float], names: list[str], steps: np.ndarray, values: np.ndarray, extremes: list[np.ndarray],
 ) -> Iterator[DataFinding]:  # fmt: skip
-    """Compare logged extremes with those of the rows at each step (`own`, [S]) and since the previous logged value, and
-    with those of the groups' means (`of_means`, [S]), which prime-rl logs."""
-    for name in names:
+    """Compare logged extremes with `extremes` of the rows at each step ([S] each) and since the previous logged value, and
+    with those of the groups' means, which prime-rl logs. `names` are those of the logged means."""
+    of_groups, kept = split_steps(run.at, mean_of(run.cell, values)), np.isin(run.steps, steps)
+    kinds = zip(("min", "max"), extremes, (np.fmin, np.fmax), strict=True)
+    for (kind, own, extreme), of_mean in itertools.product(kinds, names):
+        name, of_means = of_mean.replace("mean", kind), np.array([extreme.reduce(part) for part in of_groups])[kept]
         value = np.array([logged.get((name, int(step)), np.nan) for step in steps])
         ends, distance = _distance(value, own)
         if not len(ends):
