@@ -366,7 +366,7 @@ SOUND = {
     "two groups a step": {"groups": lambda step, n: [f"{row % 2}" for row in range(len(GROUP))], "advantage": lambda r, n: whitened(r), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, "columns": lambda step, n: {"prompt_ids": None}},
     "one success a group": {"reward": lambda step, n, draw: (np.arange(len(GROUP)) % IN_GROUP == n % IN_GROUP).astype(float)},
     "other reward functions at other steps": {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"code" if n % 2 else "maths": parts_of(step)["accuracy"]}}},
-    "logged tokens of the loss": {"columns": lambda step, n: {"response_mask": with_tools(step, n)}, "metrics": lambda step, r, n: {"response_length": np.mean([mask.sum() for mask in with_tools(step, n)])}},
+    "logged tokens of the loss": {"entropy": None, "columns": lambda step, n: {"response_mask": with_tools(step, n)}, "metrics": lambda step, r, n: {"response_length": np.mean([mask.sum() for mask in with_tools(step, n)])}},
     "metrics of more rows, close to the next step": {"metrics": lambda step, r, n: {"reward": 0.5 + 0.01 * n}, "reward": lambda step, n, draw: np.where(np.arange(len(GROUP)) < 32, 1.0, 0.0)[draw.permutation(len(GROUP))]},
     "maxrl": {"advantage": maxrl},
     "divided by the size of the mean": {"advantage": lambda r, n: by_mean(r, np.abs), "reward": signed},
@@ -458,6 +458,24 @@ def parts_of(step):
     }
 
 
+def judged(step, number):
+    """Two reward functions, of which one returns 0 from step 5 on."""
+    return {name: values * (number < 5 or name == "accuracy") for name, values in parts_of(step).items()}
+
+
+def failing(number):
+    """Finish reasons of a step in which a tenth of the rollouts fail."""
+    draw = np.random.default_rng(number).random(len(GROUP))
+    return np.where(draw < 0.05, "timeout", np.where(draw < 0.1, "Error", "stop"))
+
+
+def cut_prompts(number):
+    """Prompts of 10 to 59 tokens, cut to 24."""
+    draw = np.random.default_rng(number)
+    prompts = [draw.integers(2, 50, draw.integers(10, 60)).tolist()[:24] for _ in range(GROUPS)]
+    return [prompts[group] for group in GROUP]
+
+
 def stopped(step):
     """Responses that end with an end token, except those of the full length; all are said to have stopped."""
     longest = max(map(len, step.responses))
@@ -521,6 +539,12 @@ FAULTS = {
     "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
     "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
     "a reward function that gives 0": ("reward_function_constant", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "format": 0 * GROUP}}}),
+    "a judge that always gives a half": ("reward_function_constant", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + 0.5, "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "judge": 0.5 + 0 * GROUP}}}),
+    "a judge that fails from 5 on": ("reward_function_constant", 5, {"reward": lambda step, n, draw: judged(step, n)["accuracy"] + judged(step, n)["format"], "columns": lambda step, n: {"rewards": judged(step, n)}}),
+    "failures that count as wrong": ("failures_rewarded", None, {"reward": lambda step, n, draw: binary(step, n, draw) * (failing(n) == "stop"), "columns": lambda step, n: {"finish_reason": failing(n).tolist()}}),
+    "prompts at the limit": ("prompts_cut", None, {"groups": lambda step, n: GROUP.astype(str).tolist(), "columns": lambda step, n: {"prompt_ids": cut_prompts(n)}, "hyperparameters": {"max_prompt_length": 24}}),
+    "sampled tokens in the middle": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) // 3 != 1 for row in step.responses]}}),
+    "truncated ones without their penalty": ("penalty_missing", None, {"columns": lambda step, n: {"finish_reason": finished(step)}, "hyperparameters": {"missing_eos_penalty": 1.0}}),
     "declared penalty of the reference": ("kl_penalty_missing", None, DECLARED_KL),
     "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
     "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
@@ -604,6 +628,11 @@ FAULTS = {
 }  # fmt: skip
 NOTICES = (
     "a reward function that gives 0",
+    "a judge that always gives a half",
+    "failures that count as wrong",
+    "prompts at the limit",
+    "sampled tokens in the middle",
+    "truncated ones without their penalty",
     "no reward for a source of prompts",
     "logged minimum over padding",
     "a clipped sum",
@@ -807,6 +836,10 @@ IGNORED = {
     "temperature": ({"rollout.temperature": 0.6}, {"temperature": 1.0}, "the rows' temperature is 1"),
     "top_k": ({"rollout.top_k": 50}, {"top_k": 20}, "the rows' top_k is 20"),
     "limit": ({"max_completion_length": 1024}, {"max_tokens": 512}, "the rows' max_tokens is 512"),
+    "long responses": ({"data.max_response_length": 8}, {}, "responses have up to 11 tokens"),
+    "long prompts": ({"max_prompt_length": 2}, {}, "prompts have up to"),
+    "greedy": ({"rollout.temperature": 0.6}, {"temperature": 0.0}, "the rows' temperature is 0"),
+    "validation": ({"rollout.temperature": 1}, {"temperature": lambda step: np.where(np.arange(len(GROUP)) < 8, 0.6, 1.0)}, "the rows' temperature is 0.6 in 64 of 512 rows"),
     "truncated": ({"mask_truncated_completions": True}, {"finish_reason": finished}, "truncated rows have tokens in the loss"),
     "equal groups": ({"algorithm.filter_groups.enable": True}, {}, "groups with equal rewards are in the loss"),
 }  # fmt: skip
