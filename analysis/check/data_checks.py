@@ -129,9 +129,13 @@ def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
 def _nan_source(run: DataRows, lost: np.ndarray) -> str:
     """Describe the NaN rewards in the groups or steps of `lost` advantages ([N] bool). Empty if some have none."""
     names, parts, is_given = run.parts
-    sources = {"reward": run.rows["lost_reward"]} | {
-        name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)
-    }
+    of_parts = {name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)}
+    lost_reward = run.rows["lost_reward"]
+    sources = {
+        f"{name}{', and with it the reward,' if lost_reward[is_nan].all() else ''}": is_nan
+        for name, is_nan in of_parts.items()
+        if is_nan.any()
+    } | {"reward": lost_reward}
     for (name, is_nan), (scope, cell) in itertools.product(sources.items(), (("group", run.cell), ("step", run.at))):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
         if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
@@ -447,6 +451,8 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     if has_turns:  # one of them may limit a turn, the other all turns
         shown["max_tokens"] = np.full(len(run.at), np.nan)
     lengths = {"responses": run.rows["length"], "prompts": run.rows["prompt_length"]}
+    if np.isfinite(shown["max_tokens"]).any():  # then, `limit_exceeded` compares it with the lengths
+        given.pop("responses", None)
     for name, settings in given.items():
         (key, declared), *_ = settings.items()
         if name in lengths:

@@ -331,7 +331,7 @@ KINDS = {
     "padding_counts": ("padding after the end token counts toward the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token and count toward the loss, although they were not sampled", _TOKENS),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to repeated prompts occurred before, but judging by their logprobs, at most {expected:.0f} should repeat, so {explanation}"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows have the wrong finish reason: {explanation}"),
-    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}, so the engine runs with a different limit"),
+    "limit_exceeded": ("responses are longer than the recorded limit", "{num:,} rows have up to {length:,.0f} tokens although max_tokens is {limit:,.0f}{explanation}"),
     "tokens_after_end": ("tokens after the end token count toward the loss", "{num:,} of {of:,} rows have token {token} exactly {distance} tokens before their end and hardly anywhere else, so it ends the response, and all tokens after it, whether sampled or padding, count toward the loss"),
     "end_missing": ("responses have no end token", "none of {num:,} responses contains the recorded end token ({ids}), so the policy never learns to sample it: {explanation}"),
     "prompts_cut": ("prompts are cut off", "{num:,} rows have a prompt of exactly {limit:,.0f} tokens, the recorded {setting}, and few have nearly as many, so longer prompts were truncated, and may lack their question or their end", "SELECT step, seq_id, len(prompt_ids) AS num_prompt_tokens FROM {rows} ORDER BY num_prompt_tokens DESC, step"),

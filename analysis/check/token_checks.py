@@ -276,7 +276,12 @@ def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
     sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
     beyond = np.isfinite(limit) & (limit > 0) & (sampled > limit)
-    yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
+    text = ", so the engine runs with a different limit"
+    if (sampled == limit)[cut].sum() > beyond.sum():
+        text = " and others are cut there, for example because a response that was resumed gets the whole limit again"
+    yield from find(
+        "limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit, explanation=text
+    )
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     # A token that is often followed by sampled tokens of the same turn does not end responses.

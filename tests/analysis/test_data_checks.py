@@ -1657,6 +1657,47 @@ def test_logprobs_that_a_sampled_token_lacks_are_lost(tmp_path):
     assert result.findings[0].title == "missing values instead of logprobs"
 
 
+def test_a_nan_reward_is_traced_to_its_reward_function(tmp_path):
+    def parts(step):
+        return {"accuracy": parts_of(step)["accuracy"], "ratio": np.where(np.arange(len(GROUP)) == 3, np.nan, 0.0)}
+
+    rewards = {
+        "reward": lambda step, n, draw: sum(parts(step).values()),
+        "columns": lambda step, n: {"rewards": parts(step)},
+    }
+    found = findings(write(tmp_path / "run", **rewards))
+    assert "all rows of each group in which a row's ratio, and with it the reward, is NaN" in data_text(found[0])
+
+
+def test_a_limit_that_cuts_most_rows_is_not_said_to_be_another(tmp_path):
+    def columns(step, number):
+        step.responses = [row[: 12 if at % 8 == 0 else 6] for at, row in enumerate(step.responses)]
+        finish = ["length" if len(row) >= 6 else "stop" for row in step.responses]
+        return {"response_ids": [row.tolist() for row in step.responses], "max_tokens": 6, "finish_reason": finish}
+
+    found = findings(write(tmp_path / "run", columns=columns, passes=scored_by_both))
+    (text,) = (data_text(one) for one in found if one.code == "limit_exceeded")
+    assert "although max_tokens is 6 and others are cut there" in text
+
+
+def scored_by_both(recorder, batch, step, number, left_out=lambda row: False):
+    known = [[*row[:-1], None] if left_out(row) else row for row in step.scored()]
+    recorder.add_scores("rollout", batch, logprobs=known)
+    recorder.add_scores("train", batch, logprobs=step.scored())
+
+
+def test_an_end_token_appended_to_truncated_responses_was_not_sampled(tmp_path):
+    def columns(step, number):
+        step.responses = [np.array([*row[:6], END]) if len(row) > 6 else row for row in step.responses]
+        finish = ["length" if len(row) == 7 else "stop" for row in step.responses]
+        return {"response_ids": [row.tolist() for row in step.responses], "finish_reason": finish}
+
+    passes = partial(scored_by_both, left_out=lambda row: len(row) == 7)
+    (found, *_) = check(write(tmp_path / "run", columns=columns, passes=passes)).findings
+    title = "tokens that were not sampled are at the end of responses and included in the loss"
+    assert (found.code, found.title) == ("mask", title)
+
+
 OVERLONG = {
     "reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 8, "data.max_response_length": 12,
 }  # fmt: skip

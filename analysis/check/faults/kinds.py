@@ -764,7 +764,8 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     if not is_boundary and name not in _TOKENS:
         return None
     noise = logit_error(data)
-    if np.median(noise[place.inside]) < MIN_PLACE_RATIO * np.median(noise[~place.inside]):
+    usual = np.median(noise[~place.inside])
+    if np.median(noise[place.inside]) < MIN_PLACE_RATIO * usual or usual > allowed_noise(data):
         return None  # the rest is wrong, too
     if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not _is_id_range(place)):
         return None
