@@ -226,6 +226,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
     known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
+    known[run.continued[1]] = False  # a later turn has a longer prompt
     at, find = run.at[known], partial(run.find, rows=known)
     if not len(at):
         return
@@ -239,7 +240,7 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated
-    if in_group.max() == 1 and repeated.mean() > 0.5:
+    if count_of(run.cell)[known].max() == 1 and repeated.mean() > 0.5:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
         yield from find("groups_mix_prompts", mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))

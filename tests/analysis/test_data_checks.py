@@ -1054,6 +1054,28 @@ def test_rows_of_one_trajectory_have_one_advantage(tmp_path, share, expected, ha
     assert [(one.code, one.is_notice) for one in found] == expected
 
 
+def test_a_later_turn_does_not_mix_the_prompts_of_its_trajectorys_group(tmp_path):
+    """Each trajectory is a group of two rows, and the first turns of two trajectories are the same."""
+
+    def columns(step, number):
+        step.responses = [step.responses[at - 2 * (at % 4 == 2)] for at in range(len(GROUP))]
+        prompts = [step.prompts[at - at % 4].tolist() for at in range(len(GROUP))]
+        later = [[*prompt, *step.responses[at - 1].tolist()] for at, prompt in enumerate(prompts)]
+        return {
+            "prompt_ids": [later[at] if at % 2 else prompt for at, prompt in enumerate(prompts)],
+            "response_ids": [row.tolist() for row in step.responses],
+        }
+
+    of_trajectory = np.arange(len(GROUP)) // 2
+    found = findings(
+        write(
+            tmp_path / "run", lambda r, n: centred(r, GROUP), columns=columns,
+            groups=lambda step, n: of_trajectory.astype(str).tolist(), reward=lambda step, n, draw: binary(step, n, draw)[of_trajectory * 2],
+        )
+    )  # fmt: skip
+    assert not {"groups_mix_prompts", "one_row_groups"} & {one.code for one in found}
+
+
 def test_end_tokens_that_are_masked_as_padding_are_reported(tmp_path):
     def passes(recorder, batch, step, number):
         for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
