@@ -64,7 +64,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     if len(run.at):
         checks = (
             _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, _metrics, _ratios,
-            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings,
+            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -128,8 +128,13 @@ def _are_excluded(run: DataRows, lost: np.ndarray) -> bool:
 def _nan_source(run: DataRows, lost: np.ndarray) -> str:
     """Describe the NaN rewards in the groups or steps of `lost` advantages ([N] bool). Empty if some have none."""
     names, parts, is_given = run.parts
-    sources = {"reward": run.rows["lost_reward"]}
-    sources |= {name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)}
+    of_parts = {name: is_given & ~np.isfinite(values) for name, values in zip(names, parts.T, strict=True)}
+    lost_reward = run.rows["lost_reward"]
+    sources = {
+        f"{name}{', and with it the reward,' if lost_reward[is_nan].all() else ''}": is_nan
+        for name, is_nan in of_parts.items()
+        if is_nan.any()
+    } | {"reward": lost_reward}
     for (name, is_nan), (scope, cell) in itertools.product(sources.items(), (("group", run.cell), ("step", run.at))):
         reached = (mean_of(cell, 1.0 * is_nan) > 0) & ((run.labels > 0) | (scope == "step"))
         if reached[lost].all() and (mean_of(cell, 1.0 * lost)[reached] > 0).all():
@@ -150,22 +155,42 @@ def _turns(run: DataRows) -> Iterator[DataFinding]:
     yield from run.find("turns_differ", differs, rows=row, explanation=text, notice=True)
 
 
+_FAILED = re.compile("error|abort|time_?d?_?out|fail|cancel|exception|crash")
+"""Finish reasons of rollouts that no verifier could judge."""
+
+
+def _stuck(run: DataRows, rewards: np.ndarray) -> tuple[np.ndarray, bool] | None:
+    """Return the rows ([N] bool) from the step on at which all `rewards` ([N]) are equal, and whether that step is the
+    first one. None if chance explains it, or a policy that earns the maximum from some step on."""
+    known = np.isfinite(rewards)
+    value = rewards[known][-1]
+    later = known & (run.at > run.at[known & (rewards != value)].max(initial=-1))
+    earlier = rewards[known & ~later]
+    # Only distinct responses are evidence: a collapsed policy repeats one response and always earns the same reward.
+    num_later = len(np.unique(run.rows["answer"][later & (run.rows["response"] > 0)]))
+    usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
+    is_solved = len(earlier) and value == rewards[known].max()
+    return None if num_later * np.log(usual) >= CHANCE or is_solved else (later, not len(earlier))
+
+
 def _rewards(run: DataRows) -> Iterator[DataFinding]:
-    """Find rewards that are constant, or constant within groups, from some step on."""
+    """Find rewards that are constant, or constant within groups, from some step on, and failed rollouts that train."""
     rewards, at = run.rows["reward"], run.at
     known = np.isfinite(rewards)
     if not known.any():
         return
-    response, answer = run.rows["response"], run.rows["answer"]
-    value = float(rewards[known][-1])
-    later = known & (at > at[known & (rewards != value)].max(initial=-1))
-    earlier = rewards[known & ~later]
-    # Only distinct responses are evidence: a collapsed policy repeats one response and always earns the same reward.
-    num_later = len(np.unique(answer[later & (response > 0)]))
-    usual = (1 + (earlier == value).sum()) / (2 + len(earlier))
-    if num_later * np.log(usual) < CHANCE and not (len(earlier) and value == rewards[known].max()):
-        after = f" from step {run.steps[at[later].min()]} on" if len(earlier) else ""
-        yield from run.find("rewards_constant", later, value=value, after=after, notice=not len(earlier))
+    response = run.rows["response"]
+    if stuck := _stuck(run, rewards):
+        later, is_always = stuck
+        after = "" if is_always else f" from step {run.steps[at[later].min()]} on"
+        yield from run.find("rewards_constant", later, value=float(rewards[later][0]), after=after, notice=is_always)
+    ended, which = np.unique(run.ended, return_inverse=True)
+    has_failed = np.array([bool(_FAILED.search(name)) for name in ended])[which]
+    trains = has_failed & known & (run.rows["loss_length"] > 0) & (np.nan_to_num(run.rows["advantage"]) != 0)
+    if trains.any() and np.ptp(rewards[trains]) == 0 and np.ptp(rewards[known & ~has_failed]):
+        reasons = " or ".join(np.unique(run.ended[trains]))
+        numbers: dict[str, Any] = {"reasons": reasons, "value": float(rewards[trains][0]), "notice": True}
+        yield from run.find("failures_rewarded", trains, least=8, **numbers)
     asked = np.flatnonzero(known & (response > 0) & (run.labels > 0))
     cell, reward = numbered(run.labels[asked], at[asked]), rewards[asked]
     least = 1e-9 * np.abs(reward).max(initial=0.0)
@@ -194,6 +219,7 @@ def _rewards(run: DataRows) -> Iterator[DataFinding]:
 
 def _groups(run: DataRows) -> Iterator[DataFinding]:
     known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
+    known[run.continued[1]] = False  # a later turn has a longer prompt
     at, find = run.at[known], partial(run.find, rows=known)
     if not len(at):
         return
@@ -207,7 +233,7 @@ def _groups(run: DataRows) -> Iterator[DataFinding]:
     all_repeat = mean_of(group, 1.0 * (count_of(cell) > 1)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, 1.0 * (groups > 1)) == 1))
     alone = (in_group == 1) & repeated
-    if in_group.max() == 1 and repeated.mean() > 0.5:
+    if count_of(run.cell)[known].max() == 1 and repeated.mean() > 0.5:
         yield from find("one_row_groups", repeated, rows_per_prompt=len(at) / num_prompts)
     elif mixed.any():
         yield from find("groups_mix_prompts", mixed, num_groups=len(np.unique(group[mixed])), most=int(prompts.max()))
@@ -352,6 +378,7 @@ def _restarts(run: DataRows) -> Iterator[DataFinding]:
 _LIMIT = "max_(new_)?tokens|max_(completion|response)_length|(rollout_|generate_)max_(response_)?len|max_gen(eration)?_len(gth)?"
 _DECLARED = {
     **dict(zip(SAMPLING, SAMPLING, strict=True)), "max_tokens": _LIMIT,
+    "prompts": r"max_prompt_(length|len|tokens)", "responses": _LIMIT,
     "rows": r"num_generations(_per_prompt)?|(num_|n_)?samples_per_prompt|n_samples|group_size|rollouts_per_(example|prompt)|rollout[./]n",
 }  # fmt: skip
 """What rows show -> the last part of the names under which frameworks set it."""
@@ -373,6 +400,20 @@ def _settings(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find("setting_contradicts", affected, explanation=text, plural=plural, notice=True)
 
 
+def _cut_prompts(run: DataRows) -> Iterator[DataFinding]:
+    """Find prompts that were truncated to the limit that a setting declares."""
+    length, prompt = run.rows["prompt_length"], run.rows["prompt"]
+    for setting, limit in run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({_DECLARED['prompts']})$").items():
+        first = np.unique(prompt, return_index=True)[1]
+        at_limit = length[first] == limit
+        # Other lengths are as frequent as the neighbouring ones.
+        near = (length[first] >= 0.9 * limit) & ~at_limit
+        if at_limit.sum() >= 8 and at_limit.mean() >= 0.1 and near.sum() < at_limit.sum() and not at_limit.all():
+            numbers: dict[str, Any] = {"setting": setting, "limit": limit, "notice": True}
+            yield from run.find("prompts_cut", length == limit, **numbers)
+            return
+
+
 def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     """Compare settings with sampling columns and group sizes, if both are the same in the whole run."""
     given = {name: run.numbers(rf"{_NOT_TRAINING}.*(^|[./])({pattern})$") for name, pattern in _DECLARED.items()}
@@ -386,18 +427,32 @@ def _sampled_otherwise(run: DataRows) -> Iterator[_Contradiction]:
     shown["rows"] = np.where((run.rows["group"] > 0) & (not has_turns), count_of(run.cell), np.nan)
     if has_turns:  # one of them may limit a turn, the other all turns
         shown["max_tokens"] = np.full(len(run.at), np.nan)
+    lengths = {"responses": run.rows["length"], "prompts": run.rows["prompt_length"]}
+    if np.isfinite(shown["max_tokens"]).any():  # then, `limit_exceeded` compares it with the lengths
+        given.pop("responses", None)
     for name, settings in given.items():
         (key, declared), *_ = settings.items()
-        there = np.isfinite(shown[name])
+        if name in lengths:
+            beyond = lengths[name] > declared
+            if declared > 0 and beyond.sum() >= _SEVERAL and not has_turns:
+                yield f"{key} = {declared:g}", f"{name} have up to {lengths[name].max():,.0f} tokens", beyond
+            continue
+        there = np.isfinite(shown[name]) & ~(np.abs(shown[name] - declared) <= 1e-6 * declared)
         values = shown[name][there]
         num = len(np.unique(run.cell[there])) if name == "rows" else len(values)
-        if num < _SEVERAL or np.ptp(values) > 0 or min(declared, values[0]) <= 0:
+        # A row can be greedy by mistake, but for other settings, 0 or less means that they are off.
+        if num < _SEVERAL or np.ptp(values) > 0 or declared <= 0 or (values[0] <= 0 and name != "temperature"):
             continue
-        # 1 is a default of the number of rows, and other options may multiply them.
-        is_default = name == "rows" and (declared == 1 or (values[0] < declared and not _are_centred(run)))
-        if abs(values[0] - declared) > 1e-6 * declared and not is_default:
-            what = f"each group has {values[0]:g} rows" if name == "rows" else f"the rows' {name} is {values[0]:g}"
-            yield f"{key} = {declared:g}", what, there
+        part = "" if there.all() else f" in {num:,} of {np.isfinite(shown[name]).sum():,} rows"
+        if part and name != "temperature":
+            continue
+        what = f"the rows' {name} is {values[0]:g}{part}"
+        if name == "rows":
+            # 1 is a default, and other options may multiply the rows.
+            if declared == 1 or (values[0] < declared and not _are_centred(run)):
+                continue
+            what = f"each group has {values[0]:g} rows"
+        yield f"{key} = {declared:g}", what, there
 
 
 def _has_turns(run: DataRows) -> bool:
@@ -436,20 +491,32 @@ def _kept_otherwise(run: DataRows) -> Iterator[_Contradiction]:
         yield setting, f"{len(np.unique(cell[equal])):,} groups with equal rewards are in the loss", equal
 
 
+_PENALISES_CUT = r"(^|[./])((missing|non|no)_?eos_?penalty|mask_no_eos_with_zero|stop_properly_penalty\w*)$"
+
+
 def _penalties(run: DataRows) -> Iterator[DataFinding]:
-    """Find rewards without the length penalty that the settings of verl's DAPO reward manager declare."""
+    """Find rewards without the penalty on long or truncated responses that a setting declares."""
+    rows, reward = run.rows, run.rows["reward"]
+    known, asked = np.isfinite(reward), []
     name = r"overlong_buffer(_cfg)?[./]"
-    setting = run.switched_on(name + "enable$")
     buffer, longest = run.number(name + "len$"), run.number("max_resp_len$") or run.number("max_response_length$")
-    if not setting or not buffer or not longest or run.number(name + "penalty_factor$") == 0:
-        return
-    reward, excess = run.rows["reward"], run.rows["length"] - (longest - buffer)
-    known = np.isfinite(reward)
-    usual = np.unique(reward[known & (excess <= 0)])
-    # Rewards with many values could equal others by chance.
-    over = known & (excess > 0.05 * buffer) & (len(usual) <= 20)
-    if np.isin(reward[over], usual).sum() > 0.95 * over.sum():
-        yield from run.find("penalty_missing", over, least=8, setting=setting, limit=longest - buffer)
+    is_meant = buffer and longest and run.number(name + "penalty_factor$") != 0
+    if is_meant and (setting := run.switched_on(name + "enable$")):
+        limit = longest - buffer
+        over = rows["length"] - limit > 0.05 * buffer
+        what = f"responses with clearly more than {limit:,.0f} tokens"
+        asked.append((setting, over, rows["length"] <= limit, what, False))
+    if setting := run.setting(_PENALISES_CUT, r"^(true|[1-9].*|0?\.0*[1-9].*)$"):
+        cut = (run.ended == "length") & (reward != 0)
+        asked.append((setting, cut, run.ended == "stop", "truncated responses", True))
+    for setting, penalised, others, what, is_notice in asked:
+        usual = np.unique(reward[known & others])
+        over = known & penalised & (len(usual) <= 20)  # many values could equal others by chance
+        # The reward may be recorded without its penalty. Then, equal rewards in a group have different advantages.
+        cell = np.unique(np.stack([run.cell, np.nan_to_num(reward)]), axis=1, return_inverse=True)[1]
+        apart = np.abs(rows["advantage"] - mean_of(cell, rows["advantage"])) > CLOSE * rms_of(run.at, rows["advantage"])
+        if np.isin(reward[over], usual).sum() > 0.95 * over.sum() and (run.is_per_token or not (apart & over).any()):
+            yield from run.find("penalty_missing", over, least=8, notice=is_notice, setting=setting, what=what)
 
 
 _KL = """
@@ -848,13 +915,21 @@ def _part_causes(run: DataRows, rows: np.ndarray) -> Iterator[DataFinding]:
     length, loss_length = (np.nan_to_num(run.rows[name][rows]).astype(int) for name in ("length", "loss_length"))
     ended, cut = (run.ended[rows] == name for name in ("stop", "length"))
     has_tools = length > loss_length
-    of_parts = dict(zip(names, parts[rows].T, strict=True))
-    varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in of_parts.values()]
-    # A penalty may never apply.
-    idle = [name for name, values in of_parts.items() if not values.any() and not _PENALTY.search(name)]
+    varies = [np.nanstd(values) if np.isfinite(values).any() else 0.0 for values in parts[rows].T]
+    # A penalty may never apply, and the policy may always earn the maximum of a simple function.
+    idle = [
+        f"{name} always returns {values[0]:g}" for name, values in zip(names, parts[rows].T, strict=True)
+        if np.ptp(values) == 0 and values[0] != 1 and not _PENALTY.search(name)
+    ]  # fmt: skip
     if idle and any(varies):
-        yield from run.find("reward_function_constant", rows > -1, rows=rows, name=" and ".join(idle), notice=True)
-    for (name, values), deviation in zip(of_parts.items(), varies, strict=True):
+        yield from run.find(
+            "reward_function_constant", rows > -1, rows=rows, explanation=" and ".join(idle), notice=True
+        )
+    for name, values in zip(names, parts.T, strict=True) if any(varies) else ():
+        if np.isfinite(values).any() and (stuck := _stuck(run, values)) and not stuck[1] and not _PENALTY.search(name):
+            text = f"from step {run.steps[run.at[stuck[0]].min()]} on, {name} always returns {values[stuck[0]][0]:g}"
+            yield from run.find("reward_function_constant", stuck[0], explanation=text)
+    for name, values, deviation in zip(names, parts[rows].T, varies, strict=True):
         known = np.isfinite(values)
         if not deviation:
             continue

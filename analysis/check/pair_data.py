@@ -6,7 +6,7 @@ Shapes: N sampled tokens in S sequences, K kept tokens (unexplained so far).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -149,6 +149,12 @@ class PairData:
     @property
     def names(self) -> dict[str, str]:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The recorded model config. Empty if it is unknown, or not a mapping."""
+        config = self.model.get("config")
+        return config if isinstance(config, Mapping) else {}
 
     def contract(self, side: str) -> Contract:
         """Return the kept sequences' most frequent contract in pass `a` or `b`. Empty if none is recorded."""
@@ -401,8 +407,7 @@ def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 def is_mixture(data: PairData) -> bool | None:
     paths = (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
     texts = [str(declared(data.contract(side), *path) or "") for side in "ab" for path in paths]
-    config = data.model.get("config") or {}
-    counted = [config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
+    counted = [data.config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
     if any(counted) or any("moe" in text.lower() or "mixtral" in text.lower() for text in texts):
         return True
-    return False if config or any(texts[:2]) else None
+    return False if data.config or any(texts[:2]) else None

@@ -37,9 +37,10 @@ Find = Callable[..., Iterator[DataFinding]]
 def check_tokens(run: DataRows, sample: Sample) -> Iterator[DataFinding]:
     find = partial(run.find, sample=sample)
     for engine, other in ((sample.a, sample.b), (sample.b, sample.a)):
-        for check in (_unsampled, _repeated, partial(_masked, run)) if engine.name == "rollout" else ():
-            yield from check(sample, engine, other, find)
-    yield from _ends(sample, find)
+        if engine.name == "rollout":
+            for check in (_unsampled, _repeated, partial(_masked, run)):
+                yield from check(sample, engine, other, find)
+    yield from _ends(run, sample, find)
     yield from _entropies(sample, find)
     yield from _stripped(run, sample, find)
 
@@ -200,30 +201,57 @@ def _masked(run: DataRows, sample: Sample, engine: PassSample, other: PassSample
     num_asked = stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences
     if rows.sum() > max(3, num_asked / 2):
         ids = np.unique(sample.tokens[cut])
-        shown, num = f" (the end token, id {ids[0]})" * (len(ids) == 1), int(rows.sum())
-        yield from find("mask_cuts", rows, notice=True, num_tokens=int(cut.sum()), num_rows=num, ids=shown, end="end")
+        shown = f" (the end token, id {ids[0]})" if len(ids) == 1 else ""
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": int(rows.sum()), "ids": shown, "end": "at the end"}
+        yield from find("mask_cuts", rows, notice=True, **numbers)
         return
     # Some engines drop the end token, so that it has no logprob and is masked as if it were padding.
     final = np.maximum(sample.starts[1:] - 1, 0)
     ended = stopped & (last >= 0) & ~sample.mask[final]
-    ids, num = np.unique(sample.tokens[final][ended]), int(ended.sum())
-    if num > max(3, 0.9 * stopped.sum()) and len(ids) == 1 and not (sample.mask & (sample.tokens == ids[0])).any():
-        shown = f" (the end token, id {ids[0]})"
-        yield from find("mask_cuts", ended, notice=True, ids=shown, num_tokens=num, num_rows=num, end="end")
+    ids = np.unique(sample.tokens[final][ended])
+    if (
+        ended.sum() > max(3, 0.9 * stopped.sum())
+        and len(ids) == 1
+        and not (sample.mask & (sample.tokens == ids[0])).any()
+    ):
+        numbers = {"num_tokens": int(ended.sum()), "num_rows": int(ended.sum()), "end": "at the end"}
+        yield from find("mask_cuts", ended, notice=True, ids=f" (the end token, id {ids[0]})", **numbers)
         return
     cut = sampled & (place < first[sample.seq])
     rows = _rows(sample, cut)
     # A forced prefix is the same in all rows, so tokens that vary between rows were sampled.
     is_sampled = len(np.unique(sample.tokens[sample.starts[:-1][rows]])) > max(3, rows.sum() / 10)
     if is_sampled and rows.sum() > max(3, sample.num_sequences / 2):
-        yield from find("mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="beginning", ids="")
+        yield from find(
+            "mask_cuts", rows, num_tokens=int(cut.sum()), num_rows=int(rows.sum()), end="at the beginning", ids=""
+        )
+    # A tool's tokens are unlikely: the mean of logprob + entropy is 0 only where tokens were sampled.
+    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), None)
+    cut = sampled & ~sample.mask & (place > first[sample.seq]) & (place < last[sample.seq])
+    if entropy is None or cut.sum() < 100:
+        return
+    excess, apart = (engine.logprobs + entropy)[cut], np.abs(sample.d)
+    is_sampled = abs(np.nanmean(excess)) < 4 * np.nanstd(excess) / np.sqrt(len(excess))
+    # Correction methods mask single tokens with a large mismatch.
+    is_by_mismatch = np.median(apart[cut]) > 3 * np.median(apart[sample.compared])
+    rows = _rows(sample, cut)
+    if is_sampled and not is_by_mismatch and rows.sum() > max(3, 0.2 * sample.num_sequences):
+        yield from find(
+            "mask_cuts",
+            rows,
+            notice=True,
+            num_tokens=int(cut.sum()),
+            num_rows=int(rows.sum()),
+            end="in the middle",
+            ids="",
+        )
 
 
 _ENDED = ("stop", "eos", "end_turn", "stop_sequence", "tool_calls", "tool_call", "tool_use", "function_call")
 """Finish reasons of responses that the model ended. Others, such as `max_turns` or `abort`, tell nothing of the tokens."""
 
 
-def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
+def _ends(run: DataRows, sample: Sample, find: Find) -> Iterator[DataFinding]:
     """Find finish reasons and length limits that tokens contradict, padded prompts, and tokens after an end token."""
     said, lengths, limit = sample.ended, sample.lengths, sample.settings["max_tokens"]
     cut = said == "length"
@@ -237,7 +265,12 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
     runs, sampled = np.where(sample.mask, run_lengths(sample.mask, sample.seq), 0), lengths.copy()
     sampled[partly] = [runs[sample.starts[row] : sample.starts[row + 1]].max() for row in partly]
     beyond = np.isfinite(limit) & (limit > 0) & (sampled > limit)
-    yield from find("limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit)
+    text = ", so the engine runs with a different limit"
+    if (sampled == limit)[cut].sum() > beyond.sum():
+        text = " and others are cut there, for example because a response that was resumed gets the whole limit again"
+    yield from find(
+        "limit_exceeded", beyond, least=3, length=int(sampled.max(initial=0)), limit=limit, explanation=text
+    )
     last, short = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)], lengths < longest
     ends, counts = np.unique(last[short], return_counts=True)
     # A token that is often followed by sampled tokens of the same turn does not end responses.
@@ -251,9 +284,18 @@ def _ends(sample: Sample, find: Find) -> Iterator[DataFinding]:
         wrong = (ended & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
         least = int(max(3, np.ceil(0.02 * (ended | cut).sum())))
         why = {"length": f"shorter than {longest} tokens and ending with an end token"}
-        full, found = f"{longest} tokens long (the maximum) and without an end token", Counter(said[wrong].tolist())
-        text = ", and ".join(f"{num:,} marked {each!r} although {why.get(each, full)}" for each, num in found.items())
-        yield from find("finish_contradicts", wrong, least=least, explanation=text)
+        full = f"{longest} tokens long (the maximum) and without an end token"
+        parts = [
+            f"{num:,} marked {reason!r} although {why.get(reason, full)}"
+            for reason, num in Counter(said[wrong].tolist()).items()
+        ]
+        yield from find("finish_contradicts", wrong, least=least, explanation=", and ".join(parts))
+    elif (stopped := said == "stop").any() and np.isin(last[stopped], run.end_ids).mean() >= 0.5:
+        other = stopped & (lengths > 0) & ~np.isin(last, run.end_ids)
+        # Stop strings end responses with a few other ids.
+        if other.any() and np.unique(last[other], return_counts=True)[1].max() < 0.5 * other.sum():
+            text = f"{other.sum():,} marked 'stop' although they end with various tokens and not with an end token"
+            yield from find("finish_contradicts", other, least=int(max(8, 0.02 * stopped.sum())), explanation=text)
     known = [prompt or [] for prompt in sample.prompts]
     again = np.array([len(prompt) > 3 and prompt[0] == prompt[1] for prompt in known])
     num_known = sum(len(prompt) > 3 for prompt in known)

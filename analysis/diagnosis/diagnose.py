@@ -256,7 +256,7 @@ def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, .
         if replay.code not in ("settles", "repeats", "part") or not replay.changes:
             continue
         arm = parse_arm(replay.changes)
-        if arm.is_heard and not (arm.engine == "vllm" and has_experts(data.model.get("config") or {})):
+        if arm.is_heard and not (arm.engine == "vllm" and has_experts(data.config)):
             return (commands.locate(data, replay.changes),)
     return ()
 

@@ -366,7 +366,7 @@ SOUND = {
     "two groups a step": {"groups": lambda step, n: [f"{row % 2}" for row in range(len(GROUP))], "advantage": lambda r, n: whitened(r), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, "columns": lambda step, n: {"prompt_ids": None}},
     "one success a group": {"reward": lambda step, n, draw: (np.arange(len(GROUP)) % IN_GROUP == n % IN_GROUP).astype(float)},
     "other reward functions at other steps": {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"code" if n % 2 else "maths": parts_of(step)["accuracy"]}}},
-    "logged tokens of the loss": {"columns": lambda step, n: {"response_mask": with_tools(step, n)}, "metrics": lambda step, r, n: {"response_length": np.mean([mask.sum() for mask in with_tools(step, n)])}},
+    "logged tokens of the loss": {"entropy": None, "columns": lambda step, n: {"response_mask": with_tools(step, n)}, "metrics": lambda step, r, n: {"response_length": np.mean([mask.sum() for mask in with_tools(step, n)])}},
     "metrics of more rows, close to the next step": {"metrics": lambda step, r, n: {"reward": 0.5 + 0.01 * n}, "reward": lambda step, n, draw: np.where(np.arange(len(GROUP)) < 32, 1.0, 0.0)[draw.permutation(len(GROUP))]},
     "maxrl": {"advantage": maxrl},
     "divided by the size of the mean": {"advantage": lambda r, n: by_mean(r, np.abs), "reward": signed},
@@ -458,6 +458,24 @@ def parts_of(step):
     }
 
 
+def judged(step, number):
+    """Two reward functions, of which one returns 0 from step 5 on."""
+    return {name: values * (number < 5 or name == "accuracy") for name, values in parts_of(step).items()}
+
+
+def failing(number):
+    """Finish reasons of a step in which a tenth of the rollouts fail."""
+    draw = np.random.default_rng(number).random(len(GROUP))
+    return np.where(draw < 0.05, "timeout", np.where(draw < 0.1, "Error", "stop"))
+
+
+def cut_prompts(number):
+    """Prompts of 10 to 59 tokens, cut to 24."""
+    draw = np.random.default_rng(number)
+    prompts = [draw.integers(2, 50, draw.integers(10, 60)).tolist()[:24] for _ in range(GROUPS)]
+    return [prompts[group] for group in GROUP]
+
+
 def stopped(step):
     """Responses that end with an end token, except those of the full length; all are said to have stopped."""
     longest = max(map(len, step.responses))
@@ -521,6 +539,12 @@ FAULTS = {
     "an engine further behind than allowed": ("lag_exceeds_limit", 5, {"passes": lagging(lambda n: min(n, 2) if n < 5 else 4, per_step=3), "hyperparameters": {"max_head_offpolicyness": 2}}),
     "a logged KL of 0": ("kl_is_zero", None, {"metrics": lambda step, r, n: {"actor/kl_loss": 0.0}, "hyperparameters": {"actor.kl_loss_coef": 0.01}}),
     "a reward function that gives 0": ("reward_function_constant", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"], "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "format": 0 * GROUP}}}),
+    "a judge that always gives a half": ("reward_function_constant", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + 0.5, "columns": lambda step, n: {"rewards": {"accuracy": parts_of(step)["accuracy"], "judge": 0.5 + 0 * GROUP}}}),
+    "a judge that fails from 5 on": ("reward_function_constant", 5, {"reward": lambda step, n, draw: judged(step, n)["accuracy"] + judged(step, n)["format"], "columns": lambda step, n: {"rewards": judged(step, n)}}),
+    "failures that count as wrong": ("failures_rewarded", None, {"reward": lambda step, n, draw: binary(step, n, draw) * (failing(n) == "stop"), "columns": lambda step, n: {"finish_reason": failing(n).tolist()}}),
+    "prompts at the limit": ("prompts_cut", None, {"groups": lambda step, n: GROUP.astype(str).tolist(), "columns": lambda step, n: {"prompt_ids": cut_prompts(n)}, "hyperparameters": {"max_prompt_length": 24}}),
+    "sampled tokens in the middle": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) // 3 != 1 for row in step.responses]}}),
+    "truncated ones without their penalty": ("penalty_missing", None, {"columns": lambda step, n: {"finish_reason": finished(step)}, "hyperparameters": {"missing_eos_penalty": 1.0}}),
     "declared penalty of the reference": ("kl_penalty_missing", None, DECLARED_KL),
     "advantages of the next row": ("rewards_of_other_rows", None, {"advantage": lambda r, n: np.roll(grpo(r), 1), "reward": graded}),
     "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
@@ -604,6 +628,11 @@ FAULTS = {
 }  # fmt: skip
 NOTICES = (
     "a reward function that gives 0",
+    "a judge that always gives a half",
+    "failures that count as wrong",
+    "prompts at the limit",
+    "sampled tokens in the middle",
+    "truncated ones without their penalty",
     "no reward for a source of prompts",
     "logged minimum over padding",
     "a clipped sum",
@@ -807,6 +836,10 @@ IGNORED = {
     "temperature": ({"rollout.temperature": 0.6}, {"temperature": 1.0}, "the rows' temperature is 1"),
     "top_k": ({"rollout.top_k": 50}, {"top_k": 20}, "the rows' top_k is 20"),
     "limit": ({"max_completion_length": 1024}, {"max_tokens": 512}, "the rows' max_tokens is 512"),
+    "long responses": ({"data.max_response_length": 8}, {}, "responses have up to 11 tokens"),
+    "long prompts": ({"max_prompt_length": 2}, {}, "prompts have up to"),
+    "greedy": ({"rollout.temperature": 0.6}, {"temperature": 0.0}, "the rows' temperature is 0"),
+    "validation": ({"rollout.temperature": 1}, {"temperature": lambda step: np.where(np.arange(len(GROUP)) < 8, 0.6, 1.0)}, "the rows' temperature is 0.6 in 64 of 512 rows"),
     "truncated": ({"mask_truncated_completions": True}, {"finish_reason": finished}, "truncated rows have tokens in the loss"),
     "equal groups": ({"algorithm.filter_groups.enable": True}, {}, "groups with equal rewards are in the loss"),
 }  # fmt: skip
@@ -1019,6 +1052,28 @@ def test_rows_of_one_trajectory_have_one_advantage(tmp_path, share, expected, ha
         )
     )  # fmt: skip
     assert [(one.code, one.is_notice) for one in found] == expected
+
+
+def test_a_later_turn_does_not_mix_the_prompts_of_its_trajectorys_group(tmp_path):
+    """Each trajectory is a group of two rows, and the first turns of two trajectories are the same."""
+
+    def columns(step, number):
+        step.responses = [step.responses[at - 2 * (at % 4 == 2)] for at in range(len(GROUP))]
+        prompts = [step.prompts[at - at % 4].tolist() for at in range(len(GROUP))]
+        later = [[*prompt, *step.responses[at - 1].tolist()] for at, prompt in enumerate(prompts)]
+        return {
+            "prompt_ids": [later[at] if at % 2 else prompt for at, prompt in enumerate(prompts)],
+            "response_ids": [row.tolist() for row in step.responses],
+        }
+
+    of_trajectory = np.arange(len(GROUP)) // 2
+    found = findings(
+        write(
+            tmp_path / "run", lambda r, n: centred(r, GROUP), columns=columns,
+            groups=lambda step, n: of_trajectory.astype(str).tolist(), reward=lambda step, n, draw: binary(step, n, draw)[of_trajectory * 2],
+        )
+    )  # fmt: skip
+    assert not {"groups_mix_prompts", "one_row_groups"} & {one.code for one in found}
 
 
 def test_end_tokens_that_are_masked_as_padding_are_reported(tmp_path):
@@ -1624,6 +1679,47 @@ def test_logprobs_that_a_sampled_token_lacks_are_lost(tmp_path):
     assert result.findings[0].title == "missing values instead of logprobs"
 
 
+def test_a_nan_reward_is_traced_to_its_reward_function(tmp_path):
+    def parts(step):
+        return {"accuracy": parts_of(step)["accuracy"], "ratio": np.where(np.arange(len(GROUP)) == 3, np.nan, 0.0)}
+
+    rewards = {
+        "reward": lambda step, n, draw: sum(parts(step).values()),
+        "columns": lambda step, n: {"rewards": parts(step)},
+    }
+    found = findings(write(tmp_path / "run", **rewards))
+    assert "all rows of each group in which a row's ratio, and with it the reward, is NaN" in data_text(found[0])
+
+
+def test_a_limit_that_cuts_most_rows_is_not_said_to_be_another(tmp_path):
+    def columns(step, number):
+        step.responses = [row[: 12 if at % 8 == 0 else 6] for at, row in enumerate(step.responses)]
+        finish = ["length" if len(row) >= 6 else "stop" for row in step.responses]
+        return {"response_ids": [row.tolist() for row in step.responses], "max_tokens": 6, "finish_reason": finish}
+
+    found = findings(write(tmp_path / "run", columns=columns, passes=scored_by_both))
+    (text,) = (data_text(one) for one in found if one.code == "limit_exceeded")
+    assert "although max_tokens is 6 and others are cut there" in text
+
+
+def scored_by_both(recorder, batch, step, number, left_out=lambda row: False):
+    known = [[*row[:-1], None] if left_out(row) else row for row in step.scored()]
+    recorder.add_scores("rollout", batch, logprobs=known)
+    recorder.add_scores("train", batch, logprobs=step.scored())
+
+
+def test_an_end_token_appended_to_truncated_responses_was_not_sampled(tmp_path):
+    def columns(step, number):
+        step.responses = [np.array([*row[:6], END]) if len(row) > 6 else row for row in step.responses]
+        finish = ["length" if len(row) == 7 else "stop" for row in step.responses]
+        return {"response_ids": [row.tolist() for row in step.responses], "finish_reason": finish}
+
+    passes = partial(scored_by_both, left_out=lambda row: len(row) == 7)
+    (found, *_) = check(write(tmp_path / "run", columns=columns, passes=passes)).findings
+    title = "tokens that were not sampled are at the end of responses and included in the loss"
+    assert (found.code, found.title) == ("mask", title)
+
+
 OVERLONG = {
     "reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 8, "data.max_response_length": 12,
 }  # fmt: skip
@@ -1653,8 +1749,9 @@ def test_finished_responses_must_contain_the_tokenizers_end_token_unless_a_stop_
         for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
             recorder.add_scores(name, batch, logprobs=values)
 
-    found = findings(write(tmp_path / "run", columns=columns, passes=passes))
-    assert [one.code for one in found] == expected
+    given = write(tmp_path / "run", columns=columns, passes=passes)
+    assert [one.code for one in findings(given)] == expected
+    assert check(given).is_valid  # a config that is only a name is no config
 
 
 def resumed(path, drawn):

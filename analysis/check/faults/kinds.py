@@ -283,7 +283,7 @@ _MIN_ONSET = 2.0
 
 def find_window(data: PairData) -> list[Finding]:
     """Detect a mismatch within rounding that grows at exactly the first token beyond a recorded attention window."""
-    recorded = named(data.model.get("config") or {}, *_WINDOWS)
+    recorded = named(data.config, *_WINDOWS)
     begins = onset_of(data, "total_position") if recorded and data.num_kept >= FEW_TOKENS else None
     if begins is None or begins[1] < _MIN_ONSET:
         return []
@@ -716,7 +716,8 @@ def _fixed_place(data: PairData, place: Where) -> Hypothesis | None:
     if not is_boundary and name not in _TOKENS:
         return None
     noise = logit_error(data)
-    if np.median(noise[place.inside]) < MIN_PLACE_RATIO * np.median(noise[~place.inside]):
+    usual = np.median(noise[~place.inside])
+    if np.median(noise[place.inside]) < MIN_PLACE_RATIO * usual or usual > allowed_noise(data):
         return None  # the rest is wrong, too
     if len(values) > (MAX_NAMED if is_id else 4) or (place.inside.mean() >= 0.5 and not is_range):
         return None

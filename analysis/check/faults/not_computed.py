@@ -29,7 +29,7 @@ _MOST_LATE = 8
 _WINDOW_NATS = 0.05
 """Maximum distance (nats) of the nearby values that show how often a value repeats by chance."""
 _EVIDENCE = {
-    "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
+    "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}{ids_text}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
     "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens at steps that were not inspected individually",
     "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
@@ -73,7 +73,8 @@ _CONTRACTS = ("no contract implies that they should differ", "their contracts de
 
 def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
     at = _PLACES.get(numbers["place"], "at the {place} of {num_sequences:,} of {of_sequences:,} sequences")
-    return {"at": at.format_map(numbers)}
+    ids = f", all with id {numbers['token_id']}, after responses that were truncated" if "token_id" in numbers else ""
+    return {"at": at.format_map(numbers), "ids_text": ids}
 
 
 def _differences(n: Mapping[str, Any]) -> dict[str, str]:
@@ -120,7 +121,7 @@ HOLES = _fault(
 MERGED = _fault("log_base", "one side's logprobs are sums over several tokens", "merged")
 MASK = _fault("mask", "prompt or tool tokens are included in the loss", "unlikely_runs")
 NOT_SAMPLED = _fault(
-    "mask", "prompt, tool or padding tokens are included in the loss", "constant",
+    "mask", "prompt, tool or padding tokens are included in the loss", "constant", "missing",
     appended="tokens that were not sampled are at the end of responses and included in the loss",
 )  # fmt: skip
 COPIES = _fault(
@@ -192,7 +193,11 @@ def _missing(
         "side": side.name, "other": other.name, "num_tokens": num, "num_sequences": len(rows),
         "of_sequences": sample.num_sequences, "place": place if cut else "scattered", "value": kind, "cause": cause,
     }  # fmt: skip
-    found = _of_no_value(LENGTHS if cut and not cause else HOLES, data, signal, share, query, numbers)
+    fault, ids = LENGTHS if cut and not cause else HOLES, np.unique(sample.tokens[missing])
+    is_last = place == "end" and num == len(rows) and (sample.ended[rows] == "length").all()
+    if fault is LENGTHS and signal == "missing" and is_last and len(ids) == 1:
+        fault, numbers = NOT_SAMPLED, numbers | {"cause": "appended", "token_id": int(ids[0])}
+    found = _of_no_value(fault, data, signal, share, query, numbers)
     if cause == "not_finite":
         found = replace(found, side="engine" if side.name == ROLLOUT else "trainer")
     return _shifted_mask(data, side, found) or found
