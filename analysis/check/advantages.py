@@ -9,12 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..trace.columns import read_hyperparameters, sequence_columns, writer_states
+from ..trace.columns import read_hyperparameters, scored_passes, sequence_columns, writer_states
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from ..trace.tokens import tokens_by_step
@@ -26,6 +26,12 @@ from .where import rank_of, row_columns, shared_by
 _BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
 HALVES = "the mean over the half of the group that contains the row"
 _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
+_OF_TURNS = (
+    "the mean over all turns of the group's trajectories, so that a trajectory counts once for each of its turns"
+)
+_OF_OWN_TURNS = (
+    "the mean over all turns of the group's trajectories, in which earlier turns count with their own reward"
+)
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
 _DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
@@ -53,7 +59,8 @@ _INEXACT = 2.0**-15
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
-KL_IN_REWARD = r"(^|[./])use_kl_in_reward$"
+_NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
+KL_IN_REWARD = r"(^|[./])(use_)?kl_in_reward$"
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
@@ -62,7 +69,7 @@ SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coa
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
-       coalesce(len(list_filter(list, lambda value: value = 0)), 0) AS loss_zeros, coalesce(masked, 0) AS masked,
+       coalesce(len(list_filter(list, lambda value: value = 0)), 0) AS loss_zeros, coalesce(list[-1], advantage) AS outcome, coalesce(masked, 0) AS masked,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
@@ -76,7 +83,7 @@ ORDER BY step, place
 """
 """One row per sequence. Hashes are 0 if the value is missing or was not inspected; `answer` is a hash of the response
 without its prompt. `largest`, `is_per_token` and `answer` cover only loss tokens, and so does `advantage` in rows that
-have any. `masked` counts masked tokens with a nonzero advantage, but only in rows whose nonzero advantages are all equal
+have any. `outcome` is the last loss token's advantage. `masked` counts masked tokens with a nonzero advantage, but only in rows whose nonzero advantages are all equal
 and adjoin a 0 in the loss."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
@@ -85,6 +92,17 @@ CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) 
      THEN len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true))) ELSE 0 END
 """
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
+_KL = """
+SELECT step, place, coalesce(list_sum(d), 'nan'), coalesce(list_avg(d), 'nan'), coalesce(list_sum(list_transform(d, lambda x: x * x / 2)), 'nan'), coalesce(list_sum(list_transform(d, lambda x: exp(-x) + x - 1)), 'nan')
+FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS place FROM sequences) LEFT JOIN (
+    SELECT run, step, seq_id, list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS every
+    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
+) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
+"""
+_KL_FORMS = (
+    "the sum of train - reference over the response's tokens", "the mean of train - reference over the response's tokens",
+    "half the sum of (train - reference)^2 over the response's tokens", "the sum of the k3 estimates of the KL over the response's tokens",
+)  # fmt: skip
 # Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
@@ -228,6 +246,22 @@ class DataRows:
         return row, later
 
     @cached_property
+    def kl(self) -> dict[str, np.ndarray]:
+        """Each row's KL penalty to the reference in its usual forms, [N], NaN if unknown. Empty without a reference."""
+        if not {"train", "reference"} <= {*scored_passes(self.database)}:
+            return {}
+        columns = [*self.database.connection.sql(_KL).fetchnumpy().values()][2:]
+        return dict(zip(_KL_FORMS, map(np.asarray, columns), strict=True))
+
+    @property
+    def last_turns(self) -> np.ndarray:
+        """Row index of the last turn of each row's trajectory, [N]."""
+        last, (row, later) = np.arange(len(self.at)), self.continued
+        order = np.argsort(self.rows["prompt_length"][later], kind="stable")
+        last[row[order]] = later[order]
+        return last
+
+    @cached_property
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names of the reward functions, their values ([N, P], NaN if missing), and a mask of the rows that have them
         ([N] bool). Empty if rows have different reward functions."""
@@ -241,6 +275,15 @@ class DataRows:
         table = self.database.connection.sql(query).to_arrow_table()
         is_given, *values = (array_of(table[name]) for name in table.column_names[2:])
         return names, np.where(is_given[:, None], np.stack(values, axis=1), np.nan), is_given
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Recorded weight of each reward function in `parts`, [P], NaN if it is not recorded."""
+        names, given = self.parts[0], str(self.settings.get("reward_weights", ""))
+        listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
+        if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
+            declared = dict(zip(names, listed, strict=True))
+        return np.array([float(declared.get(name, "nan")) for name in names])
 
     @cached_property
     def end_ids(self) -> list[int]:
@@ -284,6 +327,51 @@ def is_16_bit(values: np.ndarray) -> bool:
     return not np.any(np.clip(values, -3e38, 3e38).astype(np.float32).view(np.uint32) & 0xFFF)
 
 
+class ExactFits(NamedTuple):
+    """Least-squares fits of each cell's values to several columns and a constant."""
+
+    slopes: np.ndarray
+    """[G, K]: the columns' coefficients, NaN for columns that are constant in the cell."""
+    asked: np.ndarray
+    """[G] bool: values vary, and the cell has enough different rows for an exact fit to mean something."""
+    fits: np.ndarray
+    """[G] bool: asked, and the fit reproduces all values up to rounding."""
+
+    @property
+    def hold(self) -> bool:
+        return bool(self.asked.sum() >= 8 and self.fits.sum() > 0.95 * self.asked.sum())
+
+
+def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> ExactFits:
+    """Fit `values` [N] to `columns` [N, K] in each `cell` [N], numbered from 0."""
+    num, at = columns.shape[1], np.arange(columns.shape[1])
+    y, x = values - mean_of(cell, values), np.stack([each - mean_of(cell, each) for each in columns.T], axis=1)
+    first = np.unique(cell, return_index=True)[1]
+    spread = np.stack([rms_of(cell, each) for each in x.T], axis=1)
+    varies = (spread > TINY * np.abs(columns).max(axis=0))[first]
+    x = np.divide(x, spread, out=np.zeros_like(x), where=varies[cell])
+    gram = np.stack([mean_of(cell, x[:, i] * x[:, j])[first] for i in at for j in at], axis=1).reshape(-1, num, num)
+    gram[:, at, at] += ~varies
+    is_full = np.linalg.eigvalsh(gram)[:, 0] > 1e-6
+    gram[~is_full] = np.eye(num)
+    moments = np.stack([mean_of(cell, each * y)[first] for each in x.T], axis=1)
+    scaled = np.linalg.solve(gram, moments[..., None])[..., 0]
+    size, error = np.zeros((2, len(first)))
+    np.maximum.at(size, cell, np.abs(values))
+    np.maximum.at(error, cell, np.abs(y - np.sum(scaled[cell] * x, axis=1)))
+    points = np.unique(np.c_[cell, np.round(x, 6)], axis=0)[:, 0].astype(int)
+    asked = is_full & (rms_of(cell, y)[first] > TINY * size) & (np.bincount(points) >= varies.sum(axis=1) + 2)
+    fits = asked & (error <= size * (_ROUNDED_16_BIT if is_16_bit(values) else _ROUNDED))
+    slopes = np.divide(scaled, spread[first], out=np.full(scaled.shape, np.nan), where=varies & fits[:, None])
+    return ExactFits(slopes, asked, fits)
+
+
+def is_constant(values: np.ndarray, least: float = 0.95) -> bool:
+    """Return whether nearly all known `values` are equal, up to a small relative difference."""
+    known = values[np.isfinite(values)]
+    return bool(len(known) and np.mean(np.abs(known - np.median(known)) <= CLOSE * np.abs(np.median(known))) > least)
+
+
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
     """Split `values` [N] by step. `at` [N] contains their step indices in ascending order."""
     return np.split(values, np.flatnonzero(np.diff(at)) + 1)
@@ -321,6 +409,8 @@ class _Rows:
     g: np.ndarray
     at: np.ndarray
     length: np.ndarray
+    baselines: tuple[tuple[str, np.ndarray], ...] = ()
+    """Further baselines to try, from rows that are left out here: name and value for each row, [N]."""
 
     @cached_property
     def n(self) -> np.ndarray:
@@ -502,8 +592,12 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
     yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
-    size = max(int(np.median(n)), 1)
-    yield f"the mean of {size} neighbouring rows", against(r, *moments(r, first + rank_of(rows.at) // size % groups))
+    for size in {
+        max(int(np.median(n)), 1): 0,
+        **dict.fromkeys(np.unique(n).tolist()),
+    }:  # a last, smaller chunk joins the one before
+        chunk = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
+        yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(chunk, rows.at)))
     order = np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
@@ -544,6 +638,7 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
     count, ordered, rank = np.bincount(g), r[np.lexsort((r, g))], rank_of(g)
     last, half = np.cumsum(count) - 1, count // 2
     median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
+    yield from ((name, values[np.unique(g, return_index=True)[1]]) for name, values in rows.baselines)
     yield _NOTHING, np.zeros(len(count))
     yield from zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True)
     for num in range(1, min(int(np.median(count)), 17)):
@@ -638,6 +733,17 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
         yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
+    start = np.unique(rows.g, return_index=True)[1]
+    for num in (2, 4, 8):  # ranks with equal shares of the rows
+        block = numbered(rank_of(rows.at) * num // count_of(rows.at), rows.at)
+        is_whole = (np.bincount(rows.g, block != block[start][rows.g]) == 0) & (
+            np.bincount(line.at, minlength=1)[line.at] >= 2 * num
+        )
+        scale = 1 / rms_of(block, rows.x)[start]
+        yield (
+            f"divided by the standard deviation of each 1/{num} of the batch's rows",
+            np.where(is_whole, scale, np.nan),
+        )
     # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
@@ -690,7 +796,11 @@ def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray
     size = float(np.mean(spread)) if len(spread) else 1.0
     least = 0.9 * size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
     by_batch = np.minimum(np.abs(np.log(plain * of_x)), np.abs(np.log(plain * of_r))) < _TOKEN_NATS
-    is_divided = ((divided > least) & (divided < 1.1)) | (np.isfinite(divided) & (np.abs(of_a - 1) < 0.1))
+    tokens = np.maximum(rows.sums(rows.length), 1)
+    mean = rows.sums(rows.a * rows.length) / tokens
+    of_tokens = np.sqrt(rows.sums((rows.a - mean[rows.at]) ** 2 * rows.length) / tokens)
+    is_whitened = np.minimum(np.abs(of_a - 1), np.abs(of_tokens - 1)) < 0.1
+    is_divided = ((divided > least) & (divided < 1.1)) | (np.isfinite(divided) & is_whitened)
     return np.asarray(((plain > 0.9) & (plain < 1.1 * few / (few - 1))) | by_batch | is_divided)
 
 
@@ -776,13 +886,13 @@ def _mode(values: np.ndarray) -> float:
     return float(np.median(values[first : ends[first]]))
 
 
-def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups in which equal rewards have different advantages, groups with equal rewards but nonzero advantages,
+def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
+    """Find groups in which equal rewards of one `kind` ([N]) have different advantages, groups with equal rewards but nonzero advantages,
     and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
-    cell = np.unique(np.stack([g, rows.r, rows.length > 0]), axis=1, return_inverse=True)[1]
+    cell = np.unique(np.stack([g, rows.r, rows.length > 0, kind]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
     # Of equal rewards in a group, the lower median advantage counts as correct. With two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
@@ -798,6 +908,18 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
             return "advantages_unequal", off, {"explanation": text, "notice": True}
         text = "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline"
         return "advantages_unequal", off, {"explanation": text}
+    alone, mean, size = n == 1, np.abs(mean_of(g, a)), rms_of(rows.at, a)
+    raw = alone & (rows.r != 0) & (np.abs(a - rows.r) < TINY * np.abs(rows.r))
+    if (
+        raw.sum() >= 8
+        and raw.sum() > 0.95 * (alone & (rows.r != 0)).sum()
+        and (mean < CLOSE * size)[~alone].mean() > 0.95
+    ):
+        return (
+            "advantages_mixed",
+            raw,
+            {"rule": "the raw reward as their value: they are alone in their group, so they have no baseline"},
+        )
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
@@ -817,11 +939,138 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     return None
 
 
+def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
+    """Explain advantages that are no function of the group's rewards by what else may enter them: the reward functions one
+    by one, the KL to the reference, or a penalty of truncated rows. Return what is wrong with it, or None if no such term
+    reproduces the advantages in nearly every group."""
+    if len(run.parts[0]) > 1 and run.parts[2][known].all() and (found := _of_parts(run, known, data)) is not None:
+        return found
+    truncated = run.ended == "length"
+    for name, values in {**run.kl, "": 1.0 * truncated}.items():
+        chosen = np.isfinite(values[known])
+        if not chosen.any():
+            continue
+        _, first, cell = np.unique(data.g[chosen], return_index=True, return_inverse=True)
+        fit = exact_fits(data.a[chosen], np.c_[data.r, values[known]][chosen], cell)
+        ratio, at = fit.slopes[:, 1] / fit.slopes[:, 0], data.at[chosen][first]
+        usual = _median_of(at, ratio, np.isfinite(ratio))
+        if not fit.hold or np.isfinite(ratio).sum() < 8 or np.nanmedian(fit.slopes[:, 0]) < 0:
+            continue
+        if name and is_constant(ratio / usual):
+            coefficient = np.full(int(data.at[-1]) + 1, np.nan)
+            coefficient[at] = usual
+            return [*_of_kl(run, known, name, coefficient[data.at])]
+        if not name:
+            rule = "another baseline than the rest of their group: they are the truncated rows (finish reason length), whose rewards may have changed after advantages were computed"
+            is_penalty = is_constant(ratio / usual)  # of one size, so it may be intended
+            return [
+                *run.find("advantages_mixed", truncated[known] & (not is_penalty), rows=known, rule=rule, notice=True)
+            ]
+    return None
+
+
+def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray) -> Iterator[DataFinding]:
+    """Judge a KL penalty in the rewards, given the coefficient of train - reference in each row, [N]."""
+    given = run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$")
+    size = np.abs(coefficient)
+    is_other = is_constant(size) and not any(
+        np.abs(np.nanmedian(size) / max(each, 1e-12) - 1) < CLOSE for each in given.values()
+    )
+    find = partial(run.find, "kl_penalty_wrong", rows=known, term=form, coefficient=coefficient)
+    if (coefficient > 0).any():
+        text = "so training moves the policy away from the reference"
+        yield from find(coefficient > 0, what="has the wrong sign", explanation=text)
+    elif form == _KL_FORMS[1]:
+        text = "so a long response's divergence costs no more than a short one's, unlike with a sum over tokens"
+        yield from find(size > 0, what="is averaged over tokens", explanation=text, notice=True)
+    elif given and is_other:
+        text = f"although {' and '.join(f'{key} = {value:g}' for key, value in given.items())} is recorded, unless rewards are scaled before"
+        yield from find(size > 0, what="has another coefficient than recorded", explanation=text, notice=True)
+
+
+def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
+    """Judge advantages that are a sum of reward functions, of which each may be normalised by itself (GDPO)."""
+    names, parts = run.parts[0], np.nan_to_num(run.parts[1][known])
+    fit, line = exact_fits(data.a, parts, data.g), data.lines
+    if not fit.hold:
+        return None
+    spread = np.stack([rms_of(data.g, each - mean_of(data.g, each)) for each in parts.T], axis=1)
+    of_group, of_batch = fit.slopes * spread[np.unique(data.g, return_index=True)[1]], fit.slopes
+
+    def steady(values: np.ndarray) -> bool:
+        usual = _median_of(line.at, values, np.isfinite(values))
+        return is_constant(values / np.where(usual == 0, 1.0, usual)) or not np.isfinite(values).any()
+
+    main = int(np.isfinite(fit.slopes).sum(axis=0).argmax())
+    with np.errstate(all="ignore"):
+        own, whole = (
+            [steady(each) or np.nanmax(np.abs(each)) < 1e-3 * np.nanmax(np.abs(given)) for each in given.T]
+            for given in (of_group, of_batch)
+        )
+        ratios = fit.slopes / fit.slopes[:, [main]]
+        text, ratios = (
+            ("each normalised within its group", of_group / of_group[:, [main]]) if all(own) else ("added", ratios)
+        )
+        weights = np.nanmedian(ratios, axis=0)
+    if not all(own) and not all(map(steady, ratios.T)):
+        if not all(one or two for one, two in zip(own, whole, strict=True)):
+            return None
+        of = [
+            " and ".join(name for name, is_own in zip(names, own, strict=True) if is_own == chosen)
+            for chosen in (False, True)
+        ]
+        text = f"the sum of reward functions that are normalised over different rows: {of[0]} over the whole batch, {of[1]} within each group"
+        return [
+            *run.find(
+                "advantages_of_parts", data.at >= 0, rows=known, what="normalised over different rows", explanation=text
+            )
+        ]
+    expected, source = run.weights, "the recorded weights are"
+    if not (is_declared := bool(np.isfinite(expected).all())):
+        expected, source = (
+            np.linalg.lstsq(np.c_[parts, np.ones(len(parts))], data.r, rcond=None)[0][:-1],
+            "the reward has the weights",
+        )
+    if expected[main] * np.nanmedian(fit.slopes[:, main]) < 0:
+        return None  # the wrong sign
+    if not abs(expected[main]) > TINY or not (np.abs(weights - expected / expected[main]) > 0.01).any():
+        return []
+    weights, expected = (each / each[main] for each in (weights, expected))
+    shown = [
+        " + ".join(f"{weight:.3g} {name}" for weight, name in zip(given, names, strict=True))
+        for given in (weights, expected)
+    ]
+    numbers = {
+        "what": "weighted differently in the advantages",
+        "explanation": f"{shown[0]}, up to a factor, {text}, but {source} {shown[1]}",
+    }
+    return [*run.find("advantages_of_parts", data.at >= 0, rows=known, notice=not is_declared, **numbers)]
+
+
+def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
+    """Return the steps ([S] bool) whose advantages, group by group centred, were centred once more by a mean over the
+    batch's tokens and padding. Their means over rows and over tokens then imply the same padded length at each step."""
+    num, tokens, size = data.sums(data.at >= 0), data.sums(data.length), np.sqrt(data.sums(data.a**2))
+    by_row, by_token = data.sums(data.a) / num, data.sums(data.a * data.length) / np.maximum(tokens, 1)
+    off = (rules.name == "own") & (np.fmin(np.abs(by_row), np.abs(by_token)) > 1e-3 * size / np.sqrt(num))
+    with np.errstate(all="ignore"):
+        width = np.where(off, tokens / num * (by_row - by_token) / by_row, np.nan)
+    longest = data.of_step(np.maximum, data.length)[np.unique(data.at, return_index=True)[1]]
+    is_wide = np.nan_to_num(width) > longest * (1 - 1e-3)
+    for given in (longest, np.full(len(num), np.nanmedian(width) if off.any() else np.nan)):
+        fits = off & is_wide & (np.abs(width / given - 1) < 1e-3)
+        if fits.sum() >= 3 and fits.sum() > 0.95 * off.sum():
+            return fits
+    return np.zeros(len(num), bool)
+
+
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    baselines: dict[str, np.ndarray] = {}
     if len(run.continued[0]):  # only a trajectory's last row has the outcome as its reward
-        response = run.rows["response"]
+        response, reward = run.rows["response"], np.nan_to_num(run.rows["reward"])
         known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
+        baselines = {_OF_TURNS: mean_of(run.cell, reward[run.last_turns]), _OF_OWN_TURNS: mean_of(run.cell, reward)}
     if run.counts_masked is False:
         known &= run.rows["loss_length"] > 0
     r, a, length, labels = (
@@ -833,7 +1082,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     group = numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & (labels > 0)) > 0.5)
     explain = is_grouped and not run.is_per_token
-    data = _Rows(r, a, group if is_grouped else at, at, length)
+    turns = tuple((name, values[known]) for name, values in baselines.items())
+    data = _Rows(r, a, group if is_grouped else at, at, length, turns)
     rules = _rules_of(data, explain=explain)
     if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
         is_grouped = explain = False  # rows with the same prompt need not be a group
@@ -858,6 +1108,11 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             * bool(is_grouped and own_prompts)
         )
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
+    is_known = np.isfinite(data.lines.slope) if explain else np.zeros(1)
+    is_open = explain and (is_known & ~data.lines.fits).sum() > 0.05 * is_known.sum()
+    if is_open and (explained := _explained(run, known, data)) is not None:
+        yield from explained
+        return
     scaled = np.isfinite(rules.factor)
     is_last = scaled[(rules.scale != None) & (np.cumsum(scaled) > 0)]  # noqa: E711
     if (
@@ -884,12 +1139,23 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
             yield from found("advantages_unlike_settings", is_wrong, **numbers)
+    if explain and (padded := _padded(data, rules)).any():
+        numbers = {
+            "fit": 1.0,
+            "own": float(rules.own[padded].min()),
+            "explanation": f"the group's mean and then {PADDED}",
+        }
+        yield from found("baseline", padded, **numbers)
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # with only a few small steps, some rule fits by chance
     if explain and not name and _LEAVE_ONE_OUT not in rules.name:
-        rest = _mixed(data) or _unequal(data, rules)
+        parts = run.parts[1][known]
+        kind = np.unique(parts, axis=0, return_inverse=True)[1].ravel() if parts.size else np.zeros(len(at), int)
+        rest = _mixed(data) or _unequal(
+            data, rules, np.where(np.isnan(parts).all(axis=1) & run.parts[2][known], -1 - np.arange(len(at)), kind)
+        )
         if rest:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
             if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
@@ -939,7 +1205,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     elif name:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
         code = "rewards_of_other_rows" if is_moved else "baseline"
-        yield from found(code, off, notice_if_whole=name in _LEVELS[1:], **numbers)
+        yield from found(code, off, notice_if_whole=name in (*_LEVELS[1:], _OF_TURNS), **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (

@@ -29,7 +29,9 @@ from .advantages import (
     DataRows,
     check_advantages,
     count_of,
+    exact_fits,
     is_16_bit,
+    is_constant,
     mean_of,
     numbered,
     rms_of,
@@ -49,7 +51,7 @@ from .where import PLACE_NATS, places, where_text
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
+    "advantages_vary": {"advantages_misplaced"}, "advantages_unrelated": {"advantages_vary", "advantages_mixed"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
     "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"},
@@ -486,21 +488,13 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find("penalty_missing", over, least=8, setting=setting, limit=longest - buffer)
 
 
-_KL = """
-SELECT step, place, coalesce(kl, 'nan') AS kl FROM (SELECT run, step, seq_id, row_number() OVER () AS place FROM sequences) LEFT JOIN (
-    SELECT run, step, seq_id, list_sum(list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2])) AS kl
-    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
-) USING (run, step, seq_id) ORDER BY step, place
-"""
-
-
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     """Find advantages of whole responses without the KL penalty that verl's settings declare for rewards."""
     setting = run.switched_on(KL_IN_REWARD)
-    coefficient = run.number(r"kl_coef$") or 0.0
-    if not setting or not coefficient or run.is_per_token or "reference" not in scored_passes(run.database):
+    coefficient = run.number(r"(kl_coef|(^|[./])beta)$") or 0.0
+    if not setting or not coefficient or run.is_per_token or not run.kl:
         return
-    kl = coefficient * run.database.connection.sql(_KL).fetchnumpy()["kl"]
+    kl = coefficient * next(iter(run.kl.values()))
     reward, advantage = run.rows["reward"], run.rows["advantage"]
     known = np.isfinite(reward) & np.isfinite(advantage) & np.isfinite(kl) & (run.labels > 0)
     cell = np.unique(np.stack([run.cell, reward]), axis=1, return_inverse=True)[1]
@@ -817,7 +811,6 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
 
 
 _FILTER = r"(^|[./])((use_)?dynamic_sampling|filter_groups([./]enable)?|filter_zero\w*|zero_variance_filter)$"
-_NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
@@ -851,12 +844,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         pairs = zip(weights, (*names, ""), strict=True)
         return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
-    given = str(run.settings.get("reward_weights", ""))
-    listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
-    if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
-        declared = dict(zip(names, listed, strict=True))
-    declared = {name: float(number) for name, number in declared.items()}
-    recorded = np.array([declared.get(name, np.nan) for name in names])
+    recorded = run.weights
+    declared = {name: weight for name, weight in zip(names, recorded, strict=True) if np.isfinite(weight)}
     if (weights := weights_of(reward)) is not None:
         used = np.abs(parts[there]).max(axis=0) > 0
         is_off = bool((np.abs(weights[:-1] - recorded)[used] > 0.01).any())
@@ -947,7 +936,7 @@ SELECT step, row, coalesce(reward, 'nan') AS reward, a, CASE WHEN isfinite(kl) T
     SELECT step, row, reward, unnest(advantages)::DOUBLE AS a, unnest(kl) AS kl, unnest(response_mask) AS counts, generate_subscripts(advantages, 1) AS place
     FROM (SELECT *, row_number() OVER () AS row FROM sequences WHERE {asked}) LEFT JOIN (
         SELECT run, step, seq_id, list_transform(list_zip(train.logprobs, other.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS kl
-        FROM scores AS train JOIN scores AS other USING (run, step, seq_id, iteration) WHERE train."pass" = 'train' AND other."pass" = 'reference' AND iteration = 0
+        FROM scores AS train JOIN scores AS other USING (run, step, seq_id, iteration) WHERE train."pass" = 'train' AND other."pass" = $other AND iteration = 0
     ) USING (run, step, seq_id)) WHERE isfinite(a) ORDER BY step, row, place
 """
 _RETURN_ERROR = 1e-4
@@ -956,13 +945,112 @@ _KL_JUMP = 5.0
 """Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
+def _distilled(
+    run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: np.ndarray, kl: np.ndarray, place: np.ndarray
+) -> list[DataFinding] | None:
+    """Return what is wrong with token advantages that are the logprob difference other - train of some token, up to a
+    factor and a constant for each row. None if they are not."""
+    rows, first = np.unique(row, return_index=True)
+    for lag, token in {0: "its", 1: "the previous", -1: "the next"}.items() if kl.any() else ():
+        at = np.arange(max(lag, 0), len(a) + min(lag, 0))
+        at = at[(row[at - lag] == row[at]) & (place[at - lag] == place[at] - lag)]
+        cells, cell = np.unique(row[at], return_inverse=True)
+        fit = exact_fits(a[at], -kl[at - lag, None], cell) if len(at) else None
+        if fit is None or not fit.hold or not is_constant(fit.slopes[:, 0]):
+            continue
+        factor = float(np.nanmedian(fit.slopes))
+        what = "have the wrong sign" if factor < 0 else "belong to other tokens"
+        text = f"{factor:.3g} times {token} token's logprob difference {other} - train"
+        text += f", so training moves the policy away from {other}" * (factor < 0)
+        affected = np.isin(rows, cells[fit.fits]) & (factor < 0 or lag != 0)
+        return [*run.find("advantages_of_pass", affected, step[first], what=what, name=other, explanation=text)]
+    return None
+
+
+def _normalised_apart(
+    run: DataRows, step: np.ndarray, row: np.ndarray, a: np.ndarray, place: np.ndarray
+) -> Iterator[DataFinding]:
+    """Find token advantages that were normalised within each row, or within parts of rows."""
+    rows, first, cell, num = np.unique(row, return_index=True, return_inverse=True, return_counts=True)
+    mean, spread = mean_of(cell, a)[first], rms_of(cell, a - mean_of(cell, a))[first]
+    unit = np.fmin(np.abs(spread - 1), np.abs(spread * np.sqrt(num / np.maximum(num - 1, 1)) - 1))
+    asked = (num > 2) & (np.abs(mean) + spread > TINY)
+    is_normal = asked & (np.abs(mean) < 1e-3) & (unit < 1e-3)
+    if is_normal.sum() > 0.95 * asked.sum() >= 20:
+        text = ": each row's have the mean 0 and the standard deviation 1, as if they were normalised within the row, which removes its reward"
+        yield from run.find("advantages_vary", is_normal, step[first], explanation=text)
+        return
+    # The first token whose value differs from the row's first value, if it directly follows tokens with that value.
+    second = np.zeros(len(rows), int)
+    differs = np.flatnonzero(np.abs(a - a[first][cell]) > TINY * np.abs(a).max(initial=0))[::-1]
+    second[cell[differs]] = differs
+    values = np.bincount(np.unique(np.c_[cell, np.round(a, 6)], axis=0)[:, 0].astype(int))
+    known = (second > 0) & (values <= np.minimum(8, num / 2)) & (place[second] == place[second - 1] + 1)
+    if known.sum() < max(20, 0.5 * len(rows)):
+        return
+    fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
+    if fit.fits.sum() >= 3 and fit.fits.sum() > 0.95 * fit.asked.sum() and np.ptp(fit.slopes[fit.fits]) > 1e-3:
+        text = ": at each step, one linear function gives the values of all rows' later tokens from those of their first ones, as if parts of rows, such as those of context-parallel ranks, were normalised by themselves"
+        yield from run.find("advantages_vary", known, step[first], explanation=text, notice=True)
+
+
+def _outcomes(run: DataRows) -> Iterator[DataFinding]:
+    """Find token advantages that do not follow their row's reward, in all rows or in those that end early."""
+    reward, length, at = run.rows["reward"], run.rows["loss_length"], run.at
+    known = np.isfinite(reward) & np.isfinite(run.rows["advantage"]) & (length > 0)
+
+    def related(chosen: np.ndarray, reward: np.ndarray = reward) -> tuple[float, float]:
+        """Return the correlation of rewards with last or mean advantages within steps, and the largest one by chance."""
+        chosen = np.flatnonzero(chosen & np.isfinite(reward))
+        within = [
+            (each - mean_of(at[chosen], each))[:]
+            for each in (part[chosen] for part in (reward, run.rows["outcome"], run.rows["advantage"]))
+        ]
+        if len(chosen) < 40 or not np.ptp(within[0]):
+            return np.nan, np.nan
+        return max((pearson(each, within[0]) for each in within[1:]), key=abs), 4 / len(chosen) ** 0.5
+
+    own, error = related(known)
+    short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
+    for name, early in (
+        ("shorter than the longest of their step", short),
+        ("truncated (finish reason length)", run.ended == "length"),
+    ):
+        (here, by_chance), (rest, _) = related(known & early), related(known & ~early)
+        if abs(here) < by_chance < 0.25 and rest > max(0.8, 4 * abs(here)):
+            text = f" in rows that are {name}, but {rest:.3f} in the others"
+            yield from run.find(
+                "advantages_unrelated", known & early, correlation=here, error=by_chance, explanation=text, notice=True
+            )
+            return
+    if abs(own) < error and known.sum() >= 200:
+        fits = {
+            name: np.nan_to_num(related(known, np.append(reward, np.nan)[place])[0])
+            for name, place in shifted(at).items()
+        }
+        best = max(fits, key=fits.__getitem__)
+        is_moved = fits[best] > max(0.5, 3 * error)
+        code, text = ("rewards_of_other_rows", best) if is_moved else ("advantages_unrelated", "")
+        yield from run.find(
+            code, known, notice=not is_moved, explanation=text, correlation=own, error=error, fit=float(fits[best])
+        )
+
+
 def _returns(run: DataRows) -> Iterator[DataFinding]:
     """Fit a = gamma * next_a + c * (train - reference) + constant to the advantages of adjacent tokens, step by step.
     Find rows where the fit fails across masked tokens, and steps where it fails or c changes."""
     if not run.is_per_token:
         return
-    table = run.database.connection.execute(_RETURNS.format(asked=run.asked)).fetchnumpy()
-    step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
+    is_distilled = False
+    for other in sorted(
+        {"reference", *scored_passes(run.database)} - {"rollout", "train", "current"}, key="reference".__eq__
+    ):
+        table = run.database.connection.execute(_RETURNS.format(asked=run.asked), {"other": other}).fetchnumpy()
+        step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
+        distilled = _distilled(run, other, *(each[counts] for each in (step, row, a, kl, place)))
+        is_distilled |= distilled is not None
+        yield from distilled or ()
+    yield from () if is_distilled else _outcomes(run)  # a distillation need not use rewards
     before = np.cumsum(kl) - kl
     step, row, reward, a, kl, place, before = (each[counts] for each in (step, row, reward, a, kl, place, before))
     steps, starts = np.unique(step, return_index=True)
@@ -998,7 +1086,7 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         implied += f"; they decay by a factor of {factor:.4g} per token towards the start"
     text = f"a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss"
     yield from run.find("advantages_mixed", np.isin(rows, row[runs_on]), at, least=8, notice=True, rule=text)
-    if implied:
+    if implied and not is_distilled:
         yield from run.find("advantages_vary", run.rows["is_per_token"], notice=True, explanation=implied)
     size, off, which = size[known], size[known] > 0, "the wrong sign"
     jumps = np.minimum.accumulate(np.abs(size[::-1]))[::-1][1:] > _KL_JUMP * np.maximum.accumulate(np.abs(size))[:-1]
@@ -1015,3 +1103,4 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip
         yield from run.find("advantages_mixed", affected, at, least=8, rule=rule)
+    yield from _normalised_apart(run, step, row, a, place)
