@@ -26,12 +26,8 @@ from .where import rank_of, row_columns, shared_by
 _BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
 HALVES = "the mean over the half of the group that contains the row"
 _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
-_OF_TURNS = (
-    "the mean over all turns of the group's trajectories, so that a trajectory counts once for each of its turns"
-)
-_OF_OWN_TURNS = (
-    "the mean over all turns of the group's trajectories, in which earlier turns count with their own reward"
-)
+_OF_TURNS = "the mean over all turns of the group, so that a trajectory counts once for each of its turns"
+_OF_OWN_TURNS = "the mean over all turns of the group, in which earlier turns count with their own reward"
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
 _DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
@@ -99,10 +95,7 @@ FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS p
     FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
 ) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
 """
-_KL_FORMS = (
-    "the sum of train - reference over the response's tokens", "the mean of train - reference over the response's tokens",
-    "half the sum of (train - reference)^2 over the response's tokens", "the sum of the k3 estimates of the KL over the response's tokens",
-)  # fmt: skip
+_KL_FORMS = ("the sum of train - reference", "the mean of train - reference", "half the sum of its squares", "the sum of its k3 estimates")  # fmt: skip
 # Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
@@ -277,13 +270,13 @@ class DataRows:
         return names, np.where(is_given[:, None], np.stack(values, axis=1), np.nan), is_given
 
     @cached_property
-    def weights(self) -> np.ndarray:
-        """Recorded weight of each reward function in `parts`, [P], NaN if it is not recorded."""
+    def weights(self) -> dict[str, float]:
+        """Recorded weights of reward functions, by name."""
         names, given = self.parts[0], str(self.settings.get("reward_weights", ""))
         listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
         if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
             declared = dict(zip(names, listed, strict=True))
-        return np.array([float(declared.get(name, "nan")) for name in names])
+        return {name: float(number) for name, number in declared.items()}
 
     @cached_property
     def end_ids(self) -> list[int]:
@@ -331,22 +324,17 @@ class ExactFits(NamedTuple):
     """Least-squares fits of each cell's values to several columns and a constant."""
 
     slopes: np.ndarray
-    """[G, K]: the columns' coefficients, NaN for columns that are constant in the cell."""
-    asked: np.ndarray
-    """[G] bool: values vary, and the cell has enough different rows for an exact fit to mean something."""
+    """[G, K]: the columns' coefficients. NaN without an exact fit, and for columns that are constant in the cell."""
     fits: np.ndarray
-    """[G] bool: asked, and the fit reproduces all values up to rounding."""
-
-    @property
-    def hold(self) -> bool:
-        return bool(self.asked.sum() >= 8 and self.fits.sum() > 0.95 * self.asked.sum())
+    """[G] bool: values vary, and the fit reproduces them up to rounding although it need not."""
+    hold: bool
+    """True if the fit reproduces nearly all cells that can contradict it, at least eight."""
 
 
 def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> ExactFits:
     """Fit `values` [N] to `columns` [N, K] in each `cell` [N], numbered from 0."""
-    num, at = columns.shape[1], np.arange(columns.shape[1])
+    num, at, first = columns.shape[1], np.arange(columns.shape[1]), np.unique(cell, return_index=True)[1]
     y, x = values - mean_of(cell, values), np.stack([each - mean_of(cell, each) for each in columns.T], axis=1)
-    first = np.unique(cell, return_index=True)[1]
     spread = np.stack([rms_of(cell, each) for each in x.T], axis=1)
     varies = (spread > TINY * np.abs(columns).max(axis=0))[first]
     x = np.divide(x, spread, out=np.zeros_like(x), where=varies[cell])
@@ -354,22 +342,23 @@ def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> Exa
     gram[:, at, at] += ~varies
     is_full = np.linalg.eigvalsh(gram)[:, 0] > 1e-6
     gram[~is_full] = np.eye(num)
-    moments = np.stack([mean_of(cell, each * y)[first] for each in x.T], axis=1)
-    scaled = np.linalg.solve(gram, moments[..., None])[..., 0]
+    scaled = np.linalg.solve(gram, np.stack([mean_of(cell, each * y)[first] for each in x.T], axis=1)[..., None])[
+        ..., 0
+    ]
     size, error = np.zeros((2, len(first)))
     np.maximum.at(size, cell, np.abs(values))
     np.maximum.at(error, cell, np.abs(y - np.sum(scaled[cell] * x, axis=1)))
-    points = np.unique(np.c_[cell, np.round(x, 6)], axis=0)[:, 0].astype(int)
-    asked = is_full & (rms_of(cell, y)[first] > TINY * size) & (np.bincount(points) >= varies.sum(axis=1) + 2)
+    points = np.bincount(np.unique(np.c_[cell, np.round(x, 6)], axis=0)[:, 0].astype(int))
+    asked = is_full & (rms_of(cell, y)[first] > TINY * size) & (points >= varies.sum(axis=1) + 2)
     fits = asked & (error <= size * (_ROUNDED_16_BIT if is_16_bit(values) else _ROUNDED))
     slopes = np.divide(scaled, spread[first], out=np.full(scaled.shape, np.nan), where=varies & fits[:, None])
-    return ExactFits(slopes, asked, fits)
+    return ExactFits(slopes, fits, bool(asked.sum() >= 8 and fits.sum() > 0.95 * asked.sum()))
 
 
-def is_constant(values: np.ndarray, least: float = 0.95) -> bool:
+def is_constant(values: np.ndarray) -> bool:
     """Return whether nearly all known `values` are equal, up to a small relative difference."""
     known = values[np.isfinite(values)]
-    return bool(len(known) and np.mean(np.abs(known - np.median(known)) <= CLOSE * np.abs(np.median(known))) > least)
+    return not len(known) or bool(np.mean(np.abs(known / np.median(known) - 1) < CLOSE) > 0.95)
 
 
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
@@ -592,12 +581,9 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
     yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
-    for size in {
-        max(int(np.median(n)), 1): 0,
-        **dict.fromkeys(np.unique(n).tolist()),
-    }:  # a last, smaller chunk joins the one before
-        chunk = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
-        yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(chunk, rows.at)))
+    for size in dict.fromkeys([max(int(np.median(n)), 1), *np.unique(n)]):  # a last, smaller part joins the one before
+        part = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
+        yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(part, rows.at)))
     order = np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
@@ -733,17 +719,11 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
         yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
-    start = np.unique(rows.g, return_index=True)[1]
-    for num in (2, 4, 8):  # ranks with equal shares of the rows
+    for num in (2, 4, 8):  # ranks with equal shares of the rows, at least two groups each
         block = numbered(rank_of(rows.at) * num // count_of(rows.at), rows.at)
-        is_whole = (np.bincount(rows.g, block != block[start][rows.g]) == 0) & (
-            np.bincount(line.at, minlength=1)[line.at] >= 2 * num
-        )
-        scale = 1 / rms_of(block, rows.x)[start]
-        yield (
-            f"divided by the standard deviation of each 1/{num} of the batch's rows",
-            np.where(is_whole, scale, np.nan),
-        )
+        is_whole = (count_of(block) >= 2 * rows.n) & (mean_of(rows.g, block) == block)
+        scale = np.where(is_whole, 1 / rms_of(block, rows.x), np.nan)[np.unique(rows.g, return_index=True)[1]]
+        yield f"divided by the standard deviation of each 1/{num} of the batch's rows", scale
     # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
@@ -887,7 +867,8 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
-    """Find groups in which equal rewards of one `kind` ([N]) have different advantages, groups with equal rewards but nonzero advantages,
+    """Find groups in which equal rewards of the same `kind` ([N]) have different advantages, groups with equal rewards
+    but nonzero advantages,
     and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
@@ -908,18 +889,14 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
             return "advantages_unequal", off, {"explanation": text, "notice": True}
         text = "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline"
         return "advantages_unequal", off, {"explanation": text}
-    alone, mean, size = n == 1, np.abs(mean_of(g, a)), rms_of(rows.at, a)
-    raw = alone & (rows.r != 0) & (np.abs(a - rows.r) < TINY * np.abs(rows.r))
-    if (
-        raw.sum() >= 8
-        and raw.sum() > 0.95 * (alone & (rows.r != 0)).sum()
-        and (mean < CLOSE * size)[~alone].mean() > 0.95
-    ):
-        return (
-            "advantages_mixed",
-            raw,
-            {"rule": "the raw reward as their value: they are alone in their group, so they have no baseline"},
-        )
+    alone, asked = n == 1, (n == 1) & (rows.r != 0)
+    raw, off_centre = (
+        asked & (np.abs(a - rows.r) < TINY * np.abs(rows.r)),
+        np.abs(mean_of(g, a)) > CLOSE * rms_of(rows.at, a),
+    )
+    if raw.sum() >= max(8, 0.95 * asked.sum()) and off_centre[~alone].mean() < 0.05:
+        rule = "the raw reward as their value: they are alone in their group, so they have no baseline"
+        return "advantages_mixed", raw, {"rule": rule}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
@@ -940,128 +917,108 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
 
 
 def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
-    """Explain advantages that are no function of the group's rewards by what else may enter them: the reward functions one
-    by one, the KL to the reference, or a penalty of truncated rows. Return what is wrong with it, or None if no such term
-    reproduces the advantages in nearly every group."""
+    """Explain advantages that do not follow from rewards alone by other terms: the reward functions one by one, the KL to
+    the reference, or a penalty of truncated rows. Return what is wrong with these terms. None if they do not explain the
+    advantages of nearly all groups."""
     if len(run.parts[0]) > 1 and run.parts[2][known].all() and (found := _of_parts(run, known, data)) is not None:
         return found
-    truncated = run.ended == "length"
-    for name, values in {**run.kl, "": 1.0 * truncated}.items():
-        chosen = np.isfinite(values[known])
-        if not chosen.any():
-            continue
+    truncated = run.ended[known] == "length"
+    for name, values in {**{name: each[known] for name, each in run.kl.items()}, "": 1.0 * truncated}.items():
+        chosen = np.isfinite(values)
         _, first, cell = np.unique(data.g[chosen], return_index=True, return_inverse=True)
-        fit = exact_fits(data.a[chosen], np.c_[data.r, values[known]][chosen], cell)
+        if not len(first):
+            continue
+        fit = exact_fits(data.a[chosen], np.c_[data.r, values][chosen], cell)
         ratio, at = fit.slopes[:, 1] / fit.slopes[:, 0], data.at[chosen][first]
-        usual = _median_of(at, ratio, np.isfinite(ratio))
         if not fit.hold or np.isfinite(ratio).sum() < 8 or np.nanmedian(fit.slopes[:, 0]) < 0:
             continue
-        if name and is_constant(ratio / usual):
+        usual = _median_of(at, ratio, np.isfinite(ratio))
+        is_steady = is_constant(ratio / usual)
+        if not name:
+            # A penalty of one size may be intended.
+            affected = truncated & (data.length > 0) & (not is_steady)
+            rule = "another baseline than the rest of their group: they are truncated, and their rewards may have changed after advantages were computed"
+            return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
+        if is_steady:
             coefficient = np.full(int(data.at[-1]) + 1, np.nan)
             coefficient[at] = usual
             return [*_of_kl(run, known, name, coefficient[data.at])]
-        if not name:
-            rule = "another baseline than the rest of their group: they are the truncated rows (finish reason length), whose rewards may have changed after advantages were computed"
-            is_penalty = is_constant(ratio / usual)  # of one size, so it may be intended
-            return [
-                *run.find("advantages_mixed", truncated[known] & (not is_penalty), rows=known, rule=rule, notice=True)
-            ]
     return None
 
 
 def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray) -> Iterator[DataFinding]:
     """Judge a KL penalty in the rewards, given the coefficient of train - reference in each row, [N]."""
-    given = run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$")
-    size = np.abs(coefficient)
-    is_other = is_constant(size) and not any(
-        np.abs(np.nanmedian(size) / max(each, 1e-12) - 1) < CLOSE for each in given.values()
+    given, size = (
+        run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$"),
+        np.abs(coefficient),
     )
+    is_given = any(abs(value - np.nanmedian(size)) < CLOSE * value for value in given.values())
     find = partial(run.find, "kl_penalty_wrong", rows=known, term=form, coefficient=coefficient)
     if (coefficient > 0).any():
         text = "so training moves the policy away from the reference"
         yield from find(coefficient > 0, what="has the wrong sign", explanation=text)
     elif form == _KL_FORMS[1]:
-        text = "so a long response's divergence costs no more than a short one's, unlike with a sum over tokens"
+        text = "so a long response's divergence costs no more than a short one's, unlike with a sum"
         yield from find(size > 0, what="is averaged over tokens", explanation=text, notice=True)
-    elif given and is_other:
+    elif given and not is_given and is_constant(size):
         text = f"although {' and '.join(f'{key} = {value:g}' for key, value in given.items())} is recorded, unless rewards are scaled before"
         yield from find(size > 0, what="has another coefficient than recorded", explanation=text, notice=True)
 
 
 def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
-    """Judge advantages that are a sum of reward functions, of which each may be normalised by itself (GDPO)."""
-    names, parts = run.parts[0], np.nan_to_num(run.parts[1][known])
-    fit, line = exact_fits(data.a, parts, data.g), data.lines
+    """Judge advantages that are a sum of reward functions, each of which may be normalised by itself (GDPO)."""
+    names, parts, first = (
+        np.array(run.parts[0]),
+        np.nan_to_num(run.parts[1][known]),
+        np.unique(data.g, return_index=True)[1],
+    )
+    fit, at = exact_fits(data.a, parts, data.g), data.at[first]
     if not fit.hold:
         return None
-    spread = np.stack([rms_of(data.g, each - mean_of(data.g, each)) for each in parts.T], axis=1)
-    of_group, of_batch = fit.slopes * spread[np.unique(data.g, return_index=True)[1]], fit.slopes
-
-    def steady(values: np.ndarray) -> bool:
-        usual = _median_of(line.at, values, np.isfinite(values))
-        return is_constant(values / np.where(usual == 0, 1.0, usual)) or not np.isfinite(values).any()
-
     main = int(np.isfinite(fit.slopes).sum(axis=0).argmax())
+    find = partial(run.find, "advantages_of_parts", data.at >= 0, rows=known)
+
+    def steady(values: np.ndarray) -> np.ndarray:
+        """Return [K] bool: whether each column of `values` [G, K] is constant within steps."""
+        usual = np.stack([_median_of(at, each, np.isfinite(each)) for each in values.T], axis=1)
+        is_zero = np.abs(values) < 1e-3 * np.nanmax(np.abs(values))
+        return np.array([is_constant(each) for each in np.where(is_zero, 1.0, values / usual).T])
+
     with np.errstate(all="ignore"):
-        own, whole = (
-            [steady(each) or np.nanmax(np.abs(each)) < 1e-3 * np.nanmax(np.abs(given)) for each in given.T]
-            for given in (of_group, of_batch)
-        )
-        ratios = fit.slopes / fit.slopes[:, [main]]
-        text, ratios = (
-            ("each normalised within its group", of_group / of_group[:, [main]]) if all(own) else ("added", ratios)
-        )
-        weights = np.nanmedian(ratios, axis=0)
-    if not all(own) and not all(map(steady, ratios.T)):
-        if not all(one or two for one, two in zip(own, whole, strict=True)):
-            return None
-        of = [
-            " and ".join(name for name, is_own in zip(names, own, strict=True) if is_own == chosen)
-            for chosen in (False, True)
-        ]
-        text = f"the sum of reward functions that are normalised over different rows: {of[0]} over the whole batch, {of[1]} within each group"
-        return [
-            *run.find(
-                "advantages_of_parts", data.at >= 0, rows=known, what="normalised over different rows", explanation=text
-            )
-        ]
-    expected, source = run.weights, "the recorded weights are"
-    if not (is_declared := bool(np.isfinite(expected).all())):
-        expected, source = (
-            np.linalg.lstsq(np.c_[parts, np.ones(len(parts))], data.r, rcond=None)[0][:-1],
-            "the reward has the weights",
-        )
-    if expected[main] * np.nanmedian(fit.slopes[:, main]) < 0:
-        return None  # the wrong sign
-    if not abs(expected[main]) > TINY or not (np.abs(weights - expected / expected[main]) > 0.01).any():
-        return []
-    weights, expected = (each / each[main] for each in (weights, expected))
-    shown = [
-        " + ".join(f"{weight:.3g} {name}" for weight, name in zip(given, names, strict=True))
-        for given in (weights, expected)
-    ]
-    numbers = {
-        "what": "weighted differently in the advantages",
-        "explanation": f"{shown[0]}, up to a factor, {text}, but {source} {shown[1]}",
-    }
-    return [*run.find("advantages_of_parts", data.at >= 0, rows=known, notice=not is_declared, **numbers)]
+        spread = np.stack([rms_of(data.g, each - mean_of(data.g, each))[first] for each in parts.T], axis=1)
+        own, whole = steady(fit.slopes * spread), steady(fit.slopes)
+        how, terms = ("each normalised within its group", fit.slopes * spread) if own.all() else ("added", fit.slopes)
+        ratios = terms / terms[:, [main]]
+        if not own.all() and not steady(ratios).all():
+            text = f"the sum of reward functions: {' and '.join(names[~own])} normalised over the whole batch, {' and '.join(names[own])} within each group"
+            return [*find(what="normalised over different rows", explanation=text)] if (own | whole).all() else None
+        expected, source = np.array([run.weights.get(name, np.nan) for name in names]), "the recorded weights are"
+        if not (is_declared := bool(np.isfinite(expected).all())):
+            expected, source = exact_fits(data.r, parts, np.zeros(len(parts), int)).slopes[0], "the reward is"
+        if expected[main] * np.nanmedian(terms[:, main]) < 0:
+            return None  # the sign is wrong
+        weights, expected = np.nanmedian(ratios, axis=0), expected / expected[main]
+        if not (np.abs(weights - expected) > 0.01).any():
+            return []
+    shown = [" + ".join(f"{weight:.3g} {name}" for weight, name in zip(given, names, strict=True)) for given in (weights, expected)]  # fmt: skip
+    text = f"{shown[0]}, up to a factor, {how}, but {source} {shown[1]}"
+    return [*find(notice=not is_declared, what="weighted differently in the advantages", explanation=text)]
 
 
 def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
-    """Return the steps ([S] bool) whose advantages, group by group centred, were centred once more by a mean over the
-    batch's tokens and padding. Their means over rows and over tokens then imply the same padded length at each step."""
-    num, tokens, size = data.sums(data.at >= 0), data.sums(data.length), np.sqrt(data.sums(data.a**2))
-    by_row, by_token = data.sums(data.a) / num, data.sums(data.a * data.length) / np.maximum(tokens, 1)
-    off = (rules.name == "own") & (np.fmin(np.abs(by_row), np.abs(by_token)) > 1e-3 * size / np.sqrt(num))
-    with np.errstate(all="ignore"):
-        width = np.where(off, tokens / num * (by_row - by_token) / by_row, np.nan)
-    longest = data.of_step(np.maximum, data.length)[np.unique(data.at, return_index=True)[1]]
-    is_wide = np.nan_to_num(width) > longest * (1 - 1e-3)
-    for given in (longest, np.full(len(num), np.nanmedian(width) if off.any() else np.nan)):
-        fits = off & is_wide & (np.abs(width / given - 1) < 1e-3)
-        if fits.sum() >= 3 and fits.sum() > 0.95 * off.sum():
-            return fits
-    return np.zeros(len(num), bool)
+    """Return the steps ([S] bool) at which a mean over the batch's tokens and padding was subtracted after the groups'
+    means. The advantages' means over rows and over tokens then imply the padded length, the same one at all steps."""
+    num, tokens = data.sums(data.at >= 0), np.maximum(data.sums(data.length), 1)
+    by_row, by_token = data.sums(data.a) / num, data.sums(data.a * data.length) / tokens
+    off = (rules.name == "own") & (
+        np.fmin(np.abs(by_row), np.abs(by_token)) > 1e-3 * np.sqrt(data.sums(data.a**2) / num)
+    )
+    width = tokens / num * (1 - np.divide(by_token, by_row, out=np.zeros(len(num)), where=off))
+    longest = np.maximum.reduceat(data.length, np.unique(data.at, return_index=True)[1])
+    usual = np.median(width[off]) if off.any() else np.nan
+    of_step, of_run = (off & (np.abs(width / given - 1) < 1e-3) for given in (longest, usual))
+    fits = of_step if of_step.sum() >= of_run.sum() else of_run & (width > longest)
+    return fits & (fits.sum() >= max(3, 0.95 * off.sum()))
 
 
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
@@ -1108,8 +1065,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             * bool(is_grouped and own_prompts)
         )
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
-    is_known = np.isfinite(data.lines.slope) if explain else np.zeros(1)
-    is_open = explain and (is_known & ~data.lines.fits).sum() > 0.05 * is_known.sum()
+    line = data.lines if explain else None
+    is_open = line is not None and np.mean(line.fits[np.isfinite(line.slope)]) < 0.95
     if is_open and (explained := _explained(run, known, data)) is not None:
         yield from explained
         return
@@ -1140,21 +1097,18 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
             yield from found("advantages_unlike_settings", is_wrong, **numbers)
     if explain and (padded := _padded(data, rules)).any():
-        numbers = {
-            "fit": 1.0,
-            "own": float(rules.own[padded].min()),
-            "explanation": f"the group's mean and then {PADDED}",
-        }
-        yield from found("baseline", padded, **numbers)
+        text = f"the group's mean and then {PADDED}"
+        yield from found("baseline", padded, fit=1.0, own=float(rules.own[padded].min()), explanation=text)
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # with only a few small steps, some rule fits by chance
     if explain and not name and _LEAVE_ONE_OUT not in rules.name:
-        parts = run.parts[1][known]
-        kind = np.unique(parts, axis=0, return_inverse=True)[1].ravel() if parts.size else np.zeros(len(at), int)
+        parts, none = run.parts[1][known], -1 - np.arange(len(at))
+        kind = np.unique(parts, axis=0, return_inverse=True)[1].ravel() if parts.size else 0 * at
+        # Rows without any reward function's value are not compared.
         rest = _mixed(data) or _unequal(
-            data, rules, np.where(np.isnan(parts).all(axis=1) & run.parts[2][known], -1 - np.arange(len(at)), kind)
+            data, rules, np.where(np.isnan(parts).all(axis=1) & run.parts[2][known], none, kind)
         )
         if rest:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.

@@ -844,8 +844,8 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         pairs = zip(weights, (*names, ""), strict=True)
         return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
-    recorded = run.weights
-    declared = {name: weight for name, weight in zip(names, recorded, strict=True) if np.isfinite(weight)}
+    declared = run.weights
+    recorded = np.array([declared.get(name, np.nan) for name in names])
     if (weights := weights_of(reward)) is not None:
         used = np.abs(parts[there]).max(axis=0) > 0
         is_off = bool((np.abs(weights[:-1] - recorded)[used] > 0.01).any())
@@ -945,9 +945,7 @@ _KL_JUMP = 5.0
 """Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
-def _distilled(
-    run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: np.ndarray, kl: np.ndarray, place: np.ndarray
-) -> list[DataFinding] | None:
+def _distilled(run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: np.ndarray, kl: np.ndarray, place: np.ndarray) -> list[DataFinding] | None:  # fmt: skip
     """Return what is wrong with token advantages that are the logprob difference other - train of some token, up to a
     factor and a constant for each row. None if they are not."""
     rows, first = np.unique(row, return_index=True)
@@ -956,42 +954,36 @@ def _distilled(
         at = at[(row[at - lag] == row[at]) & (place[at - lag] == place[at] - lag)]
         cells, cell = np.unique(row[at], return_inverse=True)
         fit = exact_fits(a[at], -kl[at - lag, None], cell) if len(at) else None
-        if fit is None or not fit.hold or not is_constant(fit.slopes[:, 0]):
-            continue
-        factor = float(np.nanmedian(fit.slopes))
-        what = "have the wrong sign" if factor < 0 else "belong to other tokens"
-        text = f"{factor:.3g} times {token} token's logprob difference {other} - train"
-        text += f", so training moves the policy away from {other}" * (factor < 0)
-        affected = np.isin(rows, cells[fit.fits]) & (factor < 0 or lag != 0)
-        return [*run.find("advantages_of_pass", affected, step[first], what=what, name=other, explanation=text)]
+        if fit and fit.hold and is_constant(fit.slopes[:, 0]):
+            factor = float(np.nanmedian(fit.slopes))
+            what = "have the wrong sign" if factor < 0 else "belong to other tokens"
+            text = f"{factor:.3g} times {token} token's logprob difference {other} - train"
+            text += f", so training moves the policy away from {other}" * (factor < 0)
+            affected = np.isin(rows, cells[fit.fits]) & (factor < 0 or lag != 0)
+            return [*run.find("advantages_of_pass", affected, step[first], what=what, name=other, explanation=text)]
     return None
 
 
-def _normalised_apart(
-    run: DataRows, step: np.ndarray, row: np.ndarray, a: np.ndarray, place: np.ndarray
-) -> Iterator[DataFinding]:
+def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.ndarray, place: np.ndarray) -> Iterator[DataFinding]:  # fmt: skip
     """Find token advantages that were normalised within each row, or within parts of rows."""
-    rows, first, cell, num = np.unique(row, return_index=True, return_inverse=True, return_counts=True)
+    first, cell, num = np.unique(row, return_index=True, return_inverse=True, return_counts=True)[1:]
     mean, spread = mean_of(cell, a)[first], rms_of(cell, a - mean_of(cell, a))[first]
     unit = np.fmin(np.abs(spread - 1), np.abs(spread * np.sqrt(num / np.maximum(num - 1, 1)) - 1))
-    asked = (num > 2) & (np.abs(mean) + spread > TINY)
-    is_normal = asked & (np.abs(mean) < 1e-3) & (unit < 1e-3)
-    if is_normal.sum() > 0.95 * asked.sum() >= 20:
+    asked, is_normal = (num > 2) & (np.abs(mean) + spread > TINY), (np.abs(mean) < 1e-3) & (unit < 1e-3)
+    if (asked & is_normal).sum() > 0.95 * asked.sum() >= 20:
         text = ": each row's have the mean 0 and the standard deviation 1, as if they were normalised within the row, which removes its reward"
-        yield from run.find("advantages_vary", is_normal, step[first], explanation=text)
+        yield from run.find("advantages_vary", asked & is_normal, step[first], explanation=text)
         return
     # The first token whose value differs from the row's first value, if it directly follows tokens with that value.
-    second = np.zeros(len(rows), int)
-    differs = np.flatnonzero(np.abs(a - a[first][cell]) > TINY * np.abs(a).max(initial=0))[::-1]
+    second, differs = 0 * first, np.flatnonzero(np.abs(a - a[first][cell]) > TINY * np.abs(a).max(initial=0))[::-1]
     second[cell[differs]] = differs
     values = np.bincount(np.unique(np.c_[cell, np.round(a, 6)], axis=0)[:, 0].astype(int))
     known = (second > 0) & (values <= np.minimum(8, num / 2)) & (place[second] == place[second - 1] + 1)
-    if known.sum() < max(20, 0.5 * len(rows)):
-        return
-    fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
-    if fit.fits.sum() >= 3 and fit.fits.sum() > 0.95 * fit.asked.sum() and np.ptp(fit.slopes[fit.fits]) > 1e-3:
-        text = ": at each step, one linear function gives the values of all rows' later tokens from those of their first ones, as if parts of rows, such as those of context-parallel ranks, were normalised by themselves"
-        yield from run.find("advantages_vary", known, step[first], explanation=text, notice=True)
+    if known.sum() > max(20, 0.5 * len(known)):
+        fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
+        if fit.fits.sum() >= max(3, 0.95 * len(fit.fits)) and np.ptp(fit.slopes[fit.fits]) > 1e-3:
+            text = ": at each step, one linear function gives the values of all rows' later tokens from those of their first ones, as if parts of rows, such as those of context-parallel ranks, were normalised by themselves"
+            yield from run.find("advantages_vary", known, step[first], explanation=text, notice=True)
 
 
 def _outcomes(run: DataRows) -> Iterator[DataFinding]:
@@ -1002,38 +994,30 @@ def _outcomes(run: DataRows) -> Iterator[DataFinding]:
     def related(chosen: np.ndarray, reward: np.ndarray = reward) -> tuple[float, float]:
         """Return the correlation of rewards with last or mean advantages within steps, and the largest one by chance."""
         chosen = np.flatnonzero(chosen & np.isfinite(reward))
-        within = [
-            (each - mean_of(at[chosen], each))[:]
-            for each in (part[chosen] for part in (reward, run.rows["outcome"], run.rows["advantage"]))
-        ]
-        if len(chosen) < 40 or not np.ptp(within[0]):
-            return np.nan, np.nan
-        return max((pearson(each, within[0]) for each in within[1:]), key=abs), 4 / len(chosen) ** 0.5
+        values = (each[chosen] for each in (reward, run.rows["outcome"], run.rows["advantage"]))
+        r, *others = (each - mean_of(at[chosen], each) for each in values)
+        is_known = len(chosen) >= 40 and np.ptp(r) > 0
+        return max((pearson(each, r) for each in others), key=abs) if is_known else np.nan, 4 / max(
+            len(chosen), 1
+        ) ** 0.5
 
-    own, error = related(known)
-    short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
-    for name, early in (
-        ("shorter than the longest of their step", short),
-        ("truncated (finish reason length)", run.ended == "length"),
-    ):
-        (here, by_chance), (rest, _) = related(known & early), related(known & ~early)
-        if abs(here) < by_chance < 0.25 and rest > max(0.8, 4 * abs(here)):
-            text = f" in rows that are {name}, but {rest:.3f} in the others"
-            yield from run.find(
-                "advantages_unrelated", known & early, correlation=here, error=by_chance, explanation=text, notice=True
-            )
+    is_short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
+    kinds = {" in rows shorter than their step's longest": is_short, " in truncated rows": run.ended == "length"}
+    for text, early in kinds.items():
+        (here, error), (rest, _) = related(known & early), related(known & ~early)
+        if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
+            find = partial(run.find, affected=known & early, explanation=f"{text}, but {rest:.3f} in the others")
+            yield from find("advantages_unrelated", correlation=here, error=error, notice=True)
             return
+    own, error = related(known)
     if abs(own) < error and known.sum() >= 200:
-        fits = {
-            name: np.nan_to_num(related(known, np.append(reward, np.nan)[place])[0])
-            for name, place in shifted(at).items()
-        }
+        moves = {name: np.append(reward, np.nan)[place] for name, place in shifted(at).items()}
+        fits = {name: float(np.nan_to_num(related(known, moved)[0])) for name, moved in moves.items()}
         best = max(fits, key=fits.__getitem__)
         is_moved = fits[best] > max(0.5, 3 * error)
         code, text = ("rewards_of_other_rows", best) if is_moved else ("advantages_unrelated", "")
-        yield from run.find(
-            code, known, notice=not is_moved, explanation=text, correlation=own, error=error, fit=float(fits[best])
-        )
+        find = partial(run.find, affected=known, explanation=text, notice=not is_moved)
+        yield from find(code, correlation=own, error=error, fit=fits[best])
 
 
 def _returns(run: DataRows) -> Iterator[DataFinding]:
@@ -1041,10 +1025,8 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
     Find rows where the fit fails across masked tokens, and steps where it fails or c changes."""
     if not run.is_per_token:
         return
-    is_distilled = False
-    for other in sorted(
-        {"reference", *scored_passes(run.database)} - {"rollout", "train", "current"}, key="reference".__eq__
-    ):
+    is_distilled, others = False, {*scored_passes(run.database)} - {"rollout", "train", "current", "reference"}
+    for other in (*sorted(others), "reference"):
         table = run.database.connection.execute(_RETURNS.format(asked=run.asked), {"other": other}).fetchnumpy()
         step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
         distilled = _distilled(run, other, *(each[counts] for each in (step, row, a, kl, place)))

@@ -337,7 +337,7 @@ KINDS = {
     "prompts_restart": ("the resumed run starts with the first prompts again", "attempt {attempt} starts at step {start} with the prompts of step {first}, and repeats the prompts of {num_steps} steps in the same order, so the state of the data loader was not restored, unless an epoch ended there", _BY_GROUP),
     "penalty_missing": ("the length penalty is not applied", "{setting} is recorded, but rewards of {num:,} responses with clearly more than {limit:,.0f} tokens equal those of shorter ones"),
     "kl_penalty_missing": ("the KL penalty is not applied", "{setting} is recorded with a coefficient of {coefficient:g}, but in {num:,} rows, advantages equal those of rows with the same reward and a different KL to the reference (|KL| {kl:.3g} nats, median)", _BY_GROUP),
-    "kl_penalty_wrong": ("the KL penalty {what}", "within groups, advantages are the rewards {coefficient:+.3g} times {term}, {explanation}", _BY_GROUP),
+    "kl_penalty_wrong": ("the KL penalty {what}", "within groups, advantages are the rewards {coefficient:+.3g} times {term} over the response's tokens, {explanation}", _BY_GROUP),
     "advantages_of_pass": ("distillation advantages {what}", "in {num:,} rows, each token's advantage is {explanation}, apart from a constant for each row"),
     "advantages_of_parts": ("reward functions are {what}", "advantages are {explanation}", _BY_GROUP),
     "rewards_unlike_responses": ("rewards belong to other rows", "rewards depend on the responses of other rows ({explanation}): lengths, finish reasons and frequent tokens explain {best:.0%} of their variance within groups, but {own:.0%} as recorded"),
