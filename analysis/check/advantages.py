@@ -342,9 +342,8 @@ def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> Exa
     gram[:, at, at] += ~varies
     is_full = np.linalg.eigvalsh(gram)[:, 0] > 1e-6
     gram[~is_full] = np.eye(num)
-    scaled = np.linalg.solve(gram, np.stack([mean_of(cell, each * y)[first] for each in x.T], axis=1)[..., None])[
-        ..., 0
-    ]
+    moments = np.stack([mean_of(cell, each * y)[first] for each in x.T], axis=1)
+    scaled = np.linalg.solve(gram, moments[..., None])[..., 0]
     size, error = np.zeros((2, len(first)))
     np.maximum.at(size, cell, np.abs(values))
     np.maximum.at(error, cell, np.abs(y - np.sum(scaled[cell] * x, axis=1)))
@@ -719,11 +718,11 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
         yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
-    for num in (2, 4, 8):  # ranks with equal shares of the rows, at least two groups each
-        block = numbered(rank_of(rows.at) * num // count_of(rows.at), rows.at)
+    for ranks in (2, 4, 8):  # with equal shares of the rows, at least two groups each
+        block = numbered(rank_of(rows.at) * ranks // count_of(rows.at), rows.at)
         is_whole = (count_of(block) >= 2 * rows.n) & (mean_of(rows.g, block) == block)
         scale = np.where(is_whole, 1 / rms_of(block, rows.x), np.nan)[np.unique(rows.g, return_index=True)[1]]
-        yield f"divided by the standard deviation of each 1/{num} of the batch's rows", scale
+        yield f"divided by the standard deviation of each 1/{ranks} of the batch's rows", scale
     # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
@@ -867,9 +866,8 @@ def _mode(values: np.ndarray) -> float:
 
 
 def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
-    """Find groups in which equal rewards of the same `kind` ([N]) have different advantages, groups with equal rewards
-    but nonzero advantages,
-    and groups whose advantages do not sum to 0 because rows were removed."""
+    """Find groups in which equal rewards of a `kind` [N] have different advantages, groups with equal rewards but nonzero
+    advantages, and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
@@ -890,17 +888,15 @@ def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
         text = "so either rewards were changed or moved to other rows after advantages were computed, or part of each group has its own baseline"
         return "advantages_unequal", off, {"explanation": text}
     alone, asked = n == 1, (n == 1) & (rows.r != 0)
-    raw, off_centre = (
-        asked & (np.abs(a - rows.r) < TINY * np.abs(rows.r)),
-        np.abs(mean_of(g, a)) > CLOSE * rms_of(rows.at, a),
-    )
-    if raw.sum() >= max(8, 0.95 * asked.sum()) and off_centre[~alone].mean() < 0.05:
+    raw = asked & (np.abs(a - rows.r) < TINY * np.abs(rows.r))
+    off_centre = ~alone & (np.abs(mean_of(g, a)) > CLOSE * rms_of(rows.at, a))
+    if raw.sum() >= max(8, 0.95 * asked.sum()) and off_centre.sum() < 0.05 * (~alone).sum():
         rule = "the raw reward as their value: they are alone in their group, so they have no baseline"
         return "advantages_mixed", raw, {"rule": rule}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
-    loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
+    loose = is_equal & (n > 1) & (mean_of(g, kind) == kind) & (np.abs(a - usual_mean) > 0.1 * usual_size)
     # If advantages depend on more than the reward, they vary even in groups with equal rewards. Only groups with nearly
     # constant advantages then count.
     if off[~is_equal].any():
@@ -940,18 +936,16 @@ def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFindin
             rule = "another baseline than the rest of their group: they are truncated, and their rewards may have changed after advantages were computed"
             return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
         if is_steady:
-            coefficient = np.full(int(data.at[-1]) + 1, np.nan)
-            coefficient[at] = usual
-            return [*_of_kl(run, known, name, coefficient[data.at])]
+            coefficient = np.full(len(chosen), np.nan)
+            coefficient[chosen] = usual[cell]
+            return [*_of_kl(run, known, name, coefficient)]
     return None
 
 
 def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray) -> Iterator[DataFinding]:
     """Judge a KL penalty in the rewards, given the coefficient of train - reference in each row, [N]."""
-    given, size = (
-        run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$"),
-        np.abs(coefficient),
-    )
+    given = run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$")
+    size = np.abs(coefficient)
     is_given = any(abs(value - np.nanmedian(size)) < CLOSE * value for value in given.values())
     find = partial(run.find, "kl_penalty_wrong", rows=known, term=form, coefficient=coefficient)
     if (coefficient > 0).any():
@@ -967,12 +961,8 @@ def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray)
 
 def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
     """Judge advantages that are a sum of reward functions, each of which may be normalised by itself (GDPO)."""
-    names, parts, first = (
-        np.array(run.parts[0]),
-        np.nan_to_num(run.parts[1][known]),
-        np.unique(data.g, return_index=True)[1],
-    )
-    fit, at = exact_fits(data.a, parts, data.g), data.at[first]
+    names, parts = np.array(run.parts[0]), np.nan_to_num(run.parts[1][known])
+    fit, first = exact_fits(data.a, parts, data.g), np.unique(data.g, return_index=True)[1]
     if not fit.hold:
         return None
     main = int(np.isfinite(fit.slopes).sum(axis=0).argmax())
@@ -980,7 +970,7 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
 
     def steady(values: np.ndarray) -> np.ndarray:
         """Return [K] bool: whether each column of `values` [G, K] is constant within steps."""
-        usual = np.stack([_median_of(at, each, np.isfinite(each)) for each in values.T], axis=1)
+        usual = np.stack([_median_of(data.at[first], each, np.isfinite(each)) for each in values.T], axis=1)
         is_zero = np.abs(values) < 1e-3 * np.nanmax(np.abs(values))
         return np.array([is_constant(each) for each in np.where(is_zero, 1.0, values / usual).T])
 
@@ -1010,15 +1000,14 @@ def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
     means. The advantages' means over rows and over tokens then imply the padded length, the same one at all steps."""
     num, tokens = data.sums(data.at >= 0), np.maximum(data.sums(data.length), 1)
     by_row, by_token = data.sums(data.a) / num, data.sums(data.a * data.length) / tokens
-    off = (rules.name == "own") & (
-        np.fmin(np.abs(by_row), np.abs(by_token)) > 1e-3 * np.sqrt(data.sums(data.a**2) / num)
-    )
+    least = 1e-3 * np.sqrt(data.sums(data.a**2) / num)
+    off = (rules.name == "own") & (np.fmin(np.abs(by_row), np.abs(by_token)) > least)
     width = tokens / num * (1 - np.divide(by_token, by_row, out=np.zeros(len(num)), where=off))
     longest = np.maximum.reduceat(data.length, np.unique(data.at, return_index=True)[1])
     usual = np.median(width[off]) if off.any() else np.nan
     of_step, of_run = (off & (np.abs(width / given - 1) < 1e-3) for given in (longest, usual))
     fits = of_step if of_step.sum() >= of_run.sum() else of_run & (width > longest)
-    return fits & (fits.sum() >= max(3, 0.95 * off.sum()))
+    return np.asarray(fits & (fits.sum() >= max(3, 0.95 * off.sum())))
 
 
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
@@ -1065,8 +1054,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
             * bool(is_grouped and own_prompts)
         )
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
-    line = data.lines if explain else None
-    is_open = line is not None and np.mean(line.fits[np.isfinite(line.slope)]) < 0.95
+    is_open = explain and (~data.lines.fits)[has_slope := np.isfinite(data.lines.slope)].sum() > 0.05 * has_slope.sum()
     if is_open and (explained := _explained(run, known, data)) is not None:
         yield from explained
         return
@@ -1104,12 +1092,10 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # with only a few small steps, some rule fits by chance
     if explain and not name and _LEAVE_ONE_OUT not in rules.name:
-        parts, none = run.parts[1][known], -1 - np.arange(len(at))
+        parts, is_given = (each[known] for each in run.parts[1:])
         kind = np.unique(parts, axis=0, return_inverse=True)[1].ravel() if parts.size else 0 * at
-        # Rows without any reward function's value are not compared.
-        rest = _mixed(data) or _unequal(
-            data, rules, np.where(np.isnan(parts).all(axis=1) & run.parts[2][known], none, kind)
-        )
+        is_empty = is_given & np.isnan(parts).all(axis=1)  # not compared
+        rest = _mixed(data) or _unequal(data, rules, np.where(is_empty, -1 - np.arange(len(at)), kind))
         if rest:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
             if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
