@@ -980,8 +980,11 @@ def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding
         how, terms = ("each normalised within its group", fit.slopes * spread) if own.all() else ("added", fit.slopes)
         ratios = terms / terms[:, [main]]
         if not own.all() and not steady(ratios).all():
+            if not (own | whole).all():
+                return None
             text = f"the sum of reward functions: {' and '.join(names[~own])} normalised over the whole batch, {' and '.join(names[own])} within each group"
-            return [*find(what="normalised over different rows", explanation=text)] if (own | whole).all() else None
+            is_intended = not run.setting("", "gdpo|normali[sz]e_then_sum")
+            return [*find(what="normalised over different rows", explanation=text, notice=is_intended)]
         expected, source = np.array([run.weights.get(name, np.nan) for name in names]), "the recorded weights are"
         if not (is_declared := bool(np.isfinite(expected).all())):
             expected, source = exact_fits(data.r, parts, np.zeros(len(parts), int)).slopes[0], "the reward is"

@@ -23,6 +23,7 @@ from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
 from ..trace.ragged import array_of, flat
 from .advantages import (
+    ALGORITHM,
     CLOSE,
     KL_IN_REWARD,
     TINY,
@@ -1025,7 +1026,8 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
     Find rows where the fit fails across masked tokens, and steps where it fails or c changes."""
     if not run.is_per_token:
         return
-    is_distilled, others = False, {*scored_passes(run.database)} - {"rollout", "train", "current", "reference"}
+    others = {*scored_passes(run.database)} - {"rollout", "train", "current", "reference"}
+    is_distilled = bool(others or run.setting(ALGORITHM, "distil|opd"))
     for other in (*sorted(others), "reference"):
         table = run.database.connection.execute(_RETURNS.format(asked=run.asked), {"other": other}).fetchnumpy()
         step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
