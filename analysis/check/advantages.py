@@ -242,14 +242,6 @@ class DataRows:
         columns = [*self.database.connection.sql(_KL).fetchnumpy().values()][2:]
         return dict(zip(_KL_FORMS, map(np.asarray, columns), strict=True))
 
-    @property
-    def last_turns(self) -> np.ndarray:
-        """Row index of the last turn of each row's trajectory, [N]."""
-        last, (row, later) = np.arange(len(self.at)), self.continued
-        order = np.argsort(self.rows["prompt_length"][later], kind="stable")
-        last[row[order]] = later[order]
-        return last
-
     @cached_property
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names of the reward functions, their values ([N, P], NaN if missing), and the rows that have them ([N] bool).
@@ -987,11 +979,13 @@ def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
 
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
-    baselines: dict[str, np.ndarray] = {}
+    turns: list[tuple[str, np.ndarray]] = []
     if len(run.continued[0]):  # only a trajectory's last row has the outcome as its reward
-        response, reward = run.rows["response"], np.nan_to_num(run.rows["reward"])
-        known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
-        baselines = {_OF_TURNS: mean_of(run.cell, reward[run.last_turns]), _OF_OWN_TURNS: mean_of(run.cell, reward)}
+        response, reward, (row, later) = run.rows["response"], np.nan_to_num(run.rows["reward"]), run.continued
+        known &= (response > 0) & ~np.isin(response, response[row])
+        last, order = np.arange(len(reward)), np.argsort(run.rows["prompt_length"][later], kind="stable")
+        last[row[order]] = later[order]  # of all later turns, the last one has the longest prompt
+        turns = [(_OF_TURNS, mean_of(run.cell, reward[last])), (_OF_OWN_TURNS, mean_of(run.cell, reward))]
     if run.counts_masked is False:
         known &= run.rows["loss_length"] > 0
     r, a, length = (run.rows[name][known] for name in ("reward", "advantage", "loss_length"))
@@ -1002,8 +996,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     group = numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & (labels > 0)) > 0.5)
     explain = is_grouped and not run.is_per_token
-    turns = tuple((name, values[known]) for name, values in baselines.items())
-    data = _Rows(r, a, group if is_grouped else at, at, length, turns)
+    baselines = tuple((name, values[known]) for name, values in turns)
+    data = _Rows(r, a, group if is_grouped else at, at, length, baselines)
     rules = _rules_of(data, explain=explain)
     if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
         is_grouped = explain = False  # rows with the same prompt need not be a group
