@@ -970,7 +970,7 @@ def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
     least = 1e-3 * np.sqrt(data.sums(data.a**2) / num)
     off = (rules.name == "own") & (np.fmin(np.abs(by_row), np.abs(by_token)) > least)
     width = tokens / num * (1 - np.divide(by_token, by_row, out=np.zeros(len(num)), where=off))
-    longest = np.maximum.reduceat(data.length, np.unique(data.at, return_index=True)[1])
+    longest = np.maximum(np.maximum.reduceat(data.length, np.unique(data.at, return_index=True)[1]), 1)
     usual = np.median(width[off]) if off.any() else np.nan
     of_step, of_run = (off & (np.abs(width / given - 1) < 1e-3) for given in (longest, usual))
     fits = of_step if of_step.sum() >= of_run.sum() else of_run & (width > longest)
