@@ -9,13 +9,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..trace.columns import read_hyperparameters, sequence_columns, writer_states
+from ..trace.columns import read_hyperparameters, scored_passes, sequence_columns, writer_states
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from ..trace.tokens import tokens_by_step
@@ -27,6 +27,8 @@ from .where import rank_of, row_columns, shared_by
 _BATCH, _NOTHING, _UNSIGNED = "a constant for the whole batch", "nothing", "absolute values"
 HALVES = "the mean over the half of the group that contains the row"
 _LEVELS = ("the group's maximum", "the group's minimum", "the group's median")
+_OF_TURNS = "the mean over all turns of the group, so that a trajectory counts once for each of its turns"
+_OF_OWN_TURNS = "the mean over all turns of the group, in which earlier turns count with their own reward"
 _LEAVE_ONE_OUT = "the mean of the group's other rows, divided by their standard deviation"
 _BY_RANK = "a value for each rank within the group"
 _DIVIDED, _BY_MEAN = "divided by the group's standard deviation", "divided by the group's mean reward"
@@ -55,7 +57,8 @@ _INEXACT = 2.0**-15
 add up to at most 2^-7, and a relative error e lowers the fit by e^2 / 2."""
 _Mixed = tuple[str, np.ndarray, dict[str, Any]]
 """Finding code, affected rows ([N] bool), and numbers for the finding."""
-KL_IN_REWARD = r"(^|[./])use_kl_in_reward$"
+_NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
+KL_IN_REWARD = r"(^|[./])(use_)?kl_in_reward$"
 ALGORITHM = "adv|baseline|estimator|algorithm|loss_type"
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
@@ -64,7 +67,7 @@ SELECT step, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, coa
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
-       coalesce(len(list_filter(list, lambda value: value = 0)), 0) AS loss_zeros, coalesce(masked, 0) AS masked,
+       coalesce(len(list_filter(list, lambda value: value = 0)), 0) AS loss_zeros, coalesce(list[-1], advantage) AS outcome, coalesce(masked, 0) AS masked,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
@@ -78,7 +81,7 @@ ORDER BY step, place
 """
 """One row per sequence. Hashes are 0 if the value is missing or was not inspected; `answer` is a hash of the response
 without its prompt. `largest`, `is_per_token` and `answer` cover only loss tokens, and so does `advantage` in rows that
-have any. `masked` counts masked tokens with a nonzero advantage, but only in rows whose nonzero advantages are all equal
+have any. `outcome` is the last loss token's advantage. `masked` counts masked tokens with a nonzero advantage, but only in rows whose nonzero advantages are all equal
 and adjoin a 0 in the loss."""
 _OWN = "list_filter(response_ids, lambda token, place: coalesce(response_mask[place], true))"
 _MASKED = """
@@ -87,6 +90,14 @@ CASE WHEN len(list_distinct(list_filter(advantages, lambda value: value <> 0))) 
      THEN len(list_filter(advantages, lambda value, place: value <> 0 AND NOT coalesce(response_mask[place], true))) ELSE 0 END
 """
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
+_KL = """
+SELECT step, place, coalesce(list_sum(d), 'nan'), coalesce(list_avg(d), 'nan'), coalesce(list_sum(list_transform(d, lambda x: x * x / 2)), 'nan'), coalesce(list_sum(list_transform(d, lambda x: exp(-x) + x - 1)), 'nan')
+FROM (SELECT run, step, seq_id, response_mask AS mask, row_number() OVER () AS place FROM sequences) LEFT JOIN (
+    SELECT run, step, seq_id, list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS every
+    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
+) USING (run, step, seq_id), LATERAL (SELECT list_filter(every, lambda x, position: coalesce(mask[position], true)) AS d) ORDER BY step, place
+"""
+_KL_FORMS = ("the sum of train - reference", "the mean of train - reference", "half the sum of its squares", "the sum of its k3 estimates")  # fmt: skip
 # Comparing all pairs of rows would be slow, so compare hashes of prompt prefixes as long as another row of the group.
 _CONTINUED = """
 WITH texts AS (SELECT run, step, group_id, prompt_ids AS prompt, response_ids AS response, len(prompt) + len(response) AS length FROM sequences WHERE step IN ({steps})),
@@ -224,6 +235,14 @@ class DataRows:
         return row, later
 
     @cached_property
+    def kl(self) -> dict[str, np.ndarray]:
+        """Each row's KL penalty to the reference in its usual forms, [N], NaN if unknown. Empty without a reference."""
+        if not {"train", "reference"} <= {*scored_passes(self.database)}:
+            return {}
+        columns = [*self.database.connection.sql(_KL).fetchnumpy().values()][2:]
+        return dict(zip(_KL_FORMS, map(np.asarray, columns), strict=True))
+
+    @cached_property
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names of the reward functions, their values ([N, P], NaN if missing), and the rows that have them ([N] bool).
         Empty if rows have different reward functions."""
@@ -237,6 +256,15 @@ class DataRows:
         table = self.database.connection.sql(query).to_arrow_table()
         is_given, *values = (array_of(table[name]) for name in table.column_names[2:])
         return names, np.where(is_given[:, None], np.stack(values, axis=1), np.nan), is_given
+
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """Recorded weights of reward functions, by name."""
+        names, given = self.parts[0], str(self.settings.get("reward_weights", ""))
+        listed, declared = re.findall(_NUMBER, given), dict(re.findall(rf"([\w./-]+)\W+({_NUMBER})", given))
+        if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
+            declared = dict(zip(names, listed, strict=True))
+        return {name: float(number) for name, number in declared.items()}
 
     @cached_property
     def end_ids(self) -> list[int]:
@@ -279,6 +307,46 @@ def is_16_bit(values: np.ndarray) -> bool:
     return not np.any(np.clip(values, -3e38, 3e38).astype(np.float32).view(np.uint32) & 0xFFF)
 
 
+class ExactFits(NamedTuple):
+    """Least-squares fits of each cell's values to several columns and a constant."""
+
+    slopes: np.ndarray
+    """[G, K]: the columns' coefficients. NaN without an exact fit, and for columns that are constant in the cell."""
+    fits: np.ndarray
+    """[G] bool: values vary, and the fit reproduces them up to rounding although it need not."""
+    hold: bool
+    """True if the fit reproduces nearly all cells that can contradict it, at least eight."""
+
+
+def exact_fits(values: np.ndarray, columns: np.ndarray, cell: np.ndarray) -> ExactFits:
+    """Fit `values` [N] to `columns` [N, K] in each `cell` [N], numbered from 0."""
+    num, at, first = columns.shape[1], np.arange(columns.shape[1]), np.unique(cell, return_index=True)[1]
+    y, x = values - mean_of(cell, values), np.stack([each - mean_of(cell, each) for each in columns.T], axis=1)
+    spread = np.stack([rms_of(cell, each) for each in x.T], axis=1)
+    varies = (spread > TINY * np.abs(columns).max(axis=0))[first]
+    x = np.divide(x, spread, out=np.zeros_like(x), where=varies[cell])
+    gram = np.stack([mean_of(cell, x[:, i] * x[:, j])[first] for i in at for j in at], axis=1).reshape(-1, num, num)
+    gram[:, at, at] += ~varies
+    is_full = np.linalg.eigvalsh(gram)[:, 0] > 1e-6
+    gram[~is_full] = np.eye(num)
+    moments = np.stack([mean_of(cell, each * y)[first] for each in x.T], axis=1)
+    scaled = np.linalg.solve(gram, moments[..., None])[..., 0]
+    size, error = np.zeros((2, len(first)))
+    np.maximum.at(size, cell, np.abs(values))
+    np.maximum.at(error, cell, np.abs(y - np.sum(scaled[cell] * x, axis=1)))
+    points = np.bincount(np.unique(np.c_[cell, np.round(x, 6)], axis=0)[:, 0].astype(int))
+    asked = is_full & (rms_of(cell, y)[first] > TINY * size) & (points >= varies.sum(axis=1) + 2)
+    fits = asked & (error <= size * (_ROUNDED_16_BIT if is_16_bit(values) else _ROUNDED))
+    slopes = np.divide(scaled, spread[first], out=np.full(scaled.shape, np.nan), where=varies & fits[:, None])
+    return ExactFits(slopes, fits, bool(asked.sum() >= 8 and fits.sum() > 0.95 * asked.sum()))
+
+
+def is_constant(values: np.ndarray) -> bool:
+    """Return whether nearly all known `values` are equal, up to a small relative difference."""
+    known = values[np.isfinite(values)]
+    return not len(known) or bool(np.mean(np.abs(known / np.median(known) - 1) < CLOSE) > 0.95)
+
+
 def split_steps(at: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
     """Split `values` [N] by step. `at` [N] contains their step indices in ascending order."""
     return np.split(values, np.flatnonzero(np.diff(at)) + 1)
@@ -314,6 +382,8 @@ class _Rows:
     g: np.ndarray
     at: np.ndarray
     length: np.ndarray
+    baselines: tuple[tuple[str, np.ndarray], ...] = ()
+    """Further baselines to try, from rows that are left out here: name and value for each row, [N]."""
 
     @cached_property
     def n(self) -> np.ndarray:
@@ -496,8 +566,9 @@ def _candidates(rows: _Rows) -> Iterator[tuple[str, list[np.ndarray]]]:
     yield "clipped", [np.clip(scale * own[1], low, high) for scale in (1.0, np.sqrt(1 - 1 / n))]
     strided = moments(r, first + rank_of(rows.at) % groups)
     yield f"the mean of every {int(np.median(groups))}th row", against(r, *strided)
-    size = max(int(np.median(n)), 1)
-    yield f"the mean of {size} neighbouring rows", against(r, *moments(r, first + rank_of(rows.at) // size % groups))
+    for size in dict.fromkeys([max(int(np.median(n)), 1), *np.unique(n)]):  # a last, smaller part joins the one before
+        part = np.minimum(rank_of(rows.at) // size, np.maximum(count_of(rows.at) // size, 1) - 1)
+        yield f"the mean of {size} neighbouring rows", against(r, *moments(r, numbered(part, rows.at)))
     order = np.empty(len(r), np.int64)
     order[np.lexsort((a, g))] = np.lexsort((r, g))
     yield "rewards of the same group in another order", against(r[order], *moments(r[order], g))
@@ -524,6 +595,7 @@ def _baselines(rows: _Rows) -> Iterator[tuple[str, np.ndarray]]:
     count, ordered, rank = np.bincount(g), r[np.lexsort((r, g))], rank_of(g)
     last, half = np.cumsum(count) - 1, count // 2
     median = (ordered[last - half] + ordered[last + 1 - count + half]) / 2
+    yield from ((name, values[np.unique(g, return_index=True)[1]]) for name, values in rows.baselines)
     yield _NOTHING, np.zeros(len(count))
     yield from zip(_LEVELS, (ordered[last], ordered[last + 1 - count], median), strict=True)
     for num in range(1, min(int(np.median(count)), 17)):
@@ -618,6 +690,11 @@ def _scales(rows: _Rows, unit: np.ndarray, asked: np.ndarray) -> Iterator[tuple[
     yield f"divided by the root mean square {of_rewards}", 1 / np.hypot(line.r, spread)
     for name, group in _neighbours(line.at).items():
         yield f"divided by {name} standard deviation", 1 / np.append(spread, np.nan)[group]
+    for ranks in (2, 4, 8):  # with equal shares of the rows, at least two groups each
+        block = numbered(rank_of(rows.at) * ranks // count_of(rows.at), rows.at)
+        is_whole = (count_of(block) >= 2 * rows.n) & (mean_of(rows.g, block) == block)
+        scale = np.where(is_whole, 1 / rms_of(block, rows.x), np.nan)[np.unique(rows.g, return_index=True)[1]]
+        yield f"divided by the standard deviation of each 1/{ranks} of the batch's rows", scale
     # With an eps, 1 / slope is linear in the standard deviation, with the same line for all groups of a unit.
     num = np.maximum(np.bincount(unit, asked), 1)
     inverse = 1 / np.abs(line.slope)
@@ -667,7 +744,11 @@ def _is_usual(rows: _Rows, plain: np.ndarray, divided: np.ndarray) -> np.ndarray
     size = float(np.mean(spread)) if len(spread) else 1.0
     least = 0.9 * size / (size + max(_EPS)) * np.sqrt(1 - 1 / few)
     by_batch = np.minimum(np.abs(np.log(plain * of_x)), np.abs(np.log(plain * of_r))) < _TOKEN_NATS
-    is_divided = ((divided > least) & (divided < 1.1)) | (np.isfinite(divided) & (np.abs(of_a - 1) < 0.1))
+    tokens = np.maximum(rows.sums(rows.length), 1)
+    mean = rows.sums(rows.a * rows.length) / tokens
+    of_tokens = np.sqrt(rows.sums((rows.a - mean[rows.at]) ** 2 * rows.length) / tokens)
+    is_whitened = np.minimum(np.abs(of_a - 1), np.abs(of_tokens - 1)) < 0.1
+    is_divided = ((divided > least) & (divided < 1.1)) | (np.isfinite(divided) & is_whitened)
     return np.asarray(((plain > 0.9) & (plain < 1.1 * few / (few - 1))) | by_batch | is_divided)
 
 
@@ -748,13 +829,13 @@ def _mode(values: np.ndarray) -> float:
     return float(np.median(values[first : ends[first]]))
 
 
-def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
-    """Find groups in which equal rewards have different advantages or all-equal rewards have nonzero ones, and groups
-    whose advantages do not sum to 0 because rows were removed."""
+def _unequal(rows: _Rows, rules: _Rules, kind: np.ndarray) -> _Mixed | None:
+    """Find groups in which equal rewards of a `kind` [N] have different advantages or all-equal rewards have nonzero
+    ones, and groups whose advantages do not sum to 0 because rows were removed."""
     if np.isin(rules.name, [*_OF_OWN]).any():
         return None  # under these rules, advantages depend on more than the rewards
     a, g, n, is_equal = rows.a, rows.g, rows.n, np.isnan(rows.spread)
-    cell = np.unique(np.stack([g, rows.r, rows.length > 0]), axis=1, return_inverse=True)[1]
+    cell = np.unique(np.stack([g, rows.r, rows.length > 0, kind]), axis=1, return_inverse=True)[1]
     order = np.lexsort((a, cell))
     # Of equal rewards in a group, the lower median advantage counts as correct. With two rows, this is a guess.
     usual = a[order][np.searchsorted(cell[order], cell) + (count_of(cell) - 1) // 2]
@@ -770,10 +851,16 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
         if is_of_length:
             text = f"and longer responses get {'more' if rise[differs].max() > 0 else 'less'}, as if the length changed the rewards"
         return "advantages_unequal", off, {"explanation": text, "notice": is_of_length}
+    alone, asked = n == 1, (n == 1) & (rows.r != 0)
+    raw = asked & (np.abs(a - rows.r) < TINY * np.abs(rows.r))
+    off_centre = ~alone & (np.abs(mean_of(g, a)) > CLOSE * rms_of(rows.at, a))
+    if raw.sum() >= max(8, 0.95 * asked.sum()) and off_centre.sum() < 0.05 * (~alone).sum():
+        rule = "the raw reward as their value: they are alone in their group, so they have no baseline"
+        return "advantages_mixed", raw, {"rule": rule}
     usual_size = float(np.median(np.abs(a[~is_equal]))) if (~is_equal).any() else np.inf
     # Compare with the step's mean: if advantages are whitened over tokens, a group's mean advantage need not be 0.
     usual_mean = (rows.sums(a * ~is_equal) / np.maximum(rows.sums(~is_equal), 1))[rows.at]
-    loose = is_equal & (n > 1) & (np.abs(a - usual_mean) > 0.1 * usual_size)
+    loose = is_equal & (n > 1) & (mean_of(g, kind) == kind) & (np.abs(a - usual_mean) > 0.1 * usual_size)
     # If advantages depend on more than the reward, they vary even in groups with equal rewards. Only groups with nearly
     # constant advantages then count.
     if off[~is_equal].any():
@@ -789,11 +876,116 @@ def _unequal(rows: _Rows, rules: _Rules) -> _Mixed | None:
     return None
 
 
+def _explained(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
+    """Explain advantages that do not follow from rewards alone by other terms: the reward functions one by one, the KL to
+    the reference, or a penalty of truncated rows. Return what is wrong with these terms. None if they do not explain the
+    advantages of nearly all groups."""
+    if len(run.parts[0]) > 1 and run.parts[2][known].all() and (found := _of_parts(run, known, data)) is not None:
+        return found
+    truncated = run.ended[known] == "length"
+    for name, values in {**{name: each[known] for name, each in run.kl.items()}, "": 1.0 * truncated}.items():
+        chosen = np.isfinite(values)
+        _, first, cell = np.unique(data.g[chosen], return_index=True, return_inverse=True)
+        if not len(first):
+            continue
+        fit = exact_fits(data.a[chosen], np.c_[data.r, values][chosen], cell)
+        ratio, at = fit.slopes[:, 1] / fit.slopes[:, 0], data.at[chosen][first]
+        if not fit.hold or np.isfinite(ratio).sum() < 8 or np.nanmedian(fit.slopes[:, 0]) < 0:
+            continue
+        usual = _median_of(at, ratio, np.isfinite(ratio))
+        is_steady = is_constant(ratio / usual)
+        if not name:
+            # A penalty of one size may be intended.
+            affected = truncated & (data.length > 0) & (not is_steady)
+            rule = "another baseline than the rest of their group: they are truncated, and their rewards may have changed after advantages were computed"
+            return [*run.find("advantages_mixed", affected, rows=known, rule=rule, notice=True)]
+        if is_steady:
+            coefficient = np.full(len(chosen), np.nan)
+            coefficient[chosen] = usual[cell]
+            return [*_of_kl(run, known, name, coefficient)]
+    return None
+
+
+def _of_kl(run: DataRows, known: np.ndarray, form: str, coefficient: np.ndarray) -> Iterator[DataFinding]:
+    """Judge a KL penalty in the rewards, given the coefficient of train - reference in each row, [N]."""
+    given = run.numbers(r"kl_(ctrl[./])?(penalty_)?coef$|(^|[./])(init_kl_coef|kl_beta|beta)$")
+    size = np.abs(coefficient)
+    is_given = any(abs(value - np.nanmedian(size)) < CLOSE * value for value in given.values())
+    find = partial(run.find, "kl_penalty_wrong", rows=known, term=form, coefficient=coefficient)
+    if (coefficient > 0).any():
+        text = "so training moves the policy away from the reference"
+        yield from find(coefficient > 0, what="has the wrong sign", explanation=text)
+    elif form == _KL_FORMS[1]:
+        text = "so a long response's divergence costs no more than a short one's, unlike with a sum"
+        yield from find(size > 0, what="is averaged over tokens", explanation=text, notice=True)
+    elif given and not is_given and is_constant(size):
+        text = f"although {' and '.join(f'{key} = {value:g}' for key, value in given.items())} is recorded, unless rewards are scaled before"
+        yield from find(size > 0, what="has another coefficient than recorded", explanation=text, notice=True)
+
+
+def _of_parts(run: DataRows, known: np.ndarray, data: _Rows) -> list[DataFinding] | None:
+    """Judge advantages that are a sum of reward functions, each of which may be normalised by itself (GDPO)."""
+    names, parts = np.array(run.parts[0]), np.nan_to_num(run.parts[1][known])
+    fit, first = exact_fits(data.a, parts, data.g), np.unique(data.g, return_index=True)[1]
+    if not fit.hold:
+        return None
+    main = int(np.isfinite(fit.slopes).sum(axis=0).argmax())
+    find = partial(run.find, "advantages_of_parts", data.at >= 0, rows=known)
+
+    def steady(values: np.ndarray) -> np.ndarray:
+        """Return [K] bool: whether each column of `values` [G, K] is constant within steps."""
+        usual = np.stack([_median_of(data.at[first], each, np.isfinite(each)) for each in values.T], axis=1)
+        is_zero = np.abs(values) < 1e-3 * np.nanmax(np.abs(values))
+        return np.array([is_constant(each) for each in np.where(is_zero, 1.0, values / usual).T])
+
+    with np.errstate(all="ignore"):
+        spread = np.stack([rms_of(data.g, each - mean_of(data.g, each))[first] for each in parts.T], axis=1)
+        own, whole = steady(fit.slopes * spread), steady(fit.slopes)
+        how, terms = ("each normalised within its group", fit.slopes * spread) if own.all() else ("added", fit.slopes)
+        ratios = terms / terms[:, [main]]
+        if not own.all() and not steady(ratios).all():
+            if not (own | whole).all():
+                return None
+            text = f"the sum of reward functions: {' and '.join(names[~own])} normalised over the whole batch, {' and '.join(names[own])} within each group"
+            is_intended = not run.setting("", "gdpo|normali[sz]e_then_sum")
+            return [*find(what="normalised over different rows", explanation=text, notice=is_intended)]
+        expected, source = np.array([run.weights.get(name, np.nan) for name in names]), "the recorded weights are"
+        if not (is_declared := bool(np.isfinite(expected).all())):
+            expected, source = exact_fits(data.r, parts, np.zeros(len(parts), int)).slopes[0], "the reward is"
+        if expected[main] * np.nanmedian(terms[:, main]) < 0:
+            return None  # the sign is wrong
+        weights, expected = np.nanmedian(ratios, axis=0), expected / expected[main]
+        if not (np.abs(weights - expected) > 0.01).any():
+            return []
+    shown = [" + ".join(f"{weight:.3g} {name}" for weight, name in zip(given, names, strict=True)) for given in (weights, expected)]  # fmt: skip
+    text = f"{shown[0]}, up to a factor, {how}, but {source} {shown[1]}"
+    return [*find(notice=not is_declared, what="weighted differently in the advantages", explanation=text)]
+
+
+def _padded(data: _Rows, rules: _Rules) -> np.ndarray:
+    """Return the steps ([S] bool) at which a mean over the batch's tokens and padding was subtracted after the groups'
+    means. The advantages' means over rows and over tokens then imply the padded length, the same one at all steps."""
+    num, tokens = data.sums(data.at >= 0), np.maximum(data.sums(data.length), 1)
+    by_row, by_token = data.sums(data.a) / num, data.sums(data.a * data.length) / tokens
+    least = 1e-3 * np.sqrt(data.sums(data.a**2) / num)
+    off = (rules.name == "own") & (np.fmin(np.abs(by_row), np.abs(by_token)) > least)
+    width = tokens / num * (1 - np.divide(by_token, by_row, out=np.zeros(len(num)), where=off))
+    longest = np.maximum(np.maximum.reduceat(data.length, np.unique(data.at, return_index=True)[1]), 1)
+    usual = np.median(width[off]) if off.any() else np.nan
+    of_step, of_run = (off & (np.abs(width / given - 1) < 1e-3) for given in (longest, usual))
+    fits = of_step if of_step.sum() >= of_run.sum() else of_run & (width > longest)
+    return np.asarray(fits & (fits.sum() >= max(3, 0.95 * off.sum())))
+
+
 def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    turns: list[tuple[str, np.ndarray]] = []
     if len(run.continued[0]):  # only a trajectory's last row has the outcome as its reward
-        response = run.rows["response"]
-        known &= (response > 0) & ~np.isin(response, response[run.continued[0]])
+        response, reward, (row, later) = run.rows["response"], np.nan_to_num(run.rows["reward"]), run.continued
+        known &= (response > 0) & ~np.isin(response, response[row])
+        last, order = np.arange(len(reward)), np.argsort(run.rows["prompt_length"][later], kind="stable")
+        last[row[order]] = later[order]  # of all later turns, the last one has the longest prompt
+        turns = [(_OF_TURNS, mean_of(run.cell, reward[last])), (_OF_OWN_TURNS, mean_of(run.cell, reward))]
     if run.counts_masked is False:
         known &= run.rows["loss_length"] > 0
     r, a, length = (run.rows[name][known] for name in ("reward", "advantage", "loss_length"))
@@ -804,7 +996,8 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
     group = numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & (labels > 0)) > 0.5)
     explain = is_grouped and not run.is_per_token
-    data = _Rows(r, a, group if is_grouped else at, at, length)
+    baselines = tuple((name, values[known]) for name, values in turns)
+    data = _Rows(r, a, group if is_grouped else at, at, length, baselines)
     rules = _rules_of(data, explain=explain)
     if is_grouped and not run.rows["group"].any() and not (explain and "own" in rules.name):
         is_grouped = explain = False  # rows with the same prompt need not be a group
@@ -827,6 +1020,10 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         by_prompt = "; every row has a prompt of its own, so groups formed by prompt contain a single row"
         numbers["explanation"] = text or by_prompt * bool(is_grouped and own_prompts)
         yield from found("advantages_constant", constant, notice=is_same, **numbers)
+    is_open = explain and (~data.lines.fits)[has_slope := np.isfinite(data.lines.slope)].sum() > 0.05 * has_slope.sum()
+    if is_open and (explained := _explained(run, known, data)) is not None:
+        yield from explained
+        return
     scaled = np.isfinite(rules.factor)
     is_last = scaled[(rules.scale != None) & (np.cumsum(scaled) > 0)]  # noqa: E711
     factor = float(np.median(rules.factor[scaled])) if scaled.any() else np.nan  # groups may differ in scale
@@ -848,12 +1045,18 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         if is_wrong.sum() > 9 * (rules.divided == (1 if divides else -1)).sum():
             numbers = {"setting": divides or keeps, "rule": "not divided" if divides else "divided"}
             yield from found("advantages_unlike_settings", is_wrong, **numbers)
+    if explain and (padded := _padded(data, rules)).any():
+        text = f"the group's mean and then {PADDED}"
+        yield from found("baseline", padded, fit=1.0, own=float(rules.own[padded].min()), explanation=text)
     others = Counter(name for name in rules.name if name not in ("own", _LEAVE_ONE_OUT, "constant", "none", ""))
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + (rules.name == "").sum():
         name = ""  # with only a few small steps, some rule fits by chance
     if explain and not name and _LEAVE_ONE_OUT not in rules.name:
-        rest = _mixed(data) or _unequal(data, rules)
+        parts, is_given = (each[known] for each in run.parts[1:])
+        kind = np.unique(parts, axis=0, return_inverse=True)[1].ravel() if parts.size else 0 * at
+        is_empty = is_given & np.isnan(parts).all(axis=1)  # not compared
+        rest = _mixed(data) or _unequal(data, rules, np.where(is_empty, -1 - np.arange(len(at)), kind))
         if rest:
             # With the KL penalty in the rewards, advantages depend on more than the recorded scores.
             if rest[0] == "advantages_unequal" and run.switched_on(KL_IN_REWARD):
@@ -900,7 +1103,7 @@ def check_advantages(run: DataRows) -> Iterator[DataFinding]:
         is_moved = name.startswith(("rewards", "the rewards", "advantages", "the advantages"))
         code = _CODES.get(name, "rewards_of_other_rows" if is_moved else "baseline")
         notice = name in _OF_OWN and name != HALVES
-        yield from found(code, off, notice=notice, notice_if_whole=name in _LEVELS[1:], **numbers)
+        yield from found(code, off, notice=notice, notice_if_whole=name in (*_LEVELS[1:], _OF_TURNS), **numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield from found("advantages_unrelated", off, **numbers)
     elif explain and (is_change or (run.group_setting and 2 * off.sum() > num_judged)):

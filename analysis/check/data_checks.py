@@ -23,13 +23,16 @@ from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
 from ..trace.ragged import array_of, flat
 from .advantages import (
+    ALGORITHM,
     CLOSE,
     KL_IN_REWARD,
     TINY,
     DataRows,
     check_advantages,
     count_of,
+    exact_fits,
     is_16_bit,
+    is_constant,
     mean_of,
     numbered,
     rms_of,
@@ -49,7 +52,7 @@ from .where import PLACE_NATS, places, where_text
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled", "baseline"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_vary": {"advantages_misplaced"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
+    "advantages_vary": {"advantages_misplaced"}, "advantages_unrelated": {"advantages_vary", "advantages_mixed"}, "advantages_misplaced": {"advantages_mixed"}, "advantages_mixed": {"not_finite"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
     "rows_lost": {"not_finite"}, "rewards_by_prompt": {"rewards_constant"}, "prompts_repeat": {"batch_repeats"},
     "rewards_unlike_responses": {"rewards_differ", "rewards_unequal", "rewards_of_other_rows"}, "prompts_unshuffled": {"prompts_restart"},
@@ -519,21 +522,13 @@ def _penalties(run: DataRows) -> Iterator[DataFinding]:
             yield from run.find("penalty_missing", over, least=8, notice=is_notice, setting=setting, what=what)
 
 
-_KL = """
-SELECT step, place, coalesce(kl, 'nan') AS kl FROM (SELECT run, step, seq_id, row_number() OVER () AS place FROM sequences) LEFT JOIN (
-    SELECT run, step, seq_id, list_sum(list_transform(list_zip(a.logprobs, b.logprobs), lambda pair: pair[1]::DOUBLE - pair[2])) AS kl
-    FROM scores AS a JOIN scores AS b USING (run, step, seq_id, iteration) WHERE a."pass" = 'train' AND b."pass" = 'reference' AND iteration = 0
-) USING (run, step, seq_id) ORDER BY step, place
-"""
-
-
 def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
     """Find advantages of whole responses without the KL penalty that verl's settings declare for rewards."""
     setting = run.switched_on(KL_IN_REWARD)
-    coefficient = run.number(r"kl_coef$") or 0.0
-    if not setting or not coefficient or run.is_per_token or "reference" not in scored_passes(run.database):
+    coefficient = run.number(r"(kl_coef|(^|[./])beta)$") or 0.0
+    if not setting or not coefficient or run.is_per_token or not run.kl:
         return
-    kl = coefficient * run.database.connection.sql(_KL).fetchnumpy()["kl"]
+    kl = coefficient * next(iter(run.kl.values()))
     reward, advantage = run.rows["reward"], run.rows["advantage"]
     known = np.isfinite(reward) & np.isfinite(advantage) & np.isfinite(kl) & (run.labels > 0)
     cell = np.unique(np.stack([run.cell, reward]), axis=1, return_inverse=True)[1]
@@ -835,7 +830,6 @@ def _ratios(run: DataRows) -> Iterator[DataFinding]:
 
 
 _FILTER = r"(^|[./])((use_)?dynamic_sampling|filter_groups([./]enable)?|filter_zero\w*|zero_variance_filter)$"
-_NUMBER = r"-?\d+\.?\d*(?:e-?\d+)?"
 
 
 def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
@@ -869,11 +863,7 @@ def _reward_parts(run: DataRows) -> Iterator[DataFinding]:
         pairs = zip(weights, (*names, ""), strict=True)
         return " + ".join(f"{weight:g} {name}".strip() for weight, name in pairs if name or weight)
 
-    given = str(run.settings.get("reward_weights", ""))
-    listed, pairs = re.findall(_NUMBER, given), re.findall(rf"([\w./-]+)\W+({_NUMBER})", given)
-    if given.startswith("[") and len(listed) == len(names):  # TRL lists weights in the functions' order
-        pairs = [*zip(names, listed, strict=True)]
-    declared = {name: float(number) for name, number in pairs}
+    declared = run.weights
     recorded = np.array([declared.get(name, np.nan) for name in names])
     if (weights := weights_of(reward)) is not None:
         used = np.abs(parts[there]).max(axis=0) > 0
@@ -965,7 +955,7 @@ SELECT step, row, coalesce(reward, 'nan') AS reward, a, CASE WHEN isfinite(kl) T
     SELECT step, row, reward, unnest(advantages)::DOUBLE AS a, unnest(kl) AS kl, unnest(response_mask) AS counts, generate_subscripts(advantages, 1) AS place
     FROM (SELECT *, row_number() OVER () AS row FROM sequences WHERE {asked}) LEFT JOIN (
         SELECT run, step, seq_id, list_transform(list_zip(train.logprobs, other.logprobs), lambda pair: pair[1]::DOUBLE - pair[2]) AS kl
-        FROM scores AS train JOIN scores AS other USING (run, step, seq_id, iteration) WHERE train."pass" = 'train' AND other."pass" = 'reference' AND iteration = 0
+        FROM scores AS train JOIN scores AS other USING (run, step, seq_id, iteration) WHERE train."pass" = 'train' AND other."pass" = $other AND iteration = 0
     ) USING (run, step, seq_id)) WHERE isfinite(a) ORDER BY step, row, place
 """
 _RETURN_ERROR = 1e-4
@@ -974,13 +964,95 @@ _KL_JUMP = 5.0
 """Maximum factor by which a controller changes the KL coefficient between two steps."""
 
 
+def _distilled(run: DataRows, other: str, step: np.ndarray, row: np.ndarray, a: np.ndarray, kl: np.ndarray, place: np.ndarray) -> list[DataFinding] | None:  # fmt: skip
+    """Return what is wrong with token advantages that are the logprob difference other - train of some token, up to a
+    factor and a constant for each row. None if they are not."""
+    rows, first = np.unique(row, return_index=True)
+    for lag, token in {0: "its", 1: "the previous", -1: "the next"}.items() if kl.any() else ():
+        at = np.arange(max(lag, 0), len(a) + min(lag, 0))
+        at = at[(row[at - lag] == row[at]) & (place[at - lag] == place[at] - lag)]
+        cells, cell = np.unique(row[at], return_inverse=True)
+        fit = exact_fits(a[at], -kl[at - lag, None], cell) if len(at) else None
+        if fit and fit.hold and is_constant(fit.slopes[:, 0]):
+            factor = float(np.nanmedian(fit.slopes))
+            what = "have the wrong sign" if factor < 0 else "belong to other tokens"
+            text = f"{factor:.3g} times {token} token's logprob difference {other} - train"
+            text += f", so training moves the policy away from {other}" * (factor < 0)
+            affected = np.isin(rows, cells[fit.fits]) & (factor < 0 or lag != 0)
+            return [*run.find("advantages_of_pass", affected, step[first], what=what, name=other, explanation=text)]
+    return None
+
+
+def _normalised_apart(run: DataRows, step: np.ndarray, row: np.ndarray, a: np.ndarray, place: np.ndarray) -> Iterator[DataFinding]:  # fmt: skip
+    """Find token advantages that were normalised within each row, or within parts of rows."""
+    first, cell, num = np.unique(row, return_index=True, return_inverse=True, return_counts=True)[1:]
+    mean, spread = mean_of(cell, a)[first], rms_of(cell, a - mean_of(cell, a))[first]
+    unit = np.fmin(np.abs(spread - 1), np.abs(spread * np.sqrt(num / np.maximum(num - 1, 1)) - 1))
+    asked, is_normal = (num > 2) & (np.abs(mean) + spread > TINY), (np.abs(mean) < 1e-3) & (unit < 1e-3)
+    if (asked & is_normal).sum() > 0.95 * asked.sum() >= 20:
+        text = ": each row's have the mean 0 and the standard deviation 1, as if they were normalised within the row, which removes its reward"
+        yield from run.find("advantages_vary", asked & is_normal, step[first], explanation=text)
+        return
+    # The first token whose value differs from the row's first value, if it directly follows tokens with that value.
+    second, differs = 0 * first, np.flatnonzero(np.abs(a - a[first][cell]) > TINY * np.abs(a).max(initial=0))[::-1]
+    second[cell[differs]] = differs
+    values = np.bincount(np.unique(np.c_[cell, np.round(a, 6)], axis=0)[:, 0].astype(int))
+    known = (second > 0) & (values <= np.minimum(8, num / 2)) & (place[second] == place[second - 1] + 1)
+    if known.sum() > max(20, 0.5 * len(known)):
+        fit = exact_fits(a[second][known], a[first][known, None], np.unique(step[first][known], return_inverse=True)[1])
+        if fit.fits.sum() >= max(3, 0.95 * len(fit.fits)) and np.ptp(fit.slopes[fit.fits]) > 1e-3:
+            text = ": at each step, one linear function gives the values of all rows' later tokens from those of their first ones, as if parts of rows, such as those of context-parallel ranks, were normalised by themselves"
+            yield from run.find("advantages_vary", known, step[first], explanation=text, notice=True)
+
+
+def _outcomes(run: DataRows) -> Iterator[DataFinding]:
+    """Find token advantages that do not follow their row's reward, in all rows or in those that end early."""
+    reward, length, at = run.rows["reward"], run.rows["loss_length"], run.at
+    known = np.isfinite(reward) & np.isfinite(run.rows["advantage"]) & (length > 0)
+
+    def related(chosen: np.ndarray, reward: np.ndarray = reward) -> tuple[float, float]:
+        """Return the correlation of rewards with last or mean advantages within steps, and the largest one by chance."""
+        chosen = np.flatnonzero(chosen & np.isfinite(reward))
+        values = (each[chosen] for each in (reward, run.rows["outcome"], run.rows["advantage"]))
+        r, *others = (each - mean_of(at[chosen], each) for each in values)
+        is_known = len(chosen) >= 40 and np.ptp(r) > 0
+        return max((pearson(each, r) for each in others), key=abs) if is_known else np.nan, 4 / max(
+            len(chosen), 1
+        ) ** 0.5
+
+    is_short = length < np.maximum.reduceat(length, np.unique(at, return_index=True)[1])[at]
+    kinds = {" in rows shorter than their step's longest": is_short, " in truncated rows": run.ended == "length"}
+    for text, early in kinds.items():
+        (here, error), (rest, _) = related(known & early), related(known & ~early)
+        if abs(here) < error < 0.25 and rest > max(0.8, 4 * abs(here)):
+            find = partial(run.find, affected=known & early, explanation=f"{text}, but {rest:.3f} in the others")
+            yield from find("advantages_unrelated", correlation=here, error=error, notice=True)
+            return
+    own, error = related(known)
+    if abs(own) < error and known.sum() >= 200:
+        moves = {name: np.append(reward, np.nan)[place] for name, place in shifted(at).items()}
+        fits = {name: float(np.nan_to_num(related(known, moved)[0])) for name, moved in moves.items()}
+        best = max(fits, key=fits.__getitem__)
+        is_moved = fits[best] > max(0.5, 3 * error)
+        code, text = ("rewards_of_other_rows", best) if is_moved else ("advantages_unrelated", "")
+        find = partial(run.find, affected=known, explanation=text, notice=not is_moved)
+        yield from find(code, correlation=own, error=error, fit=fits[best])
+
+
 def _returns(run: DataRows) -> Iterator[DataFinding]:
     """Fit a = gamma * next_a + c * (train - reference) + constant to the advantages of adjacent tokens, step by step.
     Find rows where the fit fails across masked tokens, and steps where it fails or c changes."""
     if not run.is_per_token:
         return
-    table = run.database.connection.execute(_RETURNS.format(asked=run.asked)).fetchnumpy()
-    step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
+    others = {*scored_passes(run.database)} - {"rollout", "train", "current", "reference"}
+    is_distilled = bool(others or run.setting(ALGORITHM, "distil|opd"))
+    for other in (*sorted(others), "reference"):
+        table = run.database.connection.execute(_RETURNS.format(asked=run.asked), {"other": other}).fetchnumpy()
+        step, row, reward, a, kl, place, counts = map(np.asarray, table.values())
+        distilled = _distilled(run, other, *(each[counts] for each in (step, row, a, kl, place)))
+        is_distilled |= distilled is not None
+        yield from distilled or ()
+    yield from () if is_distilled else _outcomes(run)  # a distillation need not use rewards
     before = np.cumsum(kl) - kl
     step, row, reward, a, kl, place, before = (each[counts] for each in (step, row, reward, a, kl, place, before))
     steps, starts = np.unique(step, return_index=True)
@@ -1016,7 +1088,7 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         implied += f"; they decay by a factor of {factor:.4g} per token towards the start"
     text = f"a decay of {factor:.4g} per token over masked tokens as well, as if these counted toward the loss"
     yield from run.find("advantages_mixed", np.isin(rows, row[runs_on]), at, least=8, notice=True, rule=text)
-    if implied:
+    if implied and not is_distilled:
         yield from run.find("advantages_vary", run.rows["is_per_token"], notice=True, explanation=implied)
     size, off, which = size[known], size[known] > 0, "the wrong sign"
     jumps = np.minimum.accumulate(np.abs(size[::-1]))[::-1][1:] > _KL_JUMP * np.maximum.accumulate(np.abs(size))[:-1]
@@ -1032,3 +1104,4 @@ def _returns(run: DataRows) -> Iterator[DataFinding]:
         (np.isin(at, steps[fails & is_lost]), "no fixed relation to the next token's advantage and the KL penalty, although they have one at earlier steps"),
     ):  # fmt: skip
         yield from run.find("advantages_mixed", affected, at, least=8, rule=rule)
+    yield from _normalised_apart(run, step, row, a, place)

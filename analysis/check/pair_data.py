@@ -407,7 +407,9 @@ def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
 def is_mixture(data: PairData) -> bool | None:
     paths = (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
     texts = [str(declared(data.contract(side), *path) or "") for side in "ab" for path in paths]
-    counted = [data.config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
+    counted = [
+        data.config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    ]
     if any(counted) or any("moe" in text.lower() or "mixtral" in text.lower() for text in texts):
         return True
     return False if data.config or any(texts[:2]) else None

@@ -330,7 +330,101 @@ def alone_format(step):
     return {"accuracy": np.where(GROUP % 2, parts["accuracy"], 1.0), "format": parts["format"]}
 
 
+def of_parts(weights=(1.0, 0.5), normalise=grpo, settings="[1.0, 0.5]"):
+    """Advantages that are a sum of reward functions, each normalised by itself (GDPO)."""
+
+    def columns(step, number):
+        accuracy, form = parts_of(step).values()
+        return {"rewards": parts_of(step), "advantage": weights[0] * grpo(accuracy) + weights[1] * normalise(form)}
+
+    reward = lambda step, n, draw: parts_of(step)["accuracy"] + 0.5 * parts_of(step)["format"]  # noqa: E731
+    return {
+        "reward": reward,
+        "columns": columns,
+        "hyperparameters": {"reward_weights": settings, "scale_rewards": "gdpo"},
+    }
+
+
+def credited(reward, number, noise=0.1):
+    """GAE with a critic that is right on average, and small residues."""
+    draw = np.random.default_rng(number)
+    return [
+        value - 0.5 + draw.normal(0, noise, length) for value, length in zip(reward, lengths_of(number), strict=True)
+    ]
+
+
+def truncated_only(reward, number):
+    """Rewards of the longest rows, 0 for the others, as if those of shorter rows stood on padding."""
+    return reward * (lengths_of(number) == lengths_of(number).max())
+
+
+def of_teacher(number, factor=-1.0, lag=0):
+    return [np.roll(factor * row, lag) for row in kl_of(number)]
+
+
+def of_rank_halves(reward, number):
+    """Advantages whitened by two ranks, each of which has one half of every row."""
+    rows = [np.full(length, value) for value, length in zip(grpo(reward), lengths_of(number), strict=True)]
+    halves = [np.arange(len(row)) < len(row) // 2 for row in rows]
+    first, second = (
+        np.concatenate([row[half == one] for row, half in zip(rows, halves, strict=True)]) for one in (True, False)
+    )
+    return [
+        np.where(half, (row - first.mean()) / first.std(), (row - second.mean()) / second.std())
+        for row, half in zip(rows, halves, strict=True)
+    ]
+
+
+def token_whitened(reward, number, padded=0):
+    """GRPO, then whitened over the batch's tokens, or with a mean over `padded` tokens in each row."""
+    advantage, lengths = grpo(reward), lengths_of(number)
+    off = advantage - (advantage * lengths).sum() / (padded * len(lengths) or lengths.sum())
+    return off / np.sqrt((off**2 * lengths).sum() / lengths.sum())
+
+
+def by_length(step, number, draw):
+    """Longer responses are better."""
+    return 0.6 * (np.array([len(row) for row in step.responses]) > 8) + 0.4 * draw.random(len(GROUP))
+
+
+def of_rank(reward, number):
+    rank = np.arange(len(reward)) // (2 * IN_GROUP)
+    return centred(reward) / np.sqrt(np.bincount(rank, centred(reward) ** 2))[rank]
+
+
+ALONE = np.where(np.arange(len(GROUP)) % 16 == 15, GROUPS + np.arange(len(GROUP)) // 16, GROUP)
+UNEVEN = np.repeat(np.arange(GROUPS), [5, 11, 6, 10, 8, 8, 7, 9])
+
+
+def without_prompts(label):
+    return {"groups": lambda step, n: [str(each) for each in label], "columns": lambda step, n: {"prompt_ids": None}}
+
+
+def left_one_out(reward, rest):
+    """Rewards minus the mean of the group's other rows, and `rest` for rows that are alone in their group."""
+    num = np.bincount(ALONE)[ALONE]
+    return np.where(num > 1, centred(reward, ALONE) * num / np.maximum(num - 1, 1), rest)
+
+
+def changed_if_truncated(given):
+    """Truncated rows have reward 0, and the advantages `given(raw reward, is truncated)`."""
+
+    def columns(step, number):
+        raw, cut = graded(step, number, None), np.array([each == "length" for each in ends_of(step)])
+        return {"finish_reason": ends_of(step), "reward": np.where(cut, 0.0, raw), "advantage": given(raw, cut)}
+
+    return {"columns": columns, "hyperparameters": {"adv_estimator": "grpo"}}
+
+
 SOUND = {
+    "gdpo": of_parts(),
+    "a large penalty of the reference": {"passes": of_returns, "advantage": lambda r, n: grpo(r - penalties_of(n, 1.0)), "hyperparameters": {"adv_estimator": "grpo", "kl_coef": 1.0}},
+    "a penalty of truncated rows": changed_if_truncated(lambda raw, cut: grpo(np.where(cut, 0.0, raw) - cut)),
+    "distillation": {"advantage": lambda r, n: of_teacher(n), "passes": of_returns},
+    "distillation and grpo": {"advantage": lambda r, n: [a + row for a, row in zip(grpo(r), of_teacher(n, -0.3), strict=True)], "passes": of_returns, "hyperparameters": {"adv_estimator": "grpo"}},
+    "a critic with small residues": {"advantage": credited},
+    "grpo whitened over tokens": {"advantage": lambda r, n: token_whitened(r, n), "reward": by_length, "hyperparameters": {"adv_estimator": "grpo"}},
+    "rows alone without advantages": {"advantage": lambda r, n: left_one_out(r, 0.0), "reward": graded, **without_prompts(ALONE)},
     "returns with a penalty": {"advantage": lambda r, n: returns(r, n), **RETURNS},
     "returns with a changing penalty": {"advantage": lambda r, n: returns(r, n, kl=0.05 * 1.3**n), **RETURNS},
     "returns": {"advantage": lambda r, n: returns(r, n, kl=0.0), "hyperparameters": {"adv_estimator": "reinforce_plus_plus"}, **RETURNS},
@@ -622,11 +716,39 @@ FAULTS = {
     "pairs of equal rewards": ("advantages_unequal", None, {"advantage": lambda r, n: grpo(r) + (np.arange(len(r)) == 9), "reward": lambda step, n, draw: np.arange(len(GROUP)) % IN_GROUP // 2 + draw.random(GROUPS)[GROUP]}),
     "a weight that doubles from 5": ("rewards_weighted", 5, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + (2 if n >= 5 else 1) * parts_of(step)["format"], "columns": lambda step, n: {"rewards": parts_of(step)}, "hyperparameters": {"reward_weights": "[1.0, 1.0]"}}),
     "a weight and a constant": ("rewards_weighted", None, {"reward": lambda step, n, draw: parts_of(step)["accuracy"] + 0.5 * parts_of(step)["format"] + 0.3, "columns": lambda step, n: {"rewards": parts_of(step)}}),
+    "gdpo with other weights": ("advantages_of_parts", None, of_parts((1.0, 1.0))),
+    "gdpo with other weights than the reward": ("advantages_of_parts", None, of_parts((1.0, 1.0), settings="")),
+    "gdpo with one function over the batch": ("advantages_of_parts", None, of_parts(normalise=whitened)),
+    "a KL penalty of the other sign": ("kl_penalty_wrong", None, {**DECLARED_KL, "advantage": lambda r, n: grpo(r + penalties_of(n))}),
+    "a KL penalty of the other sign from 5": ("kl_penalty_wrong", 5, {**DECLARED_KL, "advantage": lambda r, n: grpo(r + (1 if n > 4 else -1) * penalties_of(n))}),
+    "an averaged KL penalty": ("kl_penalty_wrong", None, {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n) / lengths_of(n))}),
+    "ten times the KL penalty": ("kl_penalty_wrong", None, {**DECLARED_KL, "advantage": lambda r, n: grpo(r - penalties_of(n, 1.0))}),
+    "token advantages without the reward": ("advantages_unrelated", None, {"advantage": lambda r, n: credited(0 * r, n)}),
+    "token advantages without the reward of short rows": ("advantages_unrelated", None, {"advantage": lambda r, n: credited(truncated_only(r, n), n)}),
+    "token advantages of the next row's reward": ("rewards_of_other_rows", None, {"advantage": credited, "recorded": roll(1)}),
+    "distillation of the other sign": ("advantages_of_pass", None, {"advantage": lambda r, n: of_teacher(n, 1.0), "passes": of_returns}),
+    "distillation of the previous token": ("advantages_of_pass", None, {"advantage": lambda r, n: of_teacher(n, lag=1), "passes": of_returns}),
+    "normalised within rows": ("advantages_vary", None, {"advantage": lambda r, n: [whitened(row) for row in per_token(r, n)]}),
+    "normalised within parts of rows": ("advantages_vary", None, {"advantage": of_rank_halves, "reward": graded, "hyperparameters": {"adv_estimator": "grpo"}}),
+    "grpo minus a mean over padding": ("baseline", None, {"advantage": lambda r, n: token_whitened(r, n, 64), "reward": by_length}),
+    "grpo minus a mean over the step's padding": ("baseline", None, {"advantage": lambda r, n: token_whitened(r, n, lengths_of(n).max()), "reward": by_length}),
+    "a rank's deviation": ("advantages_scaled", None, {"advantage": of_rank, "reward": graded}),
+    "rows alone with their raw reward": ("advantages_mixed", None, {"advantage": lambda r, n: left_one_out(r, r), "reward": graded, **without_prompts(ALONE)}),
+    "chunks of uneven groups": ("baseline", None, {"advantage": lambda r, n: grpo(r), "reward": graded, **without_prompts(UNEVEN)}),
+    "truncated rows changed after the baseline": ("advantages_mixed", None, changed_if_truncated(lambda raw, cut: centred(raw) * ~cut)),
     "logged reward": ("metric_contradicts", 6, {"metrics": lambda step, r, n: {"reward": r.mean() + (n > 5) * 0.2}}),
     "logged length": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"completion_length": 40.0 + n}}),
     "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
+    "gdpo with other weights than the reward",
+    "an averaged KL penalty",
+    "ten times the KL penalty",
+    "token advantages without the reward",
+    "token advantages without the reward of short rows",
+    "normalised within parts of rows",
+    "a rank's deviation",
+    "truncated rows changed after the baseline",
     "a reward function that gives 0",
     "a judge that always gives a half",
     "failures that count as wrong",
@@ -724,6 +846,9 @@ EXPLAINED = {
     "neighbours of other prompts": "the mean of 8 neighbouring rows", "absolute values": "absolute values",
     "advantages of the next row": "advantages moved by -1 rows",
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
+    "gdpo with other weights": "1 accuracy + 1 format, up to a factor, each normalised within its group, but the recorded weights are 1 accuracy + 0.5 format",
+    "gdpo with one function over the batch": "the sum of reward functions: format normalised over the whole batch, accuracy within each group",
+    "grpo minus a mean over padding": "the group's mean and then the mean over the batch's tokens and padding", "token advantages of the next row's reward": "rewards moved by 1 rows",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
     "halves of the group": advantages.HALVES, "times length": "multiplied by the response length",
     "mean and deviation of another group": "the previous group's mean", "advantages of the previous step": "the rewards of the previous step",
@@ -1074,6 +1199,49 @@ def test_a_later_turn_does_not_mix_the_prompts_of_its_trajectorys_group(tmp_path
         )
     )  # fmt: skip
     assert not {"groups_mix_prompts", "one_row_groups"} & {one.code for one in found}
+
+
+@pytest.mark.parametrize(("of_all", "is_notice"), [(True, True), (False, False)])
+def test_a_baseline_over_all_turns_weighs_long_trajectories(tmp_path, of_all, is_notice):
+    """Two of six trajectories of a group have two turns; the earlier turn has the trajectory's reward, or 0."""
+    is_later, is_earlier = (np.isin(np.arange(len(GROUP)) % IN_GROUP, rows) for rows in ((1, 3), (0, 2)))
+
+    def columns(step, number):
+        prompts = [row.tolist() for row in step.prompts]
+        for row in np.flatnonzero(is_later):
+            prompts[row] = [*prompts[row - 1], *step.responses[row - 1].tolist(), 7]
+        return {"prompt_ids": prompts}
+
+    def reward(step, number, draw):
+        values = graded(step, number, draw)
+        return np.where(is_earlier, np.roll(values, -1) if of_all else 0.0, values)
+
+    given = {"columns": columns, "reward": reward, "hyperparameters": {"adv_estimator": "grpo"}}
+    of_rows, of_trajectories = (
+        findings(write(tmp_path / name, lambda r, n, mean=mean: r - mean(r), **given))
+        for name, mean in (
+            ("rows", means),
+            ("trajectories", lambda r: (np.bincount(GROUP, r * ~is_earlier) / 6)[GROUP]),
+        )
+    )
+    assert "over all turns" in data_text(of_rows[0])
+    assert [(one.code, one.is_notice) for one in of_rows[:1]] == [("baseline", is_notice)]
+    assert not [one for one in of_trajectories if one.code != "turns_differ"]
+
+
+def test_equal_rewards_of_other_parts_may_differ_in_advantage(tmp_path):
+    """Groups of four rows are too small to fit three reward functions."""
+    small = np.arange(len(GROUP)) // 4
+
+    def columns(step, number):
+        parts = {
+            name: np.random.default_rng(number).integers(0, 2, (3, len(GROUP)))[at] for at, name in enumerate("abc")
+        }
+        advantage = sum(grpo(values, small) for values in parts.values())
+        return {"rewards": parts, "reward": sum(parts.values()), "advantage": advantage, "prompt_ids": None}
+
+    path = write(tmp_path / "run", groups=lambda step, n: [str(each) for each in small], columns=columns)
+    assert findings(path) == ()
 
 
 def test_end_tokens_that_are_masked_as_padding_are_reported(tmp_path):
