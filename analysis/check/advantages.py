@@ -775,7 +775,8 @@ def _mixed(rows: _Rows) -> _Mixed | None:
     if asked.sum() < 30:
         return None
     zero, pairs, usual = asked & (a == 0), [], []
-    for given in (rows.x, rows.x / rows.spread):
+    # In groups of different sizes, the deviation of a sample is not a fixed multiple of the population's.
+    for given in (rows.x, rows.x / rows.spread, rows.x / rows.spread * np.sqrt(1 - 1 / rows.n)):
         ratio = np.divide(a, given, out=np.full(len(a), np.nan), where=asked)
         scale = np.array([_mode(part[part > 0]) for part in split_steps(at, np.abs(ratio))])
         ratio /= scale[at] * (np.sign(np.nansum(np.sign(ratio))) or 1.0)
@@ -786,9 +787,10 @@ def _mixed(rows: _Rows) -> _Mixed | None:
         # Factors near 1 do not count, because a leave-one-out baseline's n / (n - 1) varies with the group size.
         pairs += [(usual[-1], (np.abs(ratio - factor) < CLOSE * abs(factor)) & (abs(factor - 1) > 0.1), text)]
         pairs += [(usual[-1], zero, "been set to 0 although their rewards differ")]
-    fewer = int(usual[1].sum() < usual[0].sum())
+    divided = max(usual[1:], key=np.sum)
+    fewer = divided.sum() < usual[0].sum()
     text = f"{'' if fewer else 'not '}been divided by the group's standard deviation"
-    pairs += [(usual[1 - fewer], usual[fewer], text)]
+    pairs += [(usual[0], divided, text) if fewer else (divided, usual[0], text)]
     if max(each[asked].mean() for each in usual) > 0.97:
         return None
     # Three or more advantages are linear in their rewards only if a rule made them so. The scale may differ by group.
@@ -811,7 +813,7 @@ def _mixed(rows: _Rows) -> _Mixed | None:
             return "advantages_mixed", only, {"rule": text, "notice_if_whole": bool(side)}
     raw, rank = asked & (r != 0) & (np.abs(a - r) < TINY * np.abs(r)), rank_of(g, a, -r)
     share = (1 + np.bincount(rank, raw)) / (1 + np.bincount(rank, asked & (r != 0)))
-    is_raw, explained = share > 0.95, raw & (usual[0] | usual[1])
+    is_raw, explained = share > 0.95, raw & (usual[0] | divided)
     if 2 * explained.sum() < raw.sum() and 0 < is_raw.sum() < len(share) and np.all(is_raw | (share < 0.1)):
         ranks = ", ".join(str(each + 1) for each in np.flatnonzero(~is_raw))
         text = f"the raw reward as their value: all rows except those ranked {ranks} by reward in their group"

@@ -416,7 +416,9 @@ def changed_if_truncated(given):
     return {"columns": columns, "hyperparameters": {"adv_estimator": "grpo"}}
 
 
+UNEVEN = np.repeat(np.arange(9), [8, 7, 6, 8, 7, 6, 8, 7, 7])
 SOUND = {
+    "groups of 6 to 8 rows": {"advantage": lambda r, n: grpo(r, UNEVEN), "groups": lambda step, n: UNEVEN.astype(str).tolist(), "columns": lambda step, n: {"prompt_ids": None}},
     "gdpo": of_parts(),
     "a large penalty of the reference": {"passes": of_returns, "advantage": lambda r, n: grpo(r - penalties_of(n, 1.0)), "hyperparameters": {"adv_estimator": "grpo", "kl_coef": 1.0}},
     "a penalty of truncated rows": changed_if_truncated(lambda raw, cut: grpo(np.where(cut, 0.0, raw) - cut)),
