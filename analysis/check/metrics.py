@@ -32,7 +32,7 @@ _TOKENS = """
 SELECT {columns} FROM (SELECT run, step, seq_id, response_mask AS mask, advantages, row_number() OVER () AS place FROM sequences WHERE step IN ({steps})) {joins}
 ORDER BY step, place
 """
-_JOIN = """LEFT JOIN (SELECT run, step, seq_id, {column} AS "{name}" FROM scores WHERE "pass" = '{scored}' AND iteration = 0) USING (run, step, seq_id)"""
+_JOIN = """LEFT JOIN (SELECT run, step, seq_id, {1} AS "{0}" FROM scores WHERE "pass" = '{2}' AND iteration = 0) USING (run, step, seq_id)"""
 _LOGGED = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) AND NOT starts_with(name, 'hyperparameter/') GROUP BY ALL"
 _EVALUATION = """
 SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
@@ -70,7 +70,7 @@ class _Rows:
         return np.asarray(self.run.rows[name][self.kept])
 
     def mean(self, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        w = self.ones if weights is None else 1.0 * weights
+        w = 1.0 * (self.ones if weights is None else weights)
         with np.errstate(all="ignore"):
             sums = np.bincount(self.at, np.where(w > 0, values * w, 0.0), len(self.steps))
             return np.asarray(sums / np.bincount(self.at, w, len(self.steps)))
@@ -86,7 +86,7 @@ class _Rows:
         """Rows over which a mean may have been taken instead of all: description, rows ([N] bool), and kind."""
         index = np.arange(len(self.at))
         first, place = np.isin(index, np.unique(self.cell, return_index=True)[1]), index - self.starts[self.at]
-        ended = self.run.ended[self.kept]
+        ended, size = self.run.ended[self.kept], self.size
         found = [
             ("the rows of groups with different rewards", self.varies, "notice"),
             ("the rows with an advantage other than 0", np.nan_to_num(self["advantage"]) != 0, "notice"),
@@ -94,39 +94,34 @@ class _Rows:
             ("the rows that were not truncated", (ended != "length") & (ended != ""), "notice"),
             ("the first row of each group", first, "notice"),
         ]
-        for word, by in (("half", 2), ("quarter", 4), ("eighth", 8)):
-            found += [(f"the first {word} of the rows", place < self.size // by, "wrong"), (f"the last {word} of the rows", place >= self.size - self.size // by, "wrong"), (f"every {by}th row".replace("2th", "2nd"), place % by == 0, "wrong")]  # fmt: skip
+        for word, nth, by in (("half", "second", 2), ("quarter", "fourth", 4), ("eighth", "eighth", 8)):
+            found += [(f"the first {word} of the rows", place < size // by, "wrong"), (f"the last {word} of the rows", place >= size - size // by, "wrong"), (f"every {nth} row", place % by == 0, "wrong")]  # fmt: skip
         return found
 
     def averages(self, num: np.ndarray, den: np.ndarray, *, tokens: bool, error: str = "") -> Iterator[_Average]:
         """Yield right and wrong averages of values whose sum in each row is `num`, over `den` values ([N] each)."""
-        has = den > 0
-        values = np.divide(num, den, out=0.0 * num, where=has)
-        by_group = has / np.maximum(np.bincount(self.cell, has)[self.cell], 1)
-        if tokens:
-            longest, most = np.maximum.reduceat(self.length, self.starts)[self.at], self.length.max(initial=1)
-            kind = "right" if self.loss is not None and self.loss.aggregation == "constant" else "wrong"
-            yield _Average(
-                "the mean over the loss tokens", self.mean(values, den), error=self._error(values, has, error)
-            )
-            yield _Average("the sum per row", self.mean(num))
-            for width in (longest, most):
-                yield _Average("the mean over the loss tokens and the padding", self.mean(num / width), kind)
-        else:
-            best = np.full(int(self.cell.max(initial=0)) + 1, -np.inf)
-            np.maximum.at(best, self.cell, np.where(has, values, -np.inf))
-            yield _Average("the mean over all rows", self.mean(values, has), error=self._error(values, has, error))
-            yield _Average("the mean over all rows, weighted by length", self.mean(values, has * self.length), "wrong")
-            yield _Average("the mean of the groups' largest values", self.mean(best[self.cell], by_group), "notice")
-        yield _Average("the mean of the rows' means", self.mean(values, has))
-        yield _Average("the mean of the groups' means", self.mean(values, by_group))
-        yield _Average(
-            "the mean over trajectories", self.mean(values, has & ~np.isin(self.kept, self.run.continued[0]))
+        has, length, ones = den > 0, self.length, self.ones
+        values, whole = (
+            np.divide(num, den, out=0.0 * num, where=has),
+            f"the mean over {'the loss tokens' if tokens else 'all rows'}",
         )
-        if not has.all():
-            yield _Average("the mean over all rows, with 0 for rows without a value", self.mean(values), "wrong")
-        for of, rows, kind in self.subsets:
-            yield _Average(f"the mean of {of}", self.mean(values, rows * den), kind)
+        yield _Average(whole, self.mean(values, den), error=self._error(values, has, error))
+        by_group, best = has / np.maximum(np.bincount(self.cell, has)[self.cell], 1), np.full(len(self.at), -np.inf)
+        np.maximum.at(best, self.cell, np.where(has, values, -np.inf))
+        is_padded = self.loss is not None and self.loss.aggregation == "constant"
+        widths = (np.maximum.reduceat(length, self.starts)[self.at], length.max(initial=1)) if tokens else ()
+        for of, each, weights, kind in (
+            *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in widths),
+            ("the sum per row", num, ones, "right" if tokens else "notice"),
+            (f"{whole}, weighted by length", values, has * length, "right" if tokens else "wrong"),
+            ("the mean of the groups' largest values", best[self.cell], by_group, "notice"),
+            ("the mean of the rows' means", values, has, "right"),
+            ("the mean of the groups' means", values, by_group, "right"),
+            ("the mean over trajectories", values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
+            (f"{whole}, with 0 for rows without a value", values, ones, "right" if tokens else "notice"),
+            *((f"the mean of {of}", values, rows * den, kind) for of, rows, kind in self.subsets),
+        ):  # fmt: skip
+            yield _Average(of, self.mean(each, weights), kind)
 
     def _error(self, values: np.ndarray, has: np.ndarray, kind: str) -> np.ndarray | None:
         if kind == "range":
@@ -143,14 +138,10 @@ class _Rows:
     @cached_property
     def tokens(self) -> dict[str, np.ndarray]:
         """Columns of the tokens, [T], NaN where missing, and `counts`, True in the loss."""
-        names = {
-            name: ("entropy", "train") if name == "entropy" else ("logprobs", name) for name in sorted(self.needed)
-        }
-        joins = " ".join(
-            _JOIN.format(column=column, name=name, scored=scored) for name, (column, scored) in names.items()
-        )
+        names, column = sorted(self.needed), {"entropy": ("entropy", "train")}
+        joins = [_JOIN.format(name, *column.get(name, ("logprobs", name))) for name in names]
         columns = ", ".join(["mask", "advantages", *(f'"{name}"' for name in names)])
-        query = _TOKENS.format(columns=columns, joins=joins, steps=self.run.inspected)
+        query = _TOKENS.format(columns=columns, joins=" ".join(joins), steps=self.run.inspected)
         table, lengths = self.run.database.connection.sql(query).to_arrow_table(), self.length.astype(np.int64)
         found = {name: fitted(table[name], lengths).astype(np.float64) for name in (*names, "advantages")}
         counts = counted(table["mask"], lengths)
@@ -167,12 +158,8 @@ class _Rows:
         known, counts = 1.0 * np.isfinite(values), self.tokens["counts"]
         yield from self.averages(self.sum(values, counts), self.sum(known, counts), tokens=True, error=error)
         if not counts.all():
-            num = self.sum(known)
-            yield _Average(
-                "the mean over all tokens, masked ones too",
-                self.mean(self.sum(values) / np.maximum(num, 1), num),
-                of_all,
-            )
+            mean = self.mean(self.sum(values) / np.maximum(self.sum(known), 1), self.sum(known))
+            yield _Average("the mean over all tokens, masked ones too", mean, of_all)
 
     @cached_property
     def log_ratio(self) -> np.ndarray:
@@ -212,9 +199,8 @@ def _part(rows: _Rows, match: re.Match[str]) -> _Averages:
         yield from _spreads(rows, part) if match["figure"] == "std" else rows.of_rows(part)
         return
     yield from _spreads(rows, rows["reward"])
-    yield from (
-        _spreads(rows, parts.sum(axis=1), "the reward functions' unweighted sum", "wrong") if len(names) > 1 else ()
-    )
+    if len(names) > 1:
+        yield from _spreads(rows, parts.sum(axis=1), "the reward functions' unweighted sum", "wrong")
 
 
 def _length(rows: _Rows, match: re.Match[str]) -> _Averages:
@@ -223,11 +209,8 @@ def _length(rows: _Rows, match: re.Match[str]) -> _Averages:
     # Tokens outside the loss, such as tool output, need not count, but a row that is masked as a whole has a length.
     is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
     yield _Average("the mean of the number of tokens in the loss", rows.mean(inside), "notice" if is_whole else "right")
-    yield _Average(
-        "the mean of prompt and response",
-        rows.mean(rows.length + rows["prompt_length"]),
-        "right" if match["whole"] else "wrong",
-    )
+    both, kind = rows.mean(rows.length + rows["prompt_length"]), "right" if match["whole"] else "wrong"
+    yield _Average("the mean of prompt and response", both, kind)
 
 
 def _advantage(rows: _Rows, match: re.Match[str]) -> _Averages:
@@ -235,10 +218,8 @@ def _advantage(rows: _Rows, match: re.Match[str]) -> _Averages:
     inside = rows["loss_length"] * np.isfinite(advantage)
     if figure := match["figure"]:
         extreme = np.fmax if figure == "max" else np.fmin
-        for there in (inside > 0, inside >= 0):
-            yield _Average(
-                f"the {figure}imum over the rows", extreme.reduceat(np.where(there, advantage, np.nan), rows.starts)
-            )
+        for values in (np.where(inside > 0, advantage, np.nan), advantage):
+            yield _Average(f"the {figure}imum over the rows", extreme.reduceat(values, rows.starts))
         return
     yield from rows.averages(np.nan_to_num(advantage) * inside, inside, tokens=True, error="rows")
     yield _Average("the mean over all tokens, masked ones too", rows.mean(np.nan_to_num(advantage), rows.length))
@@ -272,12 +253,7 @@ def _clipped(rows: _Rows, match: re.Match[str]) -> _Averages:
 
 def _loss(rows: _Rows, _: re.Match[str]) -> _Averages:
     loss, tokens = rows.loss, rows.tokens
-    if (
-        loss is None
-        or loss.kind not in (PPO, REINFORCE, SAPO)
-        or loss.unknown
-        or loss.correction.startswith("sequence")
-    ):
+    if loss is None or loss.kind not in (PPO, REINFORCE, SAPO) or loss.unknown or "sequence" in loss.correction:
         return
     terms = -contribution(loss, clamped_exp(rows.log_ratio), tokens["advantage"])
     if loss.correction != "none" and ROLLOUT in tokens:
@@ -285,10 +261,8 @@ def _loss(rows: _Rows, _: re.Match[str]) -> _Averages:
     d = tokens.get(CURRENT, tokens["train"]) - tokens.get("reference", tokens["train"])
     for each in (terms, *([terms + loss.kl_coefficient * (np.exp(-d) - 1 + d)] if loss.kl_coefficient else [])):
         found = [*rows.of_tokens(each)]
-        if loss.aggregation == "constant":
-            found.append(
-                _Average("the sum per row over the longest length", found[1].values / (loss.max_tokens or np.nan))
-            )
+        sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
+        found += [_Average("the sum per row over the longest length", sums)] if loss.aggregation == "constant" else []
         # If all rows have the same weight, the mean is 0 by construction.
         least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
         yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)
@@ -300,7 +274,7 @@ _QUANTITIES: tuple[tuple[str, Callable[[_Rows, re.Match[str]], _Averages], tuple
     (r"^(?!rollout/rewards$)((train|rollout|rl|critic|ppo_actor|env/all)/)?(raw_|task_)?(reward|score)s?(/all)?([/_](mean|avg|avg_raw_reward|total))?$", _reward, ()),
     (r"^((val/sequence|(rollout/)?response)_lengths|generate/avg_num_tokens|mean_gen_tokens_per_sample|completions/mean_length|((rollout/)?(response|completion)_len(gth)?|(ppo_actor/|rollout/)?(?P<whole>seq_len|total_lengths)(/all)?)([/_](mean|avg))?)$", _length, ()),
     (r"^(mean_prompt_length|prompt_len(gth)?(/(mean|avg))?)$", lambda rows, _: rows.of_rows(rows["prompt_length"], "rows"), ()),
-    (r"^(completions/clipped_ratio|response_length/clip_ratio|is_truncated(/all)?/mean|rollout/truncated(_ratio)?)$", lambda rows, _: rows.of_rows(np.where(rows.run.ended == "", np.nan, rows.run.ended == "length"), "rows"), ()),
+    (r"^(completions/clipped_ratio|response_length/clip_ratio|is_truncated(/all)?/mean|rollout/truncated(_ratio)?)$", lambda rows, match: rows.of_rows(np.where(rows.run.ended == "", np.nan, rows.run.ended == "length"), "" if "clip_ratio" in match[0] else "rows"), ()),
     (r"^(rewards/(?P<part>.+)/(?P<figure>mean|std)|reward[_/]std)$", _part, ()),
     (r"^frac_reward_zero_std$", lambda rows, _: rows.of_rows(1.0 - rows.varies), ()),
     (r"^((critic|ppo_actor|rl|rollout)/)?advantages?([/_]((?P<figure>max|min)|mean|avg))?$", _advantage, ()),
@@ -354,16 +328,28 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
     for (_, averages, needs), matches in chosen:
         rows = some if needs else every
         with np.errstate(invalid="ignore", over="ignore"):
-            of_names = {name: [*averages(rows, match)] for name, match in matches.items()}
+            of_names = {name: _until_right(averages(rows, match), rows.steps, logged[name]) for name, match in matches.items()}  # fmt: skip
         found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
         if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
-            found += _extremes(run, logged, of_names, rows)
+            found += _extremes(logged, of_names, rows)
     for code in dict.fromkeys(each.code for each in found):
         first, *others = sorted((each for each in found if each.code == code), key=lambda each: each.is_notice)
-        alike = [each.numbers for each in others if "of" in each.numbers and each.is_notice == first.is_notice]
-        first.numbers["more"] = "".join(f"; {each['name']} is {each['of']}" for each in alike)
+        if "of" in first.numbers:
+            more = [each.numbers for each in others if each.is_notice == first.is_notice]
+            first.numbers["more"] = "".join(f"; {each['name']} is {each['of']}" for each in more)
         yield from run.find(code, first.affected, first.steps, notice=first.is_notice, **first.numbers)
     yield from _schedules(run, logged)
+
+
+def _until_right(averages: _Averages, steps: np.ndarray, logged: dict[int, float]) -> list[_Average]:
+    """Return the first right average that the logged values equal, or all averages if there is none."""
+    found: list[_Average] = []
+    for average in averages:
+        series = _series([average], steps, logged, 0) if average.kind == "right" else None
+        if series is not None and not series.off.any() and not series.is_sample:
+            return [average]
+        found.append(average)
+    return found
 
 
 def _series(given: list[_Average], steps: np.ndarray, logged: dict[int, float], by: int) -> _Series | None:
@@ -373,7 +359,7 @@ def _series(given: list[_Average], steps: np.ndarray, logged: dict[int, float], 
     if np.isfinite(value).sum() <= 2:
         return None
     averages = [each._replace(values=each.values[kept]) for each in given]
-    errors = 0.0 * value[kept[kept]] if rights[0].error is None else rights[0].error[kept]
+    errors = np.zeros(len(value)) if rights[0].error is None else rights[0].error[kept]
     means = (each.values for each in averages if each.kind == "right")
     mean = min(means, key=lambda each: np.nan_to_num(_distance(value, each)[1], nan=np.inf).sum())
     return _Series(averages, steps[kept], value, mean, *_compared(value, mean, np.nan_to_num(errors)))
@@ -407,23 +393,19 @@ def _compare(
             continue
         recorded, off = (average.values, differs) if average else (mean, off)
         worst = int(np.argmax(np.where(off, np.abs(value - recorded), -1.0)))
-        numbers = {
-            "name": name,
-            "logged": float(value[worst]),
-            "recorded": float(recorded[worst]),
-            "step": int(own[worst]),
-        }
+        numbers = _numbers(name, value[worst], recorded[worst], own[worst])
         code, of = ("metric_of_others", {"of": average.of}) if average else ("metric_contradicts", {})
         is_notice = average.kind == "notice" if average else is_sample
         wrong.append(_Contradiction(code, is_notice, off[known], own[known], numbers | of))
-    yield from sorted(wrong, key=lambda each: (each.code == "metric_contradicts", each.is_notice, each.affected.sum()))[
-        :1
-    ]
+    wrong.sort(key=lambda each: (each.code == "metric_contradicts", each.is_notice, each.affected.sum()))
+    yield from wrong[:1]
 
 
-def _extremes(
-    run: DataRows, logged: _Logged, names: dict[str, list[_Average]], rows: _Rows
-) -> Iterator[_Contradiction]:
+def _numbers(name: str, logged: float, recorded: float, step: int) -> dict[str, Any]:
+    return {"name": name, "logged": float(logged), "recorded": float(recorded), "step": int(step)}
+
+
+def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _Rows) -> Iterator[_Contradiction]:
     """Compare logged extremes with those of the rows at each step and since the previous logged value, and with those
     of the groups' means, which prime-rl logs, if the logged mean is that of all rows."""
     for name, (kind, extreme) in itertools.product(names, (("min", np.fmin), ("max", np.fmax))):
@@ -441,12 +423,7 @@ def _extremes(
         distance, least = np.fmin(distance, np.abs(value[ends] - of_window)), 1e-3 * np.nanmax(np.abs(own))
         off, worst = (distance > least) & ~(_distance(value, of_means)[1] <= least), ends[distance.argmax()]
         if off.sum() > 2:
-            numbers = {
-                "name": name.replace("mean", kind),
-                "logged": value[worst],
-                "recorded": own[worst],
-                "step": int(rows.steps[worst]),
-            }
+            numbers = _numbers(name.replace("mean", kind), value[worst], own[worst], rows.steps[worst])
             yield _Contradiction("metric_contradicts", True, off, rows.steps[ends], numbers)
 
 
@@ -464,16 +441,18 @@ def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[
     return np.isin(np.arange(len(value)), ends[off]), is_sample
 
 
-def _windows(mean: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the mean over all steps since the previous one of `ends`, [E]."""
-    return np.asarray(np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends]))
+def _since(mean: np.ndarray, ends: np.ndarray, num: int) -> np.ndarray:
+    """Return, at the steps `ends` [E], the mean over all steps since the previous one of them, [S]. NaN elsewhere."""
+    found = np.full(num, np.nan)
+    found[ends] = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
+    return found
 
 
 def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the indices of the steps with a logged value, and its distance from the step's mean or from the mean over
     all steps since the previous logged value, whichever is smaller."""
     ends = np.flatnonzero(np.isfinite(value))
-    return ends, np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - _windows(mean, ends)))
+    return ends, np.minimum(*np.abs(value - [mean, _since(mean, ends, len(value))])[:, ends])
 
 
 def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
@@ -492,33 +471,32 @@ def _average_of(
 ) -> _Average | None:
     """Return the average, or a multiple of a right one, that all logged values equal where they differ ([S] bool) from
     the right ones. Its `values` are what should have been logged."""
-    ends, found = np.flatnonzero(np.isfinite(value)), []
-    y = value[ends][differs[ends]]
-    for average in averages if _num_different(y) > 2 else ():
-        for x in (average.values[ends][differs[ends]], _windows(average.values, ends)[differs[ends]]):
-            if not np.isfinite(x).all() or _num_different(x) < 3:
-                continue
-            if average.kind != "right":
-                if np.abs(y - x).max() < min(_EXACT * np.abs(y).max(), _FIT * np.std(y)):
-                    return average._replace(values=averages[0].values)
-                continue
-            factor = float(np.median(y[x != 0] / x[x != 0]))
-            size = abs(factor)
-            if (
-                np.abs(y - factor * x).max() > min(_SCALED * np.abs(y).max(), _FIT * np.std(y))
-                or abs(factor - 1) < CLOSE
-            ):
-                continue
-            whole = round(max(size, 1 / size))
-            is_count = whole <= _MOST_TIMES and abs(max(size, 1 / size) / whole - 1) < _SCALED
-            words = [f"divided by {whole}" if is_count and size < 1 else f"multiplied by {size:.4g}"] * (
-                whole > 1 or not is_count
-            )
-            words += ["with the wrong sign"] * (factor < 0)
-            is_notice = not is_count or average.of.startswith("the sum") or (may_be_scaled and whole > 1 and size < 1)
-            found.append(
-                average._replace(of=f"{average.of}, {' and '.join(words)}", kind="notice" if is_notice else "wrong")
-            )
+    ends, right = np.flatnonzero(np.isfinite(value)), averages[0]
+    found: list[_Average] = []
+    asked = differs[ends]
+    y, has_gaps = value[ends][asked], (np.diff(ends) > 1).any()
+    given = [*averages, *(each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps)]
+    with np.errstate(all="ignore"):
+        x, is_right = (
+            np.stack([each.values[ends][asked] for each in given]),
+            np.array([each.kind == "right" for each in given]),
+        )
+        factors = np.where(is_right, np.median(y / x, axis=1), 1.0)
+        errors = np.abs(y - factors[:, None] * x).max(axis=1) / np.where(is_right, _SCALED, _EXACT)
+    for at in (
+        np.flatnonzero(errors <= min(np.abs(y).max(), _FIT / _SCALED * np.std(y))) if _num_different(y) > 2 else ()
+    ):
+        average, factor = given[at], float(factors[at])
+        if not is_right[at]:
+            right = [each for each in given[: at + 1] if each.of == right.of][-1]
+            return average._replace(values=right.values)
+        size, times = abs(factor), max(abs(factor), 1 / max(abs(factor), TINY))
+        is_count = round(times) <= _MOST_TIMES and abs(times / round(times) - 1) < _SCALED
+        text = f"divided by {times:.0f}" if is_count and size < 1 else f"multiplied by {size:.4g}"
+        words = [average.of, *([text] * (times > 1 + CLOSE)), *(["with the wrong sign"] * (factor < 0))]
+        is_scale = average.of.startswith("the sum") or (may_be_scaled and size < 1 - CLOSE)
+        kind = "notice" if is_scale or not is_count else "wrong"
+        found += [average._replace(of=", ".join(words), kind=kind)] if abs(factor - 1) > CLOSE else []
     return min(found, key=lambda each: each.kind == "notice", default=None)
 
 
@@ -535,18 +513,22 @@ def _totals(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
         y, *columns = (np.array([logged[each][step] for step in steps]) for each in (name, *known))
         x = np.stack(columns, axis=1)
         weights, _, rank, _ = np.linalg.lstsq(x, y, rcond=1e-4)
-        if rank < len(known) or np.abs(x @ weights - y).max() > min(_EXACT * np.abs(y).max(), _FIT * np.std(y)):
+        if (
+            rank < len(known)
+            or not weights[0]
+            or np.abs(x @ weights - y).max() > min(_EXACT * np.abs(y).max(), _FIT * np.std(y))
+        ):
             continue
         used = dict(zip(known, weights / weights[0], strict=True))
         for term, setting in ((terms[1], KL_COEFFICIENT), (terms[2], _ENTROPY_COEFFICIENT)):
-            # The sign of a logged entropy differs between frameworks.
+            # A term may be logged with its coefficient, and an entropy with either sign.
             weight, declared = used.get(term, 0.0), {*run.numbers(setting).values()} - {0.0}
             shown = weight if term == terms[1] else abs(weight)
-            if not weight or not declared or np.isclose(shown, [*declared], rtol=CLOSE).any():
+            if not weight or not declared or np.isclose(shown, [1.0, *declared], rtol=CLOSE).any():
                 continue
             right = y + weights[0] * (max(declared) * np.sign(weight / shown) - weight) * x[:, known.index(term)]
             of = f"{terms[0]} {'-' if weight < 0 else '+'} {abs(weight):.4g} {term}, although the coefficient is {max(declared):g}"
-            numbers = {"name": name, "logged": y[-1], "recorded": right[-1], "step": int(steps[-1]), "of": of}
+            numbers = _numbers(name, y[-1], right[-1], steps[-1]) | {"of": of}
             yield _Contradiction("metric_of_others", False, steps > -1, steps, numbers)
 
 
@@ -554,10 +536,8 @@ def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
     """Find evaluation rewards that are a multiple of the evaluation rows' mean, or of the mean of each prompt's best."""
     names = [name for name in logged if re.search(_EVALUATED, name)]
     steps, mean, best = run.database.connection.sql(_EVALUATION).fetchnumpy().values() if names else np.zeros((3, 0))
-    averages = [
-        _Average("the mean over all evaluation rows", mean),
-        _Average("the mean of each prompt's best row", best),
-    ]
+    titles = ("the mean over all evaluation rows", "the mean of each prompt's best row")
+    averages = [_Average(of, values) for of, values in zip(titles, (mean, best), strict=True)]
     yield from _compare(dict.fromkeys(names, averages), np.asarray(steps), logged, ("reward",))
 
 
@@ -569,6 +549,6 @@ def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
         steps = np.array([step for step in sorted(value) if step >= start and step - by in value][:by])
         now, before = (np.array([value[step - less] for step in steps]) for less in (0, by))
         if _num_different(now) > 2 and np.allclose(now, before, rtol=_EXACT, atol=0.0):
-            numbers: dict[str, Any] = {"name": name, "attempt": attempt.attempt, "start": start, "first": known[0].first_step}
-            yield from run.find("schedule_restarts", steps > -1, steps, **numbers)
+            numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
+            yield from run.find("schedule_restarts", steps > -1, steps, name=name, **numbers)
             return
