@@ -32,7 +32,7 @@ _TOKENS = """
 SELECT {columns} FROM (SELECT run, step, seq_id, response_mask AS mask, advantages, row_number() OVER () AS place FROM sequences WHERE step IN ({steps})) {joins}
 ORDER BY step, place
 """
-_JOIN = """LEFT JOIN (SELECT run, step, seq_id, {1} AS "{0}" FROM scores WHERE "pass" = '{2}' AND iteration = 0) USING (run, step, seq_id)"""
+_JOIN = """LEFT JOIN (SELECT run, step, seq_id, {1} AS "{0}" FROM scores WHERE "pass" = '{2}' AND iteration = 0 AND step IN ({steps})) USING (run, step, seq_id)"""
 _LOGGED = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) AND NOT starts_with(name, 'hyperparameter/') GROUP BY ALL"
 _EVALUATION = """
 SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
@@ -139,7 +139,7 @@ class _Rows:
     def tokens(self) -> dict[str, np.ndarray]:
         """Columns of the tokens, [T], NaN where missing, and `counts`, True in the loss."""
         names, column = sorted(self.needed), {"entropy": ("entropy", "train")}
-        joins = [_JOIN.format(name, *column.get(name, ("logprobs", name))) for name in names]
+        joins = [_JOIN.format(name, *column.get(name, ("logprobs", name)), steps=self.run.inspected) for name in names]
         columns = ", ".join(["mask", "advantages", *(f'"{name}"' for name in names)])
         query = _TOKENS.format(columns=columns, joins=" ".join(joins), steps=self.run.inspected)
         table, lengths = self.run.database.connection.sql(query).to_arrow_table(), self.length.astype(np.int64)
@@ -471,25 +471,23 @@ def _average_of(
 ) -> _Average | None:
     """Return the average, or a multiple of a right one, that all logged values equal where they differ ([S] bool) from
     the right ones. Its `values` are what should have been logged."""
-    ends, right = np.flatnonzero(np.isfinite(value)), averages[0]
-    found: list[_Average] = []
+    ends, found = np.flatnonzero(np.isfinite(value)), list[_Average]()
     asked = differs[ends]
     y, has_gaps = value[ends][asked], (np.diff(ends) > 1).any()
-    given = [*averages, *(each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps)]
+    given: list[_Average] = [
+        *averages,
+        *(each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps),
+    ]
+    x, is_right = np.stack([each.values[ends][asked] for each in given]), np.array([each.kind == "right" for each in given])  # fmt: skip
     with np.errstate(all="ignore"):
-        x, is_right = (
-            np.stack([each.values[ends][asked] for each in given]),
-            np.array([each.kind == "right" for each in given]),
-        )
         factors = np.where(is_right, np.median(y / x, axis=1), 1.0)
         errors = np.abs(y - factors[:, None] * x).max(axis=1) / np.where(is_right, _SCALED, _EXACT)
-    for at in (
-        np.flatnonzero(errors <= min(np.abs(y).max(), _FIT / _SCALED * np.std(y))) if _num_different(y) > 2 else ()
-    ):
-        average, factor = given[at], float(factors[at])
+    fits = errors <= min(np.abs(y).max(), _FIT / _SCALED * np.std(y))
+    for at in np.flatnonzero(fits & (_num_different(y) > 2)).tolist():
+        average: _Average = given[at]
+        factor = float(factors[at])
         if not is_right[at]:
-            right = [each for each in given[: at + 1] if each.of == right.of][-1]
-            return average._replace(values=right.values)
+            return average._replace(values=[each for each in given[: at + 1] if each.of == averages[0].of][-1].values)
         size, times = abs(factor), max(abs(factor), 1 / max(abs(factor), TINY))
         is_count = round(times) <= _MOST_TIMES and abs(times / round(times) - 1) < _SCALED
         text = f"divided by {times:.0f}" if is_count and size < 1 else f"multiplied by {size:.4g}"
