@@ -1894,6 +1894,28 @@ def test_the_average_that_a_metric_really_is_is_named(tmp_path, kind):
     assert found.is_notice == (kind in ("best", "lengths"))
 
 
+ALIKE = {
+    "a KL with its coefficient": lambda s, r, n: {"actor/kl_loss": 0.1 * kl_to_reference(s).mean()},
+    "another estimator, summed by row": lambda s, r, n: {"objective/kl": from_train(s, moved(s.logits, 50, 0.1)).sum() / len(r)},
+    "a KL of other tokens": lambda s, r, n: {"kl": kl_to_reference(s)[::2].mean()},
+    "a loss that is 0 by construction": lambda s, r, n: {"loss": 1e-9 * n * (-1) ** n},
+    "a loss per sequence": lambda s, r, n: {"loss": np.mean([x.mean() for x in np.split(clipped_terms(s, r, n)[0], np.cumsum(lengths_in(s))[:-1])])},
+    "a term logged with its coefficient": lambda s, r, n: {"actor/pg_loss": clipped_terms(s, r, n)[0].mean(), "actor/kl_loss": 0.1 * kl_to_reference(s).mean(), "actor/loss": clipped_terms(s, r, n)[0].mean() + 0.1 * kl_to_reference(s).mean()},
+    "lengths of whole sequences": lambda s, r, n: {"seq_len/all/mean": np.mean([len(p) + len(row) for p, row in zip(s.prompts, s.responses, strict=True)])},
+    "deviations within steps": lambda s, r, n: {"reward_std": r.std(ddof=1)},
+    "the best of each prompt": lambda s, r, n: {"eval/pass@8": r.reshape(-1, IN_GROUP).max(1).mean()},
+    "other evaluation rows": lambda s, r, n: {"eval/math/reward": r[:32].mean()},
+    "a steady half": lambda s, r, n: {"reward": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_other_usual_averages_are_no_contradiction(tmp_path, kind):
+    given = {"reward": graded, "passes": with_updates, "loss": Loss(), "hyperparameters": {"kl_loss_coef": 0.1}}
+    found = findings(write(tmp_path / "run", metrics=ALIKE[kind], **given))
+    assert [data_text(each) for each in found if each.code.startswith("metric")] == []
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_schedule_that_begins_anew_after_a_resumption_is_named(tmp_path, again):
     for attempt, steps in enumerate((range(1, 5), range(5, 9))):
