@@ -101,10 +101,8 @@ class _Rows:
     def averages(self, num: np.ndarray, den: np.ndarray, *, tokens: bool, error: str = "") -> Iterator[_Average]:
         """Yield right and wrong averages of values whose sum in each row is `num`, over `den` values ([N] each)."""
         has, length, ones = den > 0, self.length, self.ones
-        values, whole = (
-            np.divide(num, den, out=0.0 * num, where=has),
-            f"the mean over {'the loss tokens' if tokens else 'all rows'}",
-        )
+        values, over = np.divide(num, den, out=0.0 * num, where=has), "the loss tokens" if tokens else "all rows"
+        whole = f"the mean over {over}"
         yield _Average(whole, self.mean(values, den), error=self._error(values, has, error))
         by_group, best = has / np.maximum(np.bincount(self.cell, has)[self.cell], 1), np.full(len(self.at), -np.inf)
         np.maximum.at(best, self.cell, np.where(has, values, -np.inf))
@@ -474,10 +472,7 @@ def _average_of(
     ends, found = np.flatnonzero(np.isfinite(value)), list[_Average]()
     asked = differs[ends]
     y, has_gaps = value[ends][asked], (np.diff(ends) > 1).any()
-    given: list[_Average] = [
-        *averages,
-        *(each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps),
-    ]
+    given = averages + [each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps]
     x, is_right = np.stack([each.values[ends][asked] for each in given]), np.array([each.kind == "right" for each in given])  # fmt: skip
     with np.errstate(all="ignore"):
         factors = np.where(is_right, np.median(y / x, axis=1), 1.0)
