@@ -45,6 +45,7 @@ from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placemen
 from .faults.sampling import TEMPERATURE, find_temperature
 from .features import pearson
 from .finding import DataFinding
+from .metrics import KL_COEFFICIENT, check_metrics
 from .pair_data import PairData
 from .sample import CHANCE, PairSums, Sample, read_sample
 from .token_checks import best_lag, check_tokens
@@ -66,7 +67,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     found: dict[str, DataFinding] = {}
     if len(run.at):
         checks = (
-            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, _metrics, _ratios,
+            _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, check_metrics, _ratios,
             _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings, _cut_prompts,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
@@ -543,7 +544,6 @@ def _kl_penalty(run: DataRows) -> Iterator[DataFinding]:
         yield from run.find("kl_penalty_missing", asked & equal, least=20, **numbers)
 
 
-_KL_COEFFICIENT = r"(^|[./_])(kl_(loss_|penalty_)?coef|kl_ctl|beta)$"
 _USE_KL = r"(^|[./_])use_kl(_loss|_in_reward|_penalty)?$"
 _KL_METRIC = re.compile(r"(^|/)(ref_?kl|kl(_(loss|rewards?|penalty|div|ref))?)(/(mean|avg))?$")
 
@@ -555,146 +555,12 @@ def _kl_of_nothing(run: DataRows) -> Iterator[DataFinding]:
     names = {name: is_zero for name, is_zero in logged if _KL_METRIC.search(name)}
     # Of several KL terms, only one may have a weight: slime logs `rollout/kl` as 0 if the KL is part of the loss.
     is_used = run.switched_on(_USE_KL) or not run.setting(_USE_KL, "")
-    if names and all(names.values()) and is_used and run.number(_KL_COEFFICIENT):
-        numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(_KL_COEFFICIENT, r"[1-9]")}
+    if names and all(names.values()) and is_used and run.number(KL_COEFFICIENT):
+        numbers: dict[str, Any] = {"name": min(names), "setting": run.setting(KL_COEFFICIENT, r"[1-9]")}
         yield from run.find("kl_is_zero", run.steps > -1, run.steps, **numbers)
 
 
 _RANDOM = "no shift of the rewards explains this, so the reward is random or belongs to other rows"
-_ERROR = "4 * stddev_pop(value) / sqrt(count(*))"
-_LOGGED = (
-    ("sequences", "reward", _ERROR, ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
-    ("sequences", "num_response_tokens", _ERROR, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths", "val/sequence_lengths")),
-    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
-    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0)", "-list_sum(logprobs)", _ERROR, ("objective/entropy",)),
-)  # fmt: skip
-"""Table, column, tolerance (SQL), and the names under which frameworks log the column's mean."""
-_LOSS_TOKENS = "the number of tokens in the loss"
-_MEANS = """
-SELECT step, avg(value) AS mean, {error} AS error, min(value) AS lowest, max(value) AS highest
-FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
-"""
-
-
-def _metrics(run: DataRows) -> Iterator[DataFinding]:
-    execute = run.database.connection.execute
-    query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
-    logged = {(name, step): value for name, step, value in execute(query).fetchall()}
-    for table, column, error, names in _LOGGED:
-        if {name for name, _ in logged}.isdisjoint(names):
-            continue
-        query = _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error)
-        steps, mean, errors, *extremes = execute(query).fetchnumpy().values()
-        found: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, bool]] = {}
-        for name, by in itertools.product(names, (0, 1, -1)):
-            value = np.array([logged.get((name, int(step) + by), np.nan) for step in steps])
-            if np.isfinite(value).sum() > 2:
-                found[name, by] = (value, *_compared(value, mean, errors))
-        fitting = [key for key, (_, off, _) in found.items() if not off.any()]
-        unlike = {name for (name, by), (_, _, is_sample) in found.items() if not by and is_sample}
-        moved = [key for key in fitting if key[1] and key[0] in unlike and np.isfinite(found[key][0]).sum() > 3]
-        moved = [key for key in moved if _is_exact(found[key][0], mean)]
-        if moved and table == "sequences":
-            which = steps[np.isfinite(found[moved[0]][0])]
-            numbers: dict[str, Any] = {"name": moved[0][0], "late": "after" if moved[0][1] > 0 else "before"}
-            yield from run.find("metric_late", which >= 0, which, notice=True, **numbers)
-            continue
-        wrong = []
-        for (name, by), (value, off, is_sample) in found.items():
-            if by or (not is_sample and off.sum() <= 2):
-                continue
-            differs = np.abs(value - mean) > 0 if is_sample else off
-            of = _average_of(run, column, value[differs], mean[differs], steps[differs])
-            is_explained = any(is_sample or not found[key][2] for key in fitting)
-            is_of_loss = of == _LOSS_TOKENS
-            counted, length = run.rows["loss_length"], run.rows["length"]
-            if is_of_loss and ((counted == 0).sum() < 3 or (counted != length)[counted > 0].any()):
-                continue  # tokens outside the loss, such as tool output, need not count
-            if of or (not is_explained and off.sum() > 2 and 2 * off.sum() > np.isfinite(value).sum() * is_sample):
-                wrong.append((not of, is_of_loss or (is_sample and not of), name, value, differs if of else off, of))
-        for is_other, is_notice, name, value, off, of in sorted(wrong, key=lambda each: (*each[:2], each[4].sum()))[:1]:
-            known, worst = np.isfinite(value), int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
-            numbers = {"logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst])}
-            code, numbers = ("metric_contradicts", numbers) if is_other else ("metric_of_others", numbers | {"of": of})
-            yield from run.find(code, off[known], steps[known], name=name, notice=is_notice, **numbers)
-        if not wrong and table == "sequences":  # the mean covers all rows, so the smallest and largest values do, too
-            whole = [name for name, by in fitting if not by and not found[name, by][2] and "mean" in name]
-            values = run.rows["reward" if column == "reward" else "length"]
-            yield from _extremes(run, logged, whole, steps, values, extremes)
-
-
-def _extremes(
-    run: DataRows, logged: dict[tuple[str, int], float], names: list[str], steps: np.ndarray, values: np.ndarray, extremes: list[np.ndarray],
-) -> Iterator[DataFinding]:  # fmt: skip
-    """Compare logged extremes with `extremes` of the rows at each step ([S] each) and since the previous logged value, and
-    with those of the groups' means, which prime-rl logs. `names` are those of the logged means."""
-    of_groups, kept = split_steps(run.at, mean_of(run.cell, values)), np.isin(run.steps, steps)
-    kinds = zip(("min", "max"), extremes, (np.fmin, np.fmax), strict=True)
-    for (kind, own, extreme), of_mean in itertools.product(kinds, names):
-        name, of_means = of_mean.replace("mean", kind), np.array([extreme.reduce(part) for part in of_groups])[kept]
-        value = np.array([logged.get((name, int(step)), np.nan) for step in steps])
-        ends, distance = _distance(value, own)
-        if not len(ends):
-            continue
-        of_window = extreme.reduceat(own[: ends[-1] + 1], np.r_[0, ends[:-1] + 1])
-        distance = np.fmin(distance, np.abs(value[ends] - of_window))
-        least = 1e-3 * np.abs(own).max()
-        off = (distance > least) & ~(_distance(value, of_means)[1] <= least)
-        if off.sum() > 2:
-            worst = ends[distance.argmax()]
-            numbers: dict[str, Any] = {"logged": value[worst], "recorded": own[worst], "step": int(steps[worst])}
-            yield from run.find("metric_contradicts", off, steps[ends], name=name, notice=True, **numbers)
-
-
-def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Return the steps ([S] bool) whose logged value contradicts the rows' mean, and whether other rows seem averaged."""
-    ends, distance = _distance(value, mean)
-    off = distance > 1e-3 * np.abs(mean).max()
-    at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
-    is_sample = most and not (at_end and off.argmax() >= 2)
-    # If the steps that differ are scattered over the run, or make up most of it, the logged means were computed over
-    # other rows. Differences within the sampling error then do not count.
-    if most or not at_end:
-        off &= distance > np.maximum(errors, errors.mean())[ends]
-    return np.isin(np.arange(len(value)), ends[off]), is_sample
-
-
-def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the steps with a logged value, and its distance from the step's mean or, if smaller, from
-    the mean since the previous one."""
-    ends = np.flatnonzero(np.isfinite(value))
-    since_last = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
-    return ends, np.minimum(np.abs(value[ends] - mean[ends]), np.abs(value[ends] - since_last))
-
-
-def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
-    """Return True if all logged values equal the means, apart from rounding to a few decimals."""
-    ends, distance = _distance(value, mean)
-    digits = next((num for num in range(5) if np.allclose(np.round(value[ends], num), value[ends], 0.0, 1e-9)), 9)
-    return bool((distance <= max(3e-3 * np.abs(mean).max(), 0.51 * 10.0**-digits)).all())
-
-
-def _average_of(run: DataRows, column: str, value: np.ndarray, mean: np.ndarray, steps: np.ndarray) -> str:
-    """Describe the rows or values that the logged `value` ([E]) averages. Empty if unknown."""
-    if len(steps) < 3 or not np.ptp(mean):
-        return ""
-    factor = float(np.median(value / np.where(mean == 0, np.nan, mean)))
-    if abs(factor - 1) > 0.02 and np.allclose(mean * factor, value, rtol=1e-3):
-        return f"all rows times {factor:.4g}"
-    rows = [run.rows["step"] == step for step in steps]
-    values = run.rows["reward" if column == "reward" else "length"]
-    options = {"the first half of the rows": [values[own][: own.sum() // 2] for own in rows]}
-    names, parts, _ = run.parts if column == "reward" else ([], np.zeros((0, 0)), None)
-    if len(names) > 1:
-        of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
-        options |= {name: [each[own] for own in rows] for name, each in of_parts.items()}
-    if column == "num_response_tokens":
-        options["prompt and response"] = [(values + run.rows["prompt_length"])[own] for own in rows]
-        options[_LOSS_TOKENS] = [run.rows["loss_length"][own] for own in rows]
-    means = {name: [each.mean() for each in parts] for name, parts in options.items() if all(map(len, parts))}
-    return next((name for name, each in means.items() if np.allclose(each, value, rtol=1e-4, atol=TINY)), "")
-
-
 # A token with probability 1 has logprob 0 in both passes, so a step counts only if it has a less likely token.
 _EQUAL = """
 SELECT a.step, bool_and(a.logprobs = b.logprobs) AND min(list_min(a.logprobs)) < -1e-3 AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,

@@ -2082,3 +2082,117 @@ def test_groups_of_one_row_are_named_where_advantages_are_constant(tmp_path):
     (found,) = findings(path)
     assert found.code == "advantages_constant"
     assert "each of which contains a single row" in data_text(found)
+
+
+def with_updates(recorder, batch, step, number):
+    """Passes with an update before the loss, and a reference with other weights. Evaluation rows beside them."""
+    recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+    recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+    recorder.add_scores("current", batch, logprobs=step.scored(moved(step.logits, number, 0.4)))
+    recorder.add_scores("reference", batch, logprobs=step.scored(moved(step.logits, 50, 0.1)))
+    ids = {"prompt_ids": [row.tolist() for row in step.prompts], "response_ids": [row.tolist() for row in step.responses]}  # fmt: skip
+    recorder.add_sequences(step=number, **ids, group_ids=step.groups, reward=graded(step, number, None), split="eval")
+
+
+def from_train(step, table):
+    return np.concatenate([a - b for a, b in zip(step.scored(), step.scored(table), strict=True)])
+
+
+def kl_to_reference(step):
+    d = from_train(step, moved(step.logits, 50, 0.1))
+    return np.exp(-d) - 1 + d
+
+
+def clipped_terms(step, reward, number, sign=1):
+    """Negated clipped terms of the loss, and whether the clip of advantages of this sign applies, one for each token."""
+    advantage = np.repeat(grpo(reward), [len(row) for row in step.responses])
+    ratio = np.exp(-from_train(step, moved(step.logits, number, 0.4)))
+    terms = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+    return -terms, ((ratio > 1.2) & (sign * advantage > 0)) | ((ratio < 0.8) & (sign * advantage < 0))
+
+
+def lengths_in(step):
+    return np.array([len(row) for row in step.responses])
+
+
+MEANS = {
+    "padding": ("actor/kl_loss", lambda s, r, n: kl_to_reference(s).mean(), lambda s, r, n: kl_to_reference(s).sum() / (len(r) * lengths_in(s).max()), "the mean over the loss tokens and the padding"),
+    "sign": ("kl", lambda s, r, n: kl_to_reference(s).mean(), lambda s, r, n: -kl_to_reference(s).mean(), "the mean over the loss tokens, with the wrong sign"),
+    "loss": ("actor/pg_loss", lambda s, r, n: clipped_terms(s, r, n)[0].mean(), lambda s, r, n: clipped_terms(s, r, n)[0].mean() / 8, "the mean over the loss tokens, divided by 8"),
+    "clip": ("clip_ratio/region_mean", lambda s, r, n: clipped_terms(s, r, n)[1].mean(), lambda s, r, n: clipped_terms(s, r, n, -1)[1].mean(), "the share of tokens where the clip has no effect"),
+    "ppo_kl": ("actor/ppo_kl", lambda s, r, n: from_train(s, moved(s.logits, n, 0.4)).mean(), lambda s, r, n: 31 * from_train(s, moved(s.logits, n, 0.4)).mean(), "multiplied by 31"),
+    "mismatch": ("train_rollout_logprob_abs_diff", lambda s, r, n: np.abs(np.concatenate(in_float32(s, n)) - np.concatenate(s.scored())).mean(), lambda s, r, n: 5 * np.abs(np.concatenate(in_float32(s, n)) - np.concatenate(s.scored())).mean(), "multiplied by 5"),
+    "entropy": ("actor/entropy", lambda s, r, n: np.mean([row.mean() for row in s.entropies()]), lambda s, r, n: 4 * np.concatenate(s.entropies()).mean(), "multiplied by 4"),
+    "quarter": ("rollout/raw_reward", lambda s, r, n: r.mean(), lambda s, r, n: r[:16].mean(), "the mean of the first quarter of the rows"),
+    "weighted": ("reward/mean", lambda s, r, n: r.mean(), lambda s, r, n: np.average(r, weights=lengths_in(s)), "the mean over all rows, weighted by length"),
+    "best": ("reward", lambda s, r, n: r.mean(), lambda s, r, n: r.reshape(-1, IN_GROUP).max(1).mean(), "the mean of the groups' largest values"),
+    "spread": ("reward_std", lambda s, r, n: spread(r).mean(), lambda s, r, n: spread(r).mean() / 2, "within groups, divided by 2"),
+    "advantages": ("advantages/max", lambda s, r, n: grpo(r).max(), lambda s, r, n: 3 * grpo(r).max(), "multiplied by 3"),
+    "lengths": ("generate/avg_num_tokens", lambda s, r, n: lengths_in(s).mean(), lambda s, r, n: 1.7 * lengths_in(s).mean(), "multiplied by 1.7"),
+    "evaluation": ("eval/reward", lambda s, r, n: r.mean(), lambda s, r, n: r.mean() / 2, "the mean over all evaluation rows, divided by 2"),
+    "sum": ("actor/loss", lambda s, r, n: 0.1 * n + 0.1 * (0.3 + 0.05 * (n % 3)), lambda s, r, n: 0.1 * n - 0.1 * (0.3 + 0.05 * (n % 3)), "actor/policy_loss - 0.1 actor/kl_loss, although the coefficient is 0.1"),
+}  # fmt: skip
+"""Metric, its right values, wrong ones, and how these are described."""
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_the_average_that_a_metric_really_is_is_named(tmp_path, kind):
+    name, right, wrong, text = MEANS[kind]
+    terms = {"actor/policy_loss": lambda n: 0.1 * n, "actor/kl_loss": lambda n: 0.3 + 0.05 * (n % 3)} if kind == "sum" else {}  # fmt: skip
+    given = {"reward": graded, "passes": with_updates, "loss": Loss(), "hyperparameters": {"kl_loss_coef": 0.1}}
+    logged = [
+        [each for each in findings(path) if each.code.startswith("metric")]
+        for path in (
+            write(
+                tmp_path / which,
+                metrics=lambda s, r, n, of=of: (
+                    {name: float(of(s, r, n))} | {key: term(n) for key, term in terms.items()}
+                ),
+                **given,
+            )
+            for which, of in (("right", right), ("wrong", wrong))
+        )
+    ]
+    assert logged[0] == []
+    (found,) = logged[1]
+    assert found.code == "metric_of_others"
+    assert f"{name} is " in data_text(found)
+    assert text in data_text(found)
+    assert found.is_notice == (kind in ("best", "lengths"))
+
+
+ALIKE = {
+    "a KL with its coefficient": lambda s, r, n: {"actor/kl_loss": 0.1 * kl_to_reference(s).mean()},
+    "another estimator, summed by row": lambda s, r, n: {"objective/kl": from_train(s, moved(s.logits, 50, 0.1)).sum() / len(r)},
+    "a KL of other tokens": lambda s, r, n: {"kl": kl_to_reference(s)[::2].mean()},
+    "a loss that is 0 by construction": lambda s, r, n: {"loss": 1e-9 * n * (-1) ** n},
+    "a loss per sequence": lambda s, r, n: {"loss": np.mean([x.mean() for x in np.split(clipped_terms(s, r, n)[0], np.cumsum(lengths_in(s))[:-1])])},
+    "a term logged with its coefficient": lambda s, r, n: {"actor/pg_loss": clipped_terms(s, r, n)[0].mean(), "actor/kl_loss": 0.1 * kl_to_reference(s).mean(), "actor/loss": clipped_terms(s, r, n)[0].mean() + 0.1 * kl_to_reference(s).mean()},
+    "lengths of whole sequences": lambda s, r, n: {"seq_len/all/mean": np.mean([len(p) + len(row) for p, row in zip(s.prompts, s.responses, strict=True)])},
+    "deviations within steps": lambda s, r, n: {"reward_std": r.std(ddof=1)},
+    "the best of each prompt": lambda s, r, n: {"eval/pass@8": r.reshape(-1, IN_GROUP).max(1).mean()},
+    "other evaluation rows": lambda s, r, n: {"eval/math/reward": r[:32].mean()},
+    "a steady half": lambda s, r, n: {"reward": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_other_usual_averages_are_no_contradiction(tmp_path, kind):
+    given = {"reward": graded, "passes": with_updates, "loss": Loss(), "hyperparameters": {"kl_loss_coef": 0.1}}
+    found = findings(write(tmp_path / "run", metrics=ALIKE[kind], **given))
+    assert [data_text(each) for each in found if each.code.startswith("metric")] == []
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_schedule_that_begins_anew_after_a_resumption_is_named(tmp_path, again):
+    for attempt, steps in enumerate((range(1, 5), range(5, 9))):
+        with Recorder(tmp_path / "run", resume=attempt > 0) as recorder:
+            for number in steps:
+                step = sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=12)
+                ids = {"prompt_ids": [row.tolist() for row in step.prompts], "response_ids": [row.tolist() for row in step.responses]}  # fmt: skip
+                reward = graded(step, number, None)
+                batch = recorder.add_sequences(step=number, **ids, group_ids=step.groups, reward=reward, advantage=grpo(reward))  # fmt: skip
+                recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+                recorder.add_scores("train", batch, logprobs=step.scored())
+                recorder.add_metrics(number, {"actor/lr": 1e-6 * (1 - (number - 4 * attempt * again) / 20)})
+    assert [(each.code, each.since) for each in findings(tmp_path / "run")] == [("schedule_restarts", None)] * again

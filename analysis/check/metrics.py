@@ -1,0 +1,547 @@
+"""Compare logged metrics and losses with the averages that the recorded rows and tokens give.
+
+Shapes: N rows (sequences) of R steps, T tokens of these rows, S steps with an average, E steps with a logged value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...schemas.loss import CURRENT, PPO, REINFORCE, ROLLOUT, SAPO, SEQUENCE_MEAN, TOKEN, Loss, read_loss
+from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped
+from ..trace.columns import attempts, passes_with, scored_passes
+from ..trace.ragged import counted, fitted
+from .advantages import CLOSE, TINY, DataRows, count_of, mean_of
+from .finding import DataFinding
+
+_EXACT, _SCALED = 1e-4, 1e-3
+"""Largest error of an average that is reported, relative to the logged values: as it is, and times a constant."""
+_FIT = 0.05
+"""Largest error relative to the logged values' standard deviation, so that the average follows their changes."""
+_MOST_TIMES = 128
+"""Largest integer that a mistaken factor is likely to be, such as the number of micro-batches or processes."""
+KL_COEFFICIENT = r"(^|[./_])(kl_(loss_|penalty_)?coef|kl_ctl|beta)$"
+_ENTROPY_COEFFICIENT = r"(^|[./_])entropy_(loss_)?coeff?(icient)?$"
+_TOKENS = """
+SELECT {columns} FROM (SELECT run, step, seq_id, response_mask AS mask, advantages, row_number() OVER () AS place FROM sequences WHERE step IN ({steps})) {joins}
+ORDER BY step, place
+"""
+_JOIN = """LEFT JOIN (SELECT run, step, seq_id, {1} AS "{0}" FROM scores WHERE "pass" = '{2}' AND iteration = 0 AND step IN ({steps})) USING (run, step, seq_id)"""
+_LOGGED = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) AND NOT starts_with(name, 'hyperparameter/') GROUP BY ALL"
+_EVALUATION = """
+SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
+    SELECT step, sum(reward) AS total, count(*) AS num, max(reward) AS best FROM eval_sequences WHERE isfinite(reward) GROUP BY step, coalesce(group_id, prompt_ids::VARCHAR)
+) GROUP BY step ORDER BY step
+"""
+_EVALUATED = r"^(eval|val|valid|validation|test)[-_/].*(reward|score|acc|pass@|mean@|best@)"
+_SCHEDULED = r"(^|[/_])(lr|learning_rate|kl_coef|entropy_coeff?)($|[/_-])"
+_Logged = dict[str, dict[int, float]]
+"""Metric -> step -> value."""
+
+
+class _Average(NamedTuple):
+    of: str
+    """What the average covers, in words."""
+    values: np.ndarray
+    """[R] or [S], NaN where a step has none."""
+    kind: str = "right"
+    """`right`, or, if a metric should not be this average, `wrong`, or `notice` if that may be intended."""
+    error: np.ndarray | None = None
+    """[R] or [S] largest likely distance of the average over other rows. None if only exact values are compared."""
+
+
+class _Rows:
+    """Rows of some steps, their tokens, and averages over both."""
+
+    def __init__(self, run: DataRows, kept: np.ndarray, needed: set[str]) -> None:
+        self.run, self.kept, self.needed, self.loss = run, np.flatnonzero(kept), needed, read_loss(run.settings)
+        known, self.at = np.unique(run.at[self.kept], return_inverse=True)
+        self.steps, self.cell = run.steps[known], np.unique(run.cell[self.kept], return_inverse=True)[1]
+        self.starts, self.size = np.searchsorted(self.at, np.arange(len(known))), count_of(self.at)
+        self.ones, self.length = np.ones(len(self.at)), self["length"]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.run.rows[name][self.kept])
+
+    def mean(self, values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        w = 1.0 * (self.ones if weights is None else weights)
+        with np.errstate(all="ignore"):
+            sums = np.bincount(self.at, np.where(w > 0, values * w, 0.0), len(self.steps))
+            return np.asarray(sums / np.bincount(self.at, w, len(self.steps)))
+
+    @cached_property
+    def varies(self) -> np.ndarray:
+        """True for rows of groups with different rewards, [N] bool."""
+        reward = np.nan_to_num(self["reward"])
+        return np.asarray(mean_of(self.cell, 1.0 * (np.abs(reward - mean_of(self.cell, reward)) > TINY)) > 0)
+
+    @cached_property
+    def subsets(self) -> list[tuple[str, np.ndarray, str]]:
+        """Rows over which a mean may have been taken instead of all: description, rows ([N] bool), and kind."""
+        index = np.arange(len(self.at))
+        first, place = np.isin(index, np.unique(self.cell, return_index=True)[1]), index - self.starts[self.at]
+        ended, size = self.run.ended[self.kept], self.size
+        found = [
+            ("the rows of groups with different rewards", self.varies, "notice"),
+            ("the rows with an advantage other than 0", np.nan_to_num(self["advantage"]) != 0, "notice"),
+            ("the rows with tokens in the loss", self["loss_length"] > 0, "notice"),
+            ("the rows that were not truncated", (ended != "length") & (ended != ""), "notice"),
+            ("the first row of each group", first, "notice"),
+        ]
+        for word, nth, by in (("half", "second", 2), ("quarter", "fourth", 4), ("eighth", "eighth", 8)):
+            found += [(f"the first {word} of the rows", place < size // by, "wrong"), (f"the last {word} of the rows", place >= size - size // by, "wrong"), (f"every {nth} row", place % by == 0, "wrong")]  # fmt: skip
+        return found
+
+    def averages(self, num: np.ndarray, den: np.ndarray, *, tokens: bool, error: str = "") -> Iterator[_Average]:
+        """Yield right and wrong averages of values whose sum in each row is `num`, over `den` values ([N] each)."""
+        has, length, ones = den > 0, self.length, self.ones
+        values, over = np.divide(num, den, out=0.0 * num, where=has), "the loss tokens" if tokens else "all rows"
+        whole = f"the mean over {over}"
+        yield _Average(whole, self.mean(values, den), error=self._error(values, has, error))
+        by_group, best = has / np.maximum(np.bincount(self.cell, has)[self.cell], 1), np.full(len(self.at), -np.inf)
+        np.maximum.at(best, self.cell, np.where(has, values, -np.inf))
+        is_padded = self.loss is not None and self.loss.aggregation == "constant"
+        widths = (np.maximum.reduceat(length, self.starts)[self.at], length.max(initial=1)) if tokens else ()
+        for of, each, weights, kind in (
+            *((f"{whole} and the padding", num / width, ones, "right" if is_padded else "wrong") for width in widths),
+            ("the sum per row", num, ones, "right" if tokens else "notice"),
+            (f"{whole}, weighted by length", values, has * length, "right" if tokens else "wrong"),
+            ("the mean of the groups' largest values", best[self.cell], by_group, "notice"),
+            ("the mean of the rows' means", values, has, "right"),
+            ("the mean of the groups' means", values, by_group, "right"),
+            ("the mean over trajectories", values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
+            (f"{whole}, with 0 for rows without a value", values, ones, "right" if tokens else "notice"),
+            *((f"the mean of {of}", values, rows * den, kind) for of, rows, kind in self.subsets),
+        ):  # fmt: skip
+            yield _Average(of, self.mean(each, weights), kind)
+
+    def _error(self, values: np.ndarray, has: np.ndarray, kind: str) -> np.ndarray | None:
+        if kind == "range":
+            low, high = (extreme.reduceat(np.where(has, values, np.nan), self.starts) for extreme in (np.fmin, np.fmax))
+            return np.asarray(high - low)
+        variance = np.maximum(self.mean(values * values, has) - self.mean(values, has) ** 2, 0.0)
+        return 4 * np.sqrt(variance / np.maximum(np.bincount(self.at, has), 1)) if kind else None
+
+    def of_rows(self, values: np.ndarray, error: str = "") -> Iterator[_Average]:
+        return self.averages(
+            np.where(np.isfinite(values), values, 0.0), 1.0 * np.isfinite(values), tokens=False, error=error
+        )
+
+    @cached_property
+    def tokens(self) -> dict[str, np.ndarray]:
+        """Columns of the tokens, [T], NaN where missing, and `counts`, True in the loss."""
+        names, column = sorted(self.needed), {"entropy": ("entropy", "train")}
+        joins = [_JOIN.format(name, *column.get(name, ("logprobs", name)), steps=self.run.inspected) for name in names]
+        columns = ", ".join(["mask", "advantages", *(f'"{name}"' for name in names)])
+        query = _TOKENS.format(columns=columns, joins=" ".join(joins), steps=self.run.inspected)
+        table, lengths = self.run.database.connection.sql(query).to_arrow_table(), self.length.astype(np.int64)
+        found = {name: fitted(table[name], lengths).astype(np.float64) for name in (*names, "advantages")}
+        counts = counted(table["mask"], lengths)
+        found["counts"] = np.ones(int(lengths.sum()), bool) if counts is None else counts
+        found["row"], own = np.repeat(np.arange(len(lengths)), lengths), found.pop("advantages")
+        return found | {"advantage": np.where(np.isfinite(own), own, self["advantage"][found["row"]])}
+
+    def sum(self, values: np.ndarray, inside: np.ndarray | bool = True) -> np.ndarray:
+        """Return the sum over each row's tokens `inside` ([T] bool), [N]."""
+        return np.bincount(self.tokens["row"], np.where(np.isfinite(values) & inside, values, 0.0), len(self.at))
+
+    def of_tokens(self, values: np.ndarray, error: str = "", of_all: str = "notice") -> Iterator[_Average]:
+        """Yield averages of tokens' values ([T]), NaN where missing, and that over masked tokens too, of kind `of_all`."""
+        known, counts = 1.0 * np.isfinite(values), self.tokens["counts"]
+        yield from self.averages(self.sum(values, counts), self.sum(known, counts), tokens=True, error=error)
+        if not counts.all():
+            mean = self.mean(self.sum(values) / np.maximum(self.sum(known), 1), self.sum(known))
+            yield _Average("the mean over all tokens, masked ones too", mean, of_all)
+
+    @cached_property
+    def log_ratio(self) -> np.ndarray:
+        """Log of the loss's importance ratio, [T]. 0 if the pass `current` was not recorded."""
+        tokens, loss = self.tokens, self.loss or Loss()
+        d = tokens.get(CURRENT, tokens["train"]) - tokens.get(loss.denominator, tokens["train"])
+        if loss.level != TOKEN:
+            sums, num = self.sum(d, tokens["counts"]), self.sum(1.0 * np.isfinite(d), tokens["counts"])
+            d = (sums / np.maximum(num, 1) if loss.level == SEQUENCE_MEAN else sums)[tokens["row"]]
+        return np.asarray(d)
+
+
+_Averages = Iterator[_Average]
+
+
+def _reward(rows: _Rows, _: re.Match[str]) -> _Averages:
+    yield from rows.of_rows(rows["reward"], "rows")
+    names, parts, _is_given = rows.run.parts
+    of_parts = {"the reward functions' unweighted sum": parts.sum(axis=1)} | dict(zip(names, parts.T, strict=True))
+    for of, part in of_parts.items() if len(names) > 1 else ():
+        yield _Average(f"the mean of {of}", rows.mean(part), "wrong")
+
+
+def _spreads(rows: _Rows, values: np.ndarray, of: str = "the rewards", kind: str = "right") -> _Averages:
+    """Yield standard deviations within groups and within steps, over n and over n - 1 values."""
+    for (label, name), less in itertools.product(((rows.cell, "groups"), (rows.at, "steps")), (1, 0)):
+        n, x = count_of(label), values - mean_of(label, values)
+        size = np.sqrt(mean_of(label, x * x) * n / np.maximum(n - less, 1))
+        yield _Average(f"the standard deviation of {of} within {name}", rows.mean(size, 1.0 / n), kind)
+
+
+def _part(rows: _Rows, match: re.Match[str]) -> _Averages:
+    """Yield averages or deviations of one reward function, or deviations of the reward."""
+    names, parts, _ = rows.run.parts
+    if match["part"]:
+        part = parts[:, names.index(match["part"])] if match["part"] in names else np.full(len(rows.at), np.nan)
+        yield from _spreads(rows, part) if match["figure"] == "std" else rows.of_rows(part)
+        return
+    yield from _spreads(rows, rows["reward"])
+    if len(names) > 1:
+        yield from _spreads(rows, parts.sum(axis=1), "the reward functions' unweighted sum", "wrong")
+
+
+def _length(rows: _Rows, match: re.Match[str]) -> _Averages:
+    yield from rows.of_rows(rows.length, "rows")
+    inside = rows["loss_length"]
+    # Tokens outside the loss, such as tool output, need not count, but a row that is masked as a whole has a length.
+    is_whole = (inside == 0).sum() >= 3 and not (inside != rows.length)[inside > 0].any()
+    yield _Average("the mean of the number of tokens in the loss", rows.mean(inside), "notice" if is_whole else "right")
+    both, kind = rows.mean(rows.length + rows["prompt_length"]), "right" if match["whole"] else "wrong"
+    yield _Average("the mean of prompt and response", both, kind)
+
+
+def _advantage(rows: _Rows, match: re.Match[str]) -> _Averages:
+    advantage = np.where(rows["is_per_token"] & (match["figure"] is not None), np.nan, rows["advantage"])
+    inside = rows["loss_length"] * np.isfinite(advantage)
+    if figure := match["figure"]:
+        extreme = np.fmax if figure == "max" else np.fmin
+        for values in (np.where(inside > 0, advantage, np.nan), advantage):
+            yield _Average(f"the {figure}imum over the rows", extreme.reduceat(values, rows.starts))
+        return
+    yield from rows.averages(np.nan_to_num(advantage) * inside, inside, tokens=True, error="rows")
+    yield _Average("the mean over all tokens, masked ones too", rows.mean(np.nan_to_num(advantage), rows.length))
+
+
+def _divergence(rows: _Rows, _: re.Match[str], a: str, b: str) -> _Averages:
+    """Yield averages of the usual estimators of KL(a || b), with a coefficient where one is recorded, or, between train
+    and rollout, of other differences as well."""
+    tokens = rows.tokens
+    for side in [each for each in dict.fromkeys((a, *([CURRENT] if b == "reference" else []))) if each in tokens]:
+        d = np.clip(tokens[side] - tokens[b], -20, 20)
+        estimates = [d, d * d / 2, np.exp(-d) - 1 + d, np.abs(d)]
+        if b == ROLLOUT:
+            apart = np.abs(np.exp(tokens[side]) - np.exp(tokens[b]))
+            estimates += [-d, np.exp(d) - 1 - d, np.exp(np.abs(d)), np.exp(d), np.exp(-d), apart, d * d]
+        sizes = {*rows.run.numbers(KL_COEFFICIENT).values()} - {0.0} if b == "reference" else {}
+        for each, size in itertools.product(estimates, (1.0, *sizes, *(-size for size in sizes))):
+            yield from rows.of_tokens(each * size)
+
+
+def _clipped(rows: _Rows, match: re.Match[str]) -> _Averages:
+    loss, ratio, advantage = rows.loss, clamped_exp(rows.log_ratio), rows.tokens["advantage"]
+    if loss is None or not loss.has_clip:
+        return
+    side = {"low": advantage < 0, "high": advantage > 0}.get(match["side"] or "", advantage != 0)
+    clipped, other = (np.where(np.isfinite(ratio + a), is_clipped(loss, ratio, a) & side, np.nan) for a in (advantage, -advantage))  # fmt: skip
+    yield from rows.of_tokens(clipped)
+    for of, kind, share in (("where the clip has no effect", "wrong", other), ("beyond either bound, whether clipped or not", "notice", clipped + other)):  # fmt: skip
+        yield _Average(f"the share of tokens {of}", next(rows.of_tokens(share)).values, kind)
+
+
+def _loss(rows: _Rows, _: re.Match[str]) -> _Averages:
+    loss, tokens = rows.loss, rows.tokens
+    if loss is None or loss.kind not in (PPO, REINFORCE, SAPO) or loss.unknown or "sequence" in loss.correction:
+        return
+    terms = -contribution(loss, clamped_exp(rows.log_ratio), tokens["advantage"])
+    if loss.correction != "none" and ROLLOUT in tokens:
+        terms = terms * correction_weight(loss, tokens["train"] - tokens[ROLLOUT])
+    d = tokens.get(CURRENT, tokens["train"]) - tokens.get("reference", tokens["train"])
+    for each in (terms, *([terms + loss.kl_coefficient * (np.exp(-d) - 1 + d)] if loss.kl_coefficient else [])):
+        found = [*rows.of_tokens(each)]
+        sums = rows.mean(rows.sum(each, tokens["counts"])) / (loss.max_tokens or np.nan)
+        found += [_Average("the sum per row over the longest length", sums)] if loss.aggregation == "constant" else []
+        # If all rows have the same weight, the mean is 0 by construction.
+        least = 1e-3 * float(np.sqrt(np.nanmean(each * each)))
+        yield from (average for average in found if np.nanmax(np.abs(average.values), initial=0.0) > least)
+
+
+_MEAN = r"(/?_?(mean|avg))?$"
+_OF_ACTOR = r"^((actor|train|policy|rl|ppo_actor(/update)?)/)?"
+_QUANTITIES: tuple[tuple[str, Callable[[_Rows, re.Match[str]], _Averages], tuple[str, ...]], ...] = (
+    (r"^(?!rollout/rewards$)((train|rollout|rl|critic|ppo_actor|env/all)/)?(raw_|task_)?(reward|score)s?(/all)?([/_](mean|avg|avg_raw_reward|total))?$", _reward, ()),
+    (r"^((val/sequence|(rollout/)?response)_lengths|generate/avg_num_tokens|mean_gen_tokens_per_sample|completions/mean_length|((rollout/)?(response|completion)_len(gth)?|(ppo_actor/|rollout/)?(?P<whole>seq_len|total_lengths)(/all)?)([/_](mean|avg))?)$", _length, ()),
+    (r"^(mean_prompt_length|prompt_len(gth)?(/(mean|avg))?)$", lambda rows, _: rows.of_rows(rows["prompt_length"], "rows"), ()),
+    (r"^(completions/clipped_ratio|response_length/clip_ratio|is_truncated(/all)?/mean|rollout/truncated(_ratio)?)$", lambda rows, match: rows.of_rows(np.where(rows.run.ended == "", np.nan, rows.run.ended == "length"), "" if "clip_ratio" in match[0] else "rows"), ()),
+    (r"^(rewards/(?P<part>.+)/(?P<figure>mean|std)|reward[_/]std)$", _part, ()),
+    (r"^frac_reward_zero_std$", lambda rows, _: rows.of_rows(1.0 - rows.varies), ()),
+    (r"^((critic|ppo_actor|rl|rollout)/)?advantages?([/_]((?P<figure>max|min)|mean|avg))?$", _advantage, ()),
+    (_OF_ACTOR + r"(policy_)?entropy(/all)?" + _MEAN, lambda rows, _: rows.of_tokens(rows.tokens["entropy"], "range", "right"), ("entropy",)),
+    (r"^objective/entropy$", lambda rows, _: rows.of_rows(-rows.sum(rows.tokens["train"]), "rows"), ("train",)),
+    (r"(^|/)((ref_?|policy_)?kl|kl(_(loss|rewards?|penalty|div|ref))?)" + _MEAN, partial(_divergence, a="train", b="reference"), ("reference", "train", "current")),
+    (r"(^|/)(ppo_kl|approx_?kl)" + _MEAN, partial(_divergence, a="train", b="current"), ("current", "train")),
+    (r"^(?!.*(max|min|std|median)).*(mismatch_kl|gen_kl_error|logp(rob)?s?_(abs_)?diff|probs?_diff|reverse_kl|token_mult_prob_error)", partial(_divergence, a="train", b="rollout"), ("rollout", "train")),
+    (r"(^|/)(clip_ratio/((?P<side>low|high)_mean|region_mean)|pg_clipfrac|ppo_clip_ratio|(update/)?clip_ratio/avg)$", _clipped, ("current", "train", "rollout")),
+    (_OF_ACTOR + r"(loss(/mean)?|(pg|policy)_loss|actor_loss/avg)$", _loss, ("train", "current", "rollout", "reference")),
+)  # fmt: skip
+"""Names under which frameworks log a quantity (a regular expression), its averages, and the passes that these read
+(`entropy`: that of train), the first of which must have been recorded. One search explains the metrics of them all."""
+
+
+class _Series(NamedTuple):
+    """A metric's values at the steps that have an average, and their distance from the nearest right average."""
+
+    averages: list[_Average]
+    steps: np.ndarray
+    value: np.ndarray
+    """[S] NaN where not logged."""
+    mean: np.ndarray
+    off: np.ndarray
+    """[S] True where the value contradicts the mean over the rows."""
+    is_sample: bool
+    """True if the values seem to be averages over other rows."""
+
+
+class _Contradiction(NamedTuple):
+    code: str
+    is_notice: bool
+    affected: np.ndarray
+    steps: np.ndarray
+    numbers: dict[str, Any]
+
+
+def check_metrics(run: DataRows) -> Iterator[DataFinding]:
+    logged: _Logged = {}
+    for name, step, value in run.database.connection.execute(_LOGGED).fetchall():
+        logged.setdefault(name, {})[step] = value
+    passes = {*scored_passes(run.database), *(["entropy"] if "train" in passes_with(run.database, "entropy") else [])}
+    chosen = [
+        (quantity, matches) for quantity in _QUANTITIES if not quantity[2] or quantity[2][0] in passes
+        if (matches := {name: match for name in logged if (match := re.search(quantity[0], name))})
+    ]  # fmt: skip
+    needed = {name for (*_, needs), _ in chosen for name in needs} & passes
+    is_read = run.at >= 0 if run.sample is None else np.isin(run.rows["step"], run.sample.steps)
+    every, some = _Rows(run, run.at >= 0, set()), _Rows(run, is_read, needed)
+    found = [*_totals(run, logged), *_evaluations(run, logged)]
+    for (_, averages, needs), matches in chosen:
+        rows = some if needs else every
+        with np.errstate(invalid="ignore", over="ignore"):
+            of_names = {name: _until_right(averages(rows, match), rows.steps, logged[name]) for name, match in matches.items()}  # fmt: skip
+        found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
+        if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
+            found += _extremes(logged, of_names, rows)
+    for code in dict.fromkeys(each.code for each in found):
+        first, *others = sorted((each for each in found if each.code == code), key=lambda each: each.is_notice)
+        if "of" in first.numbers:
+            more = [each.numbers for each in others if each.is_notice == first.is_notice]
+            first.numbers["more"] = "".join(f"; {each['name']} is {each['of']}" for each in more)
+        yield from run.find(code, first.affected, first.steps, notice=first.is_notice, **first.numbers)
+    yield from _schedules(run, logged)
+
+
+def _until_right(averages: _Averages, steps: np.ndarray, logged: dict[int, float]) -> list[_Average]:
+    """Return the first right average that the logged values equal, or all averages if there is none."""
+    found: list[_Average] = []
+    for average in averages:
+        series = _series([average], steps, logged, 0) if average.kind == "right" else None
+        if series is not None and not series.off.any() and not series.is_sample:
+            return [average]
+        found.append(average)
+    return found
+
+
+def _series(given: list[_Average], steps: np.ndarray, logged: dict[int, float], by: int) -> _Series | None:
+    rights = [each for each in given if each.kind == "right"]
+    kept = np.isfinite(rights[0].values) if rights else np.zeros(len(steps), bool)
+    value = np.array([logged.get(int(step) + by, np.nan) for step in steps[kept]])
+    if np.isfinite(value).sum() <= 2:
+        return None
+    averages = [each._replace(values=each.values[kept]) for each in given]
+    errors = np.zeros(len(value)) if rights[0].error is None else rights[0].error[kept]
+    means = (each.values for each in averages if each.kind == "right")
+    mean = min(means, key=lambda each: np.nan_to_num(_distance(value, each)[1], nan=np.inf).sum())
+    return _Series(averages, steps[kept], value, mean, *_compared(value, mean, np.nan_to_num(errors)))
+
+
+def _compare(
+    names: dict[str, list[_Average]], steps: np.ndarray, logged: _Logged, needs: tuple[str, ...], *, is_moved: bool = False
+) -> Iterator[_Contradiction]:  # fmt: skip
+    """Compare metrics with their nearest right averages, and find out which other averages they are. With `is_moved`,
+    they may be those of another step."""
+    found = {
+        (name, by): series for name, averages in names.items() for by in ((0, 1, -1) if is_moved else (0,))
+        if (series := _series(averages, steps, logged[name], by)) is not None
+    }  # fmt: skip
+    fitting = [key for key, series in found.items() if not series.off.any()]
+    unlike = {name for (name, by), series in found.items() if not by and series.is_sample}
+    for name, by in fitting:
+        value, own, known = found[name, by].value, found[name, by].steps, np.isfinite(found[name, by].value)
+        if by and name in unlike and known.sum() > 3 and _is_exact(value, found[name, by].mean):
+            late = {"name": name, "late": "after" if by > 0 else "before"}
+            yield _Contradiction("metric_late", True, known[known], own[known], late)
+            return
+    wrong = []
+    for (name, by), (averages, own, value, mean, off, is_sample) in found.items():
+        if by or (not is_sample and off.sum() <= 2):
+            continue
+        known, differs = np.isfinite(value), (np.abs(value - mean) > 0 if is_sample else off)
+        average = _average_of(value, differs, averages, may_be_scaled=needs[:1] == ("reference",))
+        is_explained = averages[0].error is None or any(is_sample or not found[key].is_sample for key in fitting)
+        if average is None and (is_explained or off.sum() <= max(2, known.sum() * is_sample / 2)):
+            continue
+        recorded, off = (average.values, differs) if average else (mean, off)
+        worst = int(np.argmax(np.where(off, np.abs(value - recorded), -1.0)))
+        numbers = _numbers(name, value[worst], recorded[worst], own[worst])
+        code, of = ("metric_of_others", {"of": average.of}) if average else ("metric_contradicts", {})
+        is_notice = average.kind == "notice" if average else is_sample
+        wrong.append(_Contradiction(code, is_notice, off[known], own[known], numbers | of))
+    wrong.sort(key=lambda each: (each.code == "metric_contradicts", each.is_notice, each.affected.sum()))
+    yield from wrong[:1]
+
+
+def _numbers(name: str, logged: float, recorded: float, step: int) -> dict[str, Any]:
+    return {"name": name, "logged": float(logged), "recorded": float(recorded), "step": int(step)}
+
+
+def _extremes(logged: _Logged, names: dict[str, list[_Average]], rows: _Rows) -> Iterator[_Contradiction]:
+    """Compare logged extremes with those of the rows at each step and since the previous logged value, and with those
+    of the groups' means, which prime-rl logs, if the logged mean is that of all rows."""
+    for name, (kind, extreme) in itertools.product(names, (("min", np.fmin), ("max", np.fmax))):
+        series = _series(names[name], rows.steps, logged[name], 0)
+        if series is None or series.off.any() or series.is_sample or "mean" not in name:
+            continue
+        values = rows.length if "len" in name else rows["reward"]
+        own, of_means = (extreme.reduceat(each, rows.starts) for each in (values, mean_of(rows.cell, values)))
+        of_name = logged.get(name.replace("mean", kind), {})
+        value = np.array([of_name.get(int(step), np.nan) for step in rows.steps])
+        ends, distance = _distance(value, own)
+        if not len(ends):
+            continue
+        of_window = extreme.reduceat(own[: ends[-1] + 1], np.r_[0, ends[:-1] + 1])
+        distance, least = np.fmin(distance, np.abs(value[ends] - of_window)), 1e-3 * np.nanmax(np.abs(own))
+        off, worst = (distance > least) & ~(_distance(value, of_means)[1] <= least), ends[distance.argmax()]
+        if off.sum() > 2:
+            numbers = _numbers(name.replace("mean", kind), value[worst], own[worst], rows.steps[worst])
+            yield _Contradiction("metric_contradicts", True, off, rows.steps[ends], numbers)
+
+
+def _compared(value: np.ndarray, mean: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Return the steps ([S] bool) at which the logged value contradicts the mean over the rows, and whether the logged
+    values seem to be averages over other rows."""
+    ends, distance = _distance(value, mean)
+    off = distance > 1e-3 * np.abs(mean).max()
+    at_end, most = bool(off[off.argmax() :].all()), 2 * int(off.sum()) >= len(off)
+    is_sample = most and not (at_end and off.argmax() >= 2)
+    # If the steps that differ are scattered over the run, or make up most of it, the logged means were computed over
+    # other rows. Differences within the sampling error then do not count.
+    if most or not at_end:
+        off &= distance > np.maximum(errors, errors.mean())[ends]
+    return np.isin(np.arange(len(value)), ends[off]), is_sample
+
+
+def _since(mean: np.ndarray, ends: np.ndarray, num: int) -> np.ndarray:
+    """Return, at the steps `ends` [E], the mean over all steps since the previous one of them, [S]. NaN elsewhere."""
+    found = np.full(num, np.nan)
+    found[ends] = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(np.r_[-1, ends])
+    return found
+
+
+def _distance(value: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the steps with a logged value, and its distance from the step's mean or from the mean over
+    all steps since the previous logged value, whichever is smaller."""
+    ends = np.flatnonzero(np.isfinite(value))
+    return ends, np.minimum(*np.abs(value - [mean, _since(mean, ends, len(value))])[:, ends])
+
+
+def _is_exact(value: np.ndarray, mean: np.ndarray) -> bool:
+    """Return whether all logged values equal the means, apart from rounding to a few decimals."""
+    ends, distance = _distance(value, mean)
+    digits = next((num for num in range(5) if np.allclose(np.round(value[ends], num), value[ends], 0.0, 1e-9)), 9)
+    return bool((distance <= max(3e-3 * np.abs(mean).max(), 0.51 * 10.0**-digits)).all())
+
+
+def _num_different(values: np.ndarray) -> int:
+    return len(np.unique(np.round(values / max(np.abs(values).max(initial=0.0), 1e-300), 4)))
+
+
+def _average_of(
+    value: np.ndarray, differs: np.ndarray, averages: list[_Average], *, may_be_scaled: bool
+) -> _Average | None:
+    """Return the average, or a multiple of a right one, that all logged values equal where they differ ([S] bool) from
+    the right ones. Its `values` are what should have been logged."""
+    ends, found = np.flatnonzero(np.isfinite(value)), list[_Average]()
+    asked = differs[ends]
+    y, has_gaps = value[ends][asked], (np.diff(ends) > 1).any()
+    given = averages + [each._replace(values=_since(each.values, ends, len(value))) for each in averages if has_gaps]
+    x, is_right = np.stack([each.values[ends][asked] for each in given]), np.array([each.kind == "right" for each in given])  # fmt: skip
+    with np.errstate(all="ignore"):
+        factors = np.where(is_right, np.median(y / x, axis=1), 1.0)
+        errors = np.abs(y - factors[:, None] * x).max(axis=1) / np.where(is_right, _SCALED, _EXACT)
+    fits = errors <= min(np.abs(y).max(), _FIT / _SCALED * np.std(y))
+    for at in np.flatnonzero(fits & (_num_different(y) > 2)).tolist():
+        average: _Average = given[at]
+        factor = float(factors[at])
+        if not is_right[at]:
+            return average._replace(values=[each for each in given[: at + 1] if each.of == averages[0].of][-1].values)
+        size, times = abs(factor), max(abs(factor), 1 / max(abs(factor), TINY))
+        is_count = round(times) <= _MOST_TIMES and abs(times / round(times) - 1) < _SCALED
+        text = f"divided by {times:.0f}" if is_count and size < 1 else f"multiplied by {size:.4g}"
+        words = [average.of, *([text] * (times > 1 + CLOSE)), *(["with the wrong sign"] * (factor < 0))]
+        is_scale = average.of.startswith("the sum") or (may_be_scaled and size < 1 - CLOSE)
+        kind = "notice" if is_scale or not is_count else "wrong"
+        found += [average._replace(of=", ".join(words), kind=kind)] if abs(factor - 1) > CLOSE else []
+    return min(found, key=lambda each: each.kind == "notice", default=None)
+
+
+def _totals(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
+    """Find logged losses that are the sum of their logged terms with other coefficients than the settings'."""
+    for name in (each for each in logged if re.search(r"(^|/)(total_|final_|actor_)?loss$", each)):
+        own = re.escape(name.rpartition("/")[0] + "/" * ("/" in name))
+        patterns = ("(pg|policy)_loss", "kl_loss", "entropy(_loss)?")
+        terms = [next((each for each in logged if re.search(f"^{own}{pattern}$", each)), "") for pattern in patterns]
+        known = [each for each in terms if each]
+        steps = np.array(sorted(set(logged[name]).intersection(*(logged[each] for each in known))))
+        if not terms[0] or len(steps) < len(known) + 3:
+            continue
+        y, *columns = (np.array([logged[each][step] for step in steps]) for each in (name, *known))
+        x = np.stack(columns, axis=1)
+        weights, _, rank, _ = np.linalg.lstsq(x, y, rcond=1e-4)
+        if (
+            rank < len(known)
+            or not weights[0]
+            or np.abs(x @ weights - y).max() > min(_EXACT * np.abs(y).max(), _FIT * np.std(y))
+        ):
+            continue
+        used = dict(zip(known, weights / weights[0], strict=True))
+        for term, setting in ((terms[1], KL_COEFFICIENT), (terms[2], _ENTROPY_COEFFICIENT)):
+            # A term may be logged with its coefficient, and an entropy with either sign.
+            weight, declared = used.get(term, 0.0), {*run.numbers(setting).values()} - {0.0}
+            shown = weight if term == terms[1] else abs(weight)
+            if not weight or not declared or np.isclose(shown, [1.0, *declared], rtol=CLOSE).any():
+                continue
+            right = y + weights[0] * (max(declared) * np.sign(weight / shown) - weight) * x[:, known.index(term)]
+            of = f"{terms[0]} {'-' if weight < 0 else '+'} {abs(weight):.4g} {term}, although the coefficient is {max(declared):g}"
+            numbers = _numbers(name, y[-1], right[-1], steps[-1]) | {"of": of}
+            yield _Contradiction("metric_of_others", False, steps > -1, steps, numbers)
+
+
+def _evaluations(run: DataRows, logged: _Logged) -> Iterator[_Contradiction]:
+    """Find evaluation rewards that are a multiple of the evaluation rows' mean, or of the mean of each prompt's best."""
+    names = [name for name in logged if re.search(_EVALUATED, name)]
+    steps, mean, best = run.database.connection.sql(_EVALUATION).fetchnumpy().values() if names else np.zeros((3, 0))
+    titles = ("the mean over all evaluation rows", "the mean of each prompt's best row")
+    averages = [_Average(of, values) for of, values in zip(titles, (mean, best), strict=True)]
+    yield from _compare(dict.fromkeys(names, averages), np.asarray(steps), logged, ("reward",))
+
+
+def _schedules(run: DataRows, logged: _Logged) -> Iterator[DataFinding]:
+    """Find schedules that a resumed attempt begins anew: its values are those from the run's first step on."""
+    known = attempts(run.database)
+    for attempt, name in itertools.product(known[1:], filter(re.compile(_SCHEDULED).search, logged)):
+        start, by, value = attempt.first_step, attempt.first_step - known[0].first_step, logged[name]
+        steps = np.array([step for step in sorted(value) if step >= start and step - by in value][:by])
+        now, before = (np.array([value[step - less] for step in steps]) for less in (0, by))
+        if _num_different(now) > 2 and np.allclose(now, before, rtol=_EXACT, atol=0.0):
+            numbers: dict[str, Any] = {"attempt": attempt.attempt, "start": start, "first": known[0].first_step}
+            yield from run.find("schedule_restarts", steps > -1, steps, name=name, **numbers)
+            return
