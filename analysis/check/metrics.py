@@ -21,7 +21,8 @@ from .advantages import CLOSE, TINY, DataRows, count_of, mean_of
 from .finding import DataFinding
 
 _EXACT, _SCALED = 1e-4, 1e-3
-"""Largest error of an average that is reported, relative to the logged values: as it is, and times a constant."""
+"""Largest error of an average that is reported, relative to the logged values: of rows' values as they are, and times a
+constant or of values that another forward pass may have computed."""
 _FIT = 0.05
 """Largest error relative to the logged values' standard deviation, so that the average follows their changes."""
 _MOST_TIMES = 128
@@ -34,6 +35,7 @@ ORDER BY step, place
 """
 _JOIN = """LEFT JOIN (SELECT run, step, seq_id, {1} AS "{0}" FROM scores WHERE "pass" = '{2}' AND iteration = 0 AND step IN ({steps})) USING (run, step, seq_id)"""
 _LOGGED = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) AND NOT starts_with(name, 'hyperparameter/') GROUP BY ALL"
+_LOST = "SELECT name, list(DISTINCT step) FROM metrics WHERE NOT isfinite(value) GROUP BY name"
 _EVALUATION = """
 SELECT step, sum(total) / sum(num) AS mean, avg(best) AS best FROM (
     SELECT step, sum(reward) AS total, count(*) AS num, max(reward) AS best FROM eval_sequences WHERE isfinite(reward) GROUP BY step, coalesce(group_id, prompt_ids::VARCHAR)
@@ -116,7 +118,7 @@ class _Rows:
             ("the mean of the rows' means", values, has, "right"),
             ("the mean of the groups' means", values, by_group, "right"),
             ("the mean over trajectories", values, has & ~np.isin(self.kept, self.run.continued[0]), "right"),
-            (f"{whole}, with 0 for rows without a value", values, ones, "right" if tokens else "notice"),
+            (f"{whole}, with 0 for rows without a value", values, ones, "notice"),
             *((f"the mean of {of}", values, rows * den, kind) for of, rows, kind in self.subsets),
         ):  # fmt: skip
             yield _Average(of, self.mean(each, weights), kind)
@@ -156,8 +158,12 @@ class _Rows:
         known, counts = 1.0 * np.isfinite(values), self.tokens["counts"]
         yield from self.averages(self.sum(values, counts), self.sum(known, counts), tokens=True, error=error)
         if not counts.all():
-            mean = self.mean(self.sum(values) / np.maximum(self.sum(known), 1), self.sum(known))
-            yield _Average("the mean over all tokens, masked ones too", mean, of_all)
+            num = self.sum(known)
+            for of, total, kind in (
+                ("the mean over all tokens, masked ones too", self.sum(values), of_all),
+                ("the sum over the loss tokens divided by the number of all tokens, masked ones too", self.sum(values, counts), "wrong"),
+            ):  # fmt: skip
+                yield _Average(of, self.mean(total / np.maximum(num, 1), num), kind)
 
     @cached_property
     def log_ratio(self) -> np.ndarray:
@@ -314,10 +320,11 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
     logged: _Logged = {}
     for name, step, value in run.database.connection.execute(_LOGGED).fetchall():
         logged.setdefault(name, {})[step] = value
+    lost = dict(run.database.connection.execute(_LOST).fetchall())
     passes = {*scored_passes(run.database), *(["entropy"] if "train" in passes_with(run.database, "entropy") else [])}
     chosen = [
         (quantity, matches) for quantity in _QUANTITIES if not quantity[2] or quantity[2][0] in passes
-        if (matches := {name: match for name in logged if (match := re.search(quantity[0], name))})
+        if (matches := {name: match for name in logged | lost if (match := re.search(quantity[0], name))})
     ]  # fmt: skip
     needed = {name for (*_, needs), _ in chosen for name in needs} & passes
     is_read = run.at >= 0 if run.sample is None else np.isin(run.rows["step"], run.sample.steps)
@@ -326,12 +333,21 @@ def check_metrics(run: DataRows) -> Iterator[DataFinding]:
     for (_, averages, needs), matches in chosen:
         rows = some if needs else every
         with np.errstate(invalid="ignore", over="ignore"):
-            of_names = {name: _until_right(averages(rows, match), rows.steps, logged[name]) for name, match in matches.items()}  # fmt: skip
+            of_names = {name: _until_right(averages(rows, match), rows.steps, logged[name]) for name, match in matches.items() if name in logged}  # fmt: skip
+            for name in lost.keys() & matches:
+                own = next(averages(rows, matches[name])).values
+                affected = np.isin(rows.steps, lost[name]) & np.isfinite(own)
+                if affected.sum() > 2:
+                    at = int(affected.argmax())
+                    numbers = _numbers(name, np.nan, own[at], rows.steps[at])
+                    numbers["more"] = ", so a missing or masked value may have been included"
+                    found.append(_Contradiction("metric_contradicts", True, affected, rows.steps, numbers))
         found += _compare(of_names, rows.steps, logged, needs, is_moved=averages in (_reward, _length))
         if averages in (_reward, _length) and not any(each.numbers["name"] in matches for each in found):
             found += _extremes(logged, of_names, rows)
     for code in dict.fromkeys(each.code for each in found):
         first, *others = sorted((each for each in found if each.code == code), key=lambda each: each.is_notice)
+        first.numbers.setdefault("more", "")
         if "of" in first.numbers:
             more = [each.numbers for each in others if each.is_notice == first.is_notice]
             first.numbers["more"] = "".join(f"; {each['name']} is {each['of']}" for each in more)
@@ -385,7 +401,7 @@ def _compare(
         if by or (not is_sample and off.sum() <= 2):
             continue
         known, differs = np.isfinite(value), (np.abs(value - mean) > 0 if is_sample else off)
-        average = _average_of(value, differs, averages, may_be_scaled=needs[:1] == ("reference",))
+        average = _average_of(value, differs, averages, needs)
         is_explained = averages[0].error is None or any(is_sample or not found[key].is_sample for key in fitting)
         if average is None and (is_explained or off.sum() <= max(2, known.sum() * is_sample / 2)):
             continue
@@ -465,7 +481,7 @@ def _num_different(values: np.ndarray) -> int:
 
 
 def _average_of(
-    value: np.ndarray, differs: np.ndarray, averages: list[_Average], *, may_be_scaled: bool
+    value: np.ndarray, differs: np.ndarray, averages: list[_Average], needs: tuple[str, ...]
 ) -> _Average | None:
     """Return the average, or a multiple of a right one, that all logged values equal where they differ ([S] bool) from
     the right ones. Its `values` are what should have been logged."""
@@ -476,7 +492,7 @@ def _average_of(
     x, is_right = np.stack([each.values[ends][asked] for each in given]), np.array([each.kind == "right" for each in given])  # fmt: skip
     with np.errstate(all="ignore"):
         factors = np.where(is_right, np.median(y / x, axis=1), 1.0)
-        errors = np.abs(y - factors[:, None] * x).max(axis=1) / np.where(is_right, _SCALED, _EXACT)
+        errors = np.abs(y - factors[:, None] * x).max(axis=1) / np.where(is_right | bool(needs), _SCALED, _EXACT)
     fits = errors <= min(np.abs(y).max(), _FIT / _SCALED * np.std(y))
     for at in np.flatnonzero(fits & (_num_different(y) > 2)).tolist():
         average: _Average = given[at]
@@ -487,7 +503,7 @@ def _average_of(
         is_count = round(times) <= _MOST_TIMES and abs(times / round(times) - 1) < _SCALED
         text = f"divided by {times:.0f}" if is_count and size < 1 else f"multiplied by {size:.4g}"
         words = [average.of, *([text] * (times > 1 + CLOSE)), *(["with the wrong sign"] * (factor < 0))]
-        is_scale = average.of.startswith("the sum") or (may_be_scaled and size < 1 - CLOSE)
+        is_scale = average.of.startswith("the sum") or (needs[:1] == ("reference",) and size < 1 - CLOSE)
         kind = "notice" if is_scale or not is_count else "wrong"
         found += [average._replace(of=", ".join(words), kind=kind)] if abs(factor - 1) > CLOSE else []
     return min(found, key=lambda each: each.kind == "notice", default=None)
