@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.loss import read_loss
+from ...schemas.passes import CURRENT, REFERENCE, REPLAY_PREFIX, ROLLOUT, TRAIN
 from ...schemas.tables import SAMPLING
 from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
@@ -37,12 +38,12 @@ from .advantages import (
     split_steps,
 )
 from .faults import evidence_text
-from .faults.kinds import BY_TIME
+from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
-from .faults.sampling import TEMPERATURE, find_temperature
-from .features import pearson
+from .faults.sampling import MAX_LEFT, TEMPERATURE, find_one_sided, find_temperature
+from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
 from .finding import DataFinding
-from .pair_data import PairData
+from .pair_data import PairData, allowed_noise, level, logit_error
 from .sample import CHANCE, PairSums, Sample, read_sample
 from .token_checks import best_lag, check_tokens
 from .where import PLACE_NATS, places, where_text
@@ -64,7 +65,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     if len(run.at):
         checks = (
             _values, _rewards, _groups, check_advantages, _returns, _turns, _repeats, _texts, _restarts, _metrics, _ratios,
-            _reference, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings,
+            _reference, _versions, _reward_parts, _penalties, _kl_penalty, _kl_of_nothing, _settings,
         )  # fmt: skip
         found |= {finding.code: finding for check in checks for finding in check(run)}
         if sample is not None and len(sample.tokens):
@@ -688,11 +689,19 @@ _OTHER_WEIGHTS = 0.2
 
 
 def _reference(run: DataRows) -> Iterator[DataFinding]:
+    """Find passes other than train and rollout that belong to other tokens, other settings or changing weights."""
     passes = scored_passes(run.database)
-    for name in (each for each in ("reference", "current") if {"train", each} <= {*passes}):
-        moved = [*_moved(run, name)]
+    for name in passes if TRAIN in passes else ():
+        if name in (TRAIN, ROLLOUT) or name.startswith(REPLAY_PREFIX):
+            continue
+        data = _other_pass(run.database, name, run.database.steps)
+        moved = [*_moved(run, name, data)]
         yield from moved
-        for step, size in run.database.connection.execute(_AT_START).fetchall() if name == "reference" else ():
+        if name == CURRENT:
+            yield from () if moved else _other_computation(run, data)
+            continue
+        yield from _changing_weights(run, name, data)
+        for step, size in run.database.connection.execute(_AT_START).fetchall() if name == REFERENCE else ():
             if (size or 0.0) > _OTHER_WEIGHTS and not moved:
                 data = _other_pass(run.database, name, f"{step}:{step}")
                 known = [f"because {TEMPERATURE.sentence(each.finding)}" for each in find_temperature(data)]
@@ -705,11 +714,70 @@ def _reference(run: DataRows) -> Iterator[DataFinding]:
                 yield from find("reference_apart", run.at >= 0, notice=True, size=size)
 
 
+def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
+    """Find a pass of the loss (`current`) that differs from train at each row, although no update precedes a step's
+    first batch: a temperature or filter that only one of them applies, or random operations."""
+    data = data.within(data.updates_behind[data.seq] == 0)
+    if data.num_kept < FEW or level(data) <= allowed_noise(data):
+        return
+    exact = (each for each in (*find_temperature(data), *find_one_sided(data)) if (each.left or 0.0) < MAX_LEFT)
+    best = max(exact, key=lambda each: each.gain, default=None)
+    off = means(logit_error(data), data.seq, data.sample.num_sequences)
+    if best is not None and best.gain > PLACE_NATS:
+        what, text = best.finding.title, evidence_text(best.finding)
+    elif np.nanmin(off) > allowed_noise(data) and len(off) == len(run.at) and not_repeatable(data) == "b":
+        what = "random noise"
+        text = f"its logprobs of the same token with the same prefix differ within a step by {repeats(data).b:.2g} nats (rms, in the logit), those of train by {repeats(data).a:.2g}, so a random operation, such as dropout, is active in the loss's forward"
+    else:
+        return
+    is_certain = best is not None and not np.ma.getmaskarray(data.sample.a.versions - data.sample.b.versions).any()
+    numbers: dict[str, Any] = {"when": "", "explanation": f"because {text}", "size": float(np.abs(data.d).mean())}
+    yield from run.find("reference_apart", run.at >= 0, name=CURRENT, what=what, notice=not is_certain, **numbers)
+
+
+_SYNCED = r"(sync|update|reset|refresh|replace)_?ref|ref\w*[_./](\w*_)?(sync|update|reset|ema|mixup|refresh)|tr_?dpo|ema|teacher\w*(update|sync)"
+
+
+def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
+    """Find a reference or teacher whose weights change, unless a setting says so."""
+    found = movement(data.sample, np.flatnonzero(data.keep), data.b, allowed_noise(data))
+    if found is None or run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
+        return
+    steps = data.sample.steps[data.seq]
+    since = found.since if np.median(logit_error(data)[steps >= found.since]) < found.size / 3 else None
+    text = "so it is updated, or loaded anew, during the run"
+    if since is not None:
+        text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
+    numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
+    known = np.unique(steps)
+    yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
+
+
+def _versions(run: DataRows) -> Iterator[DataFinding]:
+    """Find policy versions that are not those of the weights, and an engine that is never updated."""
+    if run.sample is None or (run.sample.a.name, run.sample.b.name) != (TRAIN, ROLLOUT):
+        return
+    data = _pair_data(run.database, run.sample)
+    if found := wrong_versions(data):
+        side, moved = found
+        numbers: dict[str, Any] = {"num_tokens": moved.tokens, "size": moved.size, "name": data.names[side]}
+        known = np.unique(run.sample.steps)
+        yield from run.find("versions_wrong", known >= moved.since, known, notice=True, **numbers)
+        return
+    behind, versions = data.updates_behind, (run.sample.a.versions.compressed(), run.sample.b.versions.compressed())
+    if all(map(len, versions)) and np.ptp(versions[1]) == 0 and np.ptp(versions[0]) >= MIN_STOPPED:
+        numbers = {"version": int(versions[1][0]), "latest": int(versions[0].max())}
+        yield from run.find("engine_never_updated", behind > 0, sample=run.sample, notice=True, **numbers)
+
+
 _WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images"
 
 
 def _other_pass(database: Database, name: str, steps: str) -> PairData:
-    sample = read_sample(database.of_steps(steps), ("train", name), [])
+    return _pair_data(database, read_sample(database.of_steps(steps), (TRAIN, name), []))
+
+
+def _pair_data(database: Database, sample: Sample) -> PairData:
     return PairData(
         trace=database.given[0], sample=sample, sums=PairSums(steps=np.zeros(0), columns={}), contracts={}, passes=[],
         has_weights=False, is_import=False, model={}, keep=sample.compared,
@@ -729,16 +797,14 @@ def _place_text(run: DataRows, first: PairData) -> str:
     return f"; the tokens that differ most ({inside:.2g} nats on average, {rest:.2g} elsewhere) are {there}"
 
 
-def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
+def _moved(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
     """Find a pass whose values belong to other tokens from some step on, provided that train matches rollout."""
     if run.sample is not None:
         sides, compared = (run.sample.a, run.sample.b), run.sample.compared
         if pearson(*(side.logprobs[compared] for side in sides)) < 0.5:
             return
     found: dict[int, tuple[str, str, float] | None] = {}
-    steps = run.database.steps
     for _ in range(2):  # the second round narrows down the first bad step
-        data = _other_pass(run.database, name, steps)
         step_of = data.sample.steps[data.seq]
         found |= {int(step): _place_of(data.within(step_of == step)) for step in np.unique(step_of)}
         known = np.array(sorted(found))
@@ -748,7 +814,7 @@ def _moved(run: DataRows, name: str) -> Iterator[DataFinding]:
             return
         if not first:
             break
-        steps = f"{known[first - 1]}:{known[first]}"
+        data = _other_pass(run.database, name, f"{known[first - 1]}:{known[first]}")
     what, explanation, size = found[int(known[first])] or ("", "", 0.0)
     find = partial(run.find, name=name, what=what, when="", explanation=f"because {explanation}")
     yield from find("reference_apart", is_moved, known, size=size)

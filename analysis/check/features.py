@@ -17,8 +17,8 @@ import numpy as np
 
 from ..trace.ragged import centred
 from .finding import Number
-from .pair_data import PairData, allowed_noise, level, levels, logit_error, neighbours, once
-from .sample import PassSample
+from .pair_data import PairData, allowed_noise, level, levels, log_odds, logit_error, neighbours, once
+from .sample import PassSample, Sample, run_lengths
 from .where import later_turn, where_text
 
 CLEAR = 6.0
@@ -243,6 +243,78 @@ def frozen(data: PairData) -> Frozen | None:
             if is_frozen and len(np.unique(steps[two][inside])) > 1:
                 return Frozen(side, int(since), int(inside.sum()), size[side], size[other])
     return None
+
+
+class Movement(NamedTuple):
+    since: int
+    """First step at which logprobs differ from earlier ones of the same tokens."""
+    tokens: int
+    """Number of tokens that occurred with the same prefix before `since`."""
+    size: float
+    """Median change of their logits (nats)."""
+
+
+def movement(
+    sample: Sample, at: np.ndarray, logprobs: np.ndarray, least: float, versions: np.ndarray | None = None
+) -> Movement | None:
+    """Return how far the weights move that give the tokens `at` ([K] indices) their `logprobs` [K]: by how much these
+    change from step to step for the same token, prefix and, if given, policy version ([K]).
+
+    None if the change is at most `least` nats or not clearly larger than within a step, if fewer than MIN_REPEATS tokens
+    repeat, or if prompts contain an image's placeholders, because equal ids may then stand for different images.
+    """
+    if not len(at):
+        return None
+    seq = sample.seq[at]
+    same = [
+        sample.token_keys[at],
+        np.nan_to_num(sample.settings["temperature"])[seq],
+        *([] if versions is None else [versions]),
+    ]
+    order = np.lexsort((sample.steps[seq], *same))
+    steps, odds, is_clear = sample.steps[seq][order], log_odds(logprobs)[order], logprobs[order] < np.log(0.95)
+    is_first = np.r_[True, np.logical_or.reduce([each[order][1:] != each[order][:-1] for each in same])]
+    before = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    change = np.where(is_clear & is_clear[before], np.abs(odds - odds[before]), np.nan)
+    later, known = steps > steps[before], np.isfinite(change)
+    twins = change[known & ~later & ~is_first]
+    least = max(least, 3 * float(np.median(twins)) if len(twins) else 0.0)
+    later &= known & np.r_[True, (steps[1:] != steps[:-1]) | is_first[1:]]  # once per step
+    for since in np.unique(steps[later]):
+        now, moved = change[later & (steps == since)], change[later & (steps >= since) & (steps[before] < since)]
+        if len(now) >= 5 and len(moved) >= MIN_REPEATS and min(np.median(now), np.median(moved)) > least:
+            prompts = [np.array(sample.prompts[row] or []) for row in np.unique(seq)]
+            if any(run_lengths(prompt, np.zeros(len(prompt))).max(initial=0) >= _PLACEHOLDERS for prompt in prompts):
+                return None
+            return Movement(int(since), len(moved), float(np.median(moved)))
+    return None
+
+
+_PLACEHOLDERS = 16
+"""Minimum number of consecutive equal ids that may stand for an image."""
+
+
+@once
+def wrong_versions(data: PairData) -> tuple[str, Movement] | None:
+    """Return the side, `a` or `b`, whose recorded policy version is not that of the weights, because equal versions give
+    the same tokens with the same prefix different logprobs at different steps. None if the versions may be right."""
+    sides, at, least = (data.sample.a, data.sample.b), np.flatnonzero(data.keep), allowed_noise(data)
+    known = [(~np.ma.getmaskarray(side.versions))[data.seq] for side in sides]
+    versions = [side.versions.filled(-1)[data.seq] for side in sides]
+    own = [
+        movement(data.sample, at[k], x[k], least, v[k])
+        for k, x, v in zip(known, (data.a, data.b), versions, strict=True)
+    ]
+    if found := next((pair for pair in zip("ab", own, strict=True) if pair[1]), None):
+        return found
+    # The passes agree although their versions differ: pass b has the weights of another version than it records.
+    older = data.updates_behind[data.seq] != 0
+    values = [np.concatenate([each[0][known[0]], each[1][known[1]]]) for each in ((at, at), (data.a, data.b), versions)]
+    error = float(np.median(logit_error(data)[older])) if older.any() else np.inf
+    found_both = (
+        movement(data.sample, values[0], values[1], max(least, 3 * error), values[2]) if error < least else None
+    )
+    return ("b", found_both) if found_both else None
 
 
 def not_repeatable(data: PairData) -> str | None:

@@ -1815,3 +1815,157 @@ def test_groups_of_one_row_are_named_where_advantages_are_constant(tmp_path):
     (found,) = findings(path)
     assert found.code == "advantages_constant"
     assert "each of which contains a single row" in data_text(found)
+
+
+# --- Weights of the passes, seen in prompts that come again
+
+
+def again(step, number, prompt=lambda group: np.full(4, group)):
+    step.prompts[:] = [prompt(group) for group in GROUP]
+    return {"prompt_ids": [row.tolist() for row in step.prompts]}
+
+
+def of_weights(versions=(lambda n: n, lambda n: n), rounds=lambda logits, n: logits, size=0.1, **ages):
+    """Passes with the weights of the step `ages[name](number)`, and the versions of the engine and the trainer."""
+    ages = {"rollout": lambda n: n, "train": lambda n: n} | ages
+
+    def passes(recorder, batch, step, number):
+        declared = dict(zip(("rollout", "train"), versions, strict=True))
+        for name, age in ages.items():
+            if number == 1 and name == "teacher":
+                recorder.add_contract("teacher", {"engine": "vllm"})
+            logits = moved(moved(table(), 3, size * (age(number) - 1)), 4, 1e-5 * (name != "train"))
+            rows = step.scored(rounds(logits, number))
+            version = declared[name](number) if name in declared else None
+            recorder.add_scores(name, batch, logprobs=rows, policy_version=version)
+
+    return {"passes": passes, "columns": again, "reward": graded, "steps": 16, "longest": 30}
+
+
+def initial(number):
+    return 1
+
+
+def rounded(logits, number):
+    """Rounded otherwise at each step, as in batches of other shapes."""
+    noise = np.random.default_rng(number).normal(0, 2.0**-9, logits.shape)
+    return (logits * (1 + noise)).astype(np.float32)
+
+
+def drained(number):
+    """An engine up to two steps ahead, until the trainer uses up its last batches."""
+    return min(number - number % 3, 12)
+
+
+WEIGHTS = {
+    "the reference is the policy": (of_weights(reference=lambda n: n), "reference_changes", 3, "it is the policy itself"),
+    "the reference follows the policy": (
+        of_weights(reference=lambda n: max(n - 4, 1)), "reference_changes", 7, "updated, or loaded anew",
+    ),
+    "the reference is loaded anew": (of_weights(reference=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
+    "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
+    "no version grows": (of_weights((initial, initial)), "versions_wrong", 3, "train gives"),
+    "the engine's version does not grow": (of_weights((initial, lambda n: n)), "versions_wrong", 3, "rollout gives"),
+    "the engine's version is three too low": (
+        of_weights((lambda n: n - 3, lambda n: n)), "versions_wrong", None, "rollout gives",
+    ),
+    "the engine is never updated": (
+        of_weights((initial, lambda n: n), rollout=initial), "engine_never_updated", 2, "policy version 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_are_not_as_recorded_show_in_prompts_that_come_again(tmp_path, kind):
+    run, code, since, text = WEIGHTS[kind]
+    checked = check(write(tmp_path / "trace", **run))
+    (found,) = checked.data
+    assert (found.code, found.is_notice, checked.is_valid) == (code, True, True)
+    assert text in data_text(found)
+    assert since is None or abs(found.since - since) <= 1
+    assert (checked.findings[0].signal == "policy_versions") == (code == "engine_never_updated")
+
+
+UNMOVED = {
+    "a fixed reference and teacher": of_weights(reference=initial, teacher=initial),
+    "rounding in each batch": of_weights(reference=initial, teacher=initial, rounds=rounded),
+    "a reference that is replaced as declared": of_weights(reference=lambda n: n)
+    | {"hyperparameters": {"ref_model_sync_steps": 4, "sync_ref_model": True}},
+    "weights that do not move": of_weights((lambda n: 0, lambda n: 0), size=0.0),
+    "a rate of almost 0": of_weights((lambda n: 0, lambda n: 0), size=1e-4, reference=lambda n: n),
+    "other images in equal prompts": of_weights((initial, initial), reference=lambda n: n)
+    | {"columns": partial(again, prompt=lambda group: np.full(20, group))},
+    "an engine updated every four steps": of_weights((lambda n: n - n % 4, lambda n: n), rollout=lambda n: n - n % 4),
+    "the last batches of an engine": of_weights((drained, lambda n: n), rollout=drained),
+}
+
+
+@pytest.mark.parametrize("kind", UNMOVED)
+def test_weights_as_recorded_are_no_finding(tmp_path, kind):
+    checked = check(write(tmp_path / "trace", **UNMOVED[kind]))
+    assert (checked.is_valid, checked.data) == (True, ())
+
+
+def test_an_engine_that_is_no_longer_updated_is_not_excused_by_its_versions(tmp_path):
+    stopped = partial(min, 7)
+    checked = check(write(tmp_path / "trace", **of_weights((stopped, lambda n: n), rollout=stopped)))
+    first = checked.findings[0]
+    assert (checked.is_valid, first.signal, first.broken, first.numbers["since"]) == (False, "stopped", "engine", 7)
+
+
+def of_loss(change, version=lambda n: n):
+    def passes(recorder, batch, step, number):
+        for name, rows in (("rollout", in_float32(step, number)), ("train", step.scored())):
+            recorder.add_scores(name, batch, logprobs=rows, policy_version=number)
+        recorder.add_scores("current", batch, logprobs=change(step, number), policy_version=version(number))
+
+    return {"passes": passes, "longest": 30, "reward": graded, "columns": lambda step, n: {"temperature": 0.7}}
+
+
+def noisy(step, number):
+    """Logprobs of a forward with dropout."""
+    draw = np.random.default_rng(number)
+    return [
+        np.minimum(row + draw.normal(0, 0.5, len(row)) * np.minimum(-row, 1), 0).astype(np.float32)
+        for row in step.scored()
+    ]
+
+
+def in_batches(step, number):
+    """Logprobs of four batches, with an update after each."""
+    rows = [step.scored(moved(step.logits, number, 0.1 * part)) for part in range(4)]
+    return [rows[at % 4][at] for at in range(len(step.responses))]
+
+
+LOSS_PASS = {
+    "a temperature": (of_loss(lambda step, n: step.scored(step.logits * 0.7)), [("temperature on one side only", False)]),
+    "a filter": (
+        of_loss(lambda step, n: [np.minimum(row + 0.3, 0) for row in step.scored()]), [("softmax covers fewer tokens", False)],
+    ),
+    "dropout": (of_loss(noisy), [("random noise", True)]),
+    "updates": (of_loss(in_batches), []),
+    "newer weights": (of_loss(lambda step, n: step.scored(step.logits * 1.2), lambda n: n + 1), []),
+    "rounding": (of_loss(in_float32), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSS_PASS)
+def test_the_loss_computes_its_logprobs_as_the_trainer_does(tmp_path, kind):
+    run, expected = LOSS_PASS[kind]
+    found = [one for one in findings(write(tmp_path / "trace", **run)) if one.code == "reference_apart"]
+    assert [(one.title.partition(": ")[2], one.is_notice) for one in found] == [
+        (one.title.partition(": ")[2], is_notice)
+        for one, (title, is_notice) in zip(found, expected, strict=True)
+        if title in one.title
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_teacher_is_checked_like_a_reference(tmp_path, lag):
+    def passes(recorder, batch, step, number):
+        if number == 1:
+            recorder.add_contract("teacher", {"engine": "vllm"})
+        other_pass("teacher", later(lag, 1))(recorder, batch, step, number)
+
+    found = findings(write(tmp_path / "trace", passes=passes))
+    assert [one.title for one in found] == ["the teacher pass does not match train: shifted by 1 token"] * lag
