@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ...schemas.loss import read_loss
 from ...schemas.passes import CURRENT, REFERENCE, REPLAY_PREFIX, ROLLOUT, TRAIN
+from ...schemas.steps import ALL_STEPS
 from ...schemas.tables import SAMPLING
 from ..trace.columns import attempts, scored_passes
 from ..trace.database import Database
@@ -40,7 +41,7 @@ from .advantages import (
 from .faults import evidence_text
 from .faults.kinds import BY_TIME, MIN_STOPPED
 from .faults.misplaced import LAGS, MIN_OFF_NATS, REALIGNED_SHARE, find_placement
-from .faults.sampling import MAX_LEFT, TEMPERATURE, find_one_sided, find_temperature
+from .faults.sampling import MAX_LEFT, TEMPERATURE, find_one_sided, find_temperature, unapplied_setting
 from .features import FEW, means, movement, not_repeatable, pearson, repeats, wrong_versions
 from .finding import DataFinding
 from .pair_data import PairData, allowed_noise, level, logit_error
@@ -723,19 +724,20 @@ def _other_computation(run: DataRows, data: PairData) -> Iterator[DataFinding]:
     exact = (each for each in (*find_temperature(data), *find_one_sided(data)) if (each.left or 0.0) < MAX_LEFT)
     best = max(exact, key=lambda each: each.gain, default=None)
     off = means(logit_error(data), data.seq, data.sample.num_sequences)
+    is_whole = np.isin(run.rows["step"], data.sample.steps).sum() == len(off)  # a step's first batch is inspected
     if best is not None and best.gain > PLACE_NATS:
         what, text = best.finding.title, evidence_text(best.finding)
-    elif np.nanmin(off) > allowed_noise(data) and len(off) == len(run.at) and not_repeatable(data) == "b":
+    elif np.nanmin(off) > allowed_noise(data) and is_whole and not_repeatable(data) == "b":
         what = "random noise"
         text = f"its logprobs of the same token with the same prefix differ within a step by {repeats(data).b:.2g} nats (rms, in the logit), those of train by {repeats(data).a:.2g}, so a random operation, such as dropout, is active in the loss's forward"
     else:
         return
-    is_certain = best is not None and not np.ma.getmaskarray(data.sample.a.versions - data.sample.b.versions).any()
+    is_certain = best is not None and not (data.sample.a.versions - data.sample.b.versions).filled(1).any()
     numbers: dict[str, Any] = {"when": "", "explanation": f"because {text}", "size": float(np.abs(data.d).mean())}
     yield from run.find("reference_apart", run.at >= 0, name=CURRENT, what=what, notice=not is_certain, **numbers)
 
 
-_SYNCED = r"(sync|update|reset|refresh|replace)_?ref|ref\w*[_./](\w*_)?(sync|update|reset|ema|mixup|refresh)|tr_?dpo|ema|teacher\w*(update|sync)"
+_SYNCED = r"(sync|update|reset|refresh|replace)_?ref|ref\w*[_./](\w*_)?(update|reset|ema|refresh)|tr_?dpo|teacher\w*(update|sync|ema)"
 
 
 def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[DataFinding]:
@@ -743,31 +745,31 @@ def _changing_weights(run: DataRows, name: str, data: PairData) -> Iterator[Data
     found = movement(data.sample, np.flatnonzero(data.keep), data.b, allowed_noise(data))
     if found is None or run.setting(_SYNCED, r"^(?!(false|none|null|no|off|0(\.0)?|-1)?$)"):
         return
-    steps = data.sample.steps[data.seq]
-    since = found.since if np.median(logit_error(data)[steps >= found.since]) < found.size / 3 else None
+    steps, known = data.sample.steps[data.seq], np.unique(data.sample.steps)
     text = "so it is updated, or loaded anew, during the run"
-    if since is not None:
+    if np.median(logit_error(data)[steps >= found.since]) < found.size / 10:
         text = "and it equals train there up to rounding, so it is the policy itself, and the KL to it vanishes"
     numbers: dict[str, Any] = {"num_tokens": found.tokens, "size": found.size, "explanation": text}
-    known = np.unique(steps)
     yield from run.find("reference_changes", known >= found.since, known, name=name, notice=True, **numbers)
 
 
 def _versions(run: DataRows) -> Iterator[DataFinding]:
-    """Find policy versions that are not those of the weights, and an engine that is never updated."""
+    """Find versions that are not those of the weights, an engine without updates, and sampling settings not applied."""
     if run.sample is None or (run.sample.a.name, run.sample.b.name) != (TRAIN, ROLLOUT):
         return
     data = _pair_data(run.database, run.sample)
+    if text := unapplied_setting(data):
+        yield from run.find("sampling_contradicts", run.at >= 0, notice=True, explanation=text)
     if found := wrong_versions(data):
-        side, moved = found
+        (side, moved), known = found, np.unique(run.sample.steps)
         numbers: dict[str, Any] = {"num_tokens": moved.tokens, "size": moved.size, "name": data.names[side]}
-        known = np.unique(run.sample.steps)
         yield from run.find("versions_wrong", known >= moved.since, known, notice=True, **numbers)
         return
-    behind, versions = data.updates_behind, (run.sample.a.versions.compressed(), run.sample.b.versions.compressed())
-    if all(map(len, versions)) and np.ptp(versions[1]) == 0 and np.ptp(versions[0]) >= MIN_STOPPED:
-        numbers = {"version": int(versions[1][0]), "latest": int(versions[0].max())}
-        yield from run.find("engine_never_updated", behind > 0, sample=run.sample, notice=True, **numbers)
+    trainer, engine = (side.versions.compressed() for side in (run.sample.a, run.sample.b))
+    is_whole = run.database.steps == ALL_STEPS and min(len(trainer), len(engine))
+    if is_whole and np.ptp(engine) == 0 and np.ptp(trainer) >= MIN_STOPPED:
+        numbers, behind = {"version": int(engine[0]), "latest": int(trainer.max())}, data.updates_behind > 0
+        yield from run.find("engine_never_updated", behind, sample=run.sample, notice=True, **numbers)
 
 
 _WEIGHTS = "so the reference's weights are not the initial policy's, for example because an adapter is missing, or it reads other inputs, such as prompts without their images"

@@ -255,66 +255,50 @@ class Movement(NamedTuple):
 
 
 def movement(
-    sample: Sample, at: np.ndarray, logprobs: np.ndarray, least: float, versions: np.ndarray | None = None
+    sample: Sample, at: np.ndarray, logprobs: np.ndarray, least: float, versions: np.ndarray | int = 0
 ) -> Movement | None:
     """Return how far the weights move that give the tokens `at` ([K] indices) their `logprobs` [K]: by how much these
     change from step to step for the same token, prefix and, if given, policy version ([K]).
 
     None if the change is at most `least` nats or not clearly larger than within a step, if fewer than MIN_REPEATS tokens
-    repeat, or if prompts contain an image's placeholders, because equal ids may then stand for different images.
+    repeat, or if a prompt repeats an id 16 times, as placeholders do, because equal ids may then stand for different images.
     """
     if not len(at):
         return None
-    seq = sample.seq[at]
-    same = [
-        sample.token_keys[at],
-        np.nan_to_num(sample.settings["temperature"])[seq],
-        *([] if versions is None else [versions]),
-    ]
+    seq, heat = sample.seq[at], np.nan_to_num(sample.settings["temperature"])
+    same = [sample.token_keys[at], heat[seq], np.broadcast_to(versions, len(at))]
     order = np.lexsort((sample.steps[seq], *same))
     steps, odds, is_clear = sample.steps[seq][order], log_odds(logprobs)[order], logprobs[order] < np.log(0.95)
     is_first = np.r_[True, np.logical_or.reduce([each[order][1:] != each[order][:-1] for each in same])]
     before = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
     change = np.where(is_clear & is_clear[before], np.abs(odds - odds[before]), np.nan)
-    later, known = steps > steps[before], np.isfinite(change)
-    twins = change[known & ~later & ~is_first]
-    least = max(least, 3 * float(np.median(twins)) if len(twins) else 0.0)
-    later &= known & np.r_[True, (steps[1:] != steps[:-1]) | is_first[1:]]  # once per step
+    later, is_new = steps > steps[before], is_first | np.r_[True, steps[1:] != steps[:-1]]  # once per step
+    if len(twins := change[~later & ~is_first & np.isfinite(change)]):
+        least = max(least, 3 * float(np.median(twins)))
+    later &= is_new & np.isfinite(change)
     for since in np.unique(steps[later]):
         now, moved = change[later & (steps == since)], change[later & (steps >= since) & (steps[before] < since)]
         if len(now) >= 5 and len(moved) >= MIN_REPEATS and min(np.median(now), np.median(moved)) > least:
             prompts = [np.array(sample.prompts[row] or []) for row in np.unique(seq)]
-            if any(run_lengths(prompt, np.zeros(len(prompt))).max(initial=0) >= _PLACEHOLDERS for prompt in prompts):
-                return None
-            return Movement(int(since), len(moved), float(np.median(moved)))
+            is_image = any(run_lengths(each, np.zeros(len(each))).max(initial=0) >= 16 for each in prompts)
+            return None if is_image else Movement(int(since), len(moved), float(np.median(moved)))
     return None
-
-
-_PLACEHOLDERS = 16
-"""Minimum number of consecutive equal ids that may stand for an image."""
 
 
 @once
 def wrong_versions(data: PairData) -> tuple[str, Movement] | None:
-    """Return the side, `a` or `b`, whose recorded policy version is not that of the weights, because equal versions give
-    the same tokens with the same prefix different logprobs at different steps. None if the versions may be right."""
-    sides, at, least = (data.sample.a, data.sample.b), np.flatnonzero(data.keep), allowed_noise(data)
-    known = [(~np.ma.getmaskarray(side.versions))[data.seq] for side in sides]
-    versions = [side.versions.filled(-1)[data.seq] for side in sides]
-    own = [
-        movement(data.sample, at[k], x[k], least, v[k])
-        for k, x, v in zip(known, (data.a, data.b), versions, strict=True)
-    ]
-    if found := next((pair for pair in zip("ab", own, strict=True) if pair[1]), None):
-        return found
-    # The passes agree although their versions differ: pass b has the weights of another version than it records.
-    older = data.updates_behind[data.seq] != 0
-    values = [np.concatenate([each[0][known[0]], each[1][known[1]]]) for each in ((at, at), (data.a, data.b), versions)]
-    error = float(np.median(logit_error(data)[older])) if older.any() else np.inf
-    found_both = (
-        movement(data.sample, values[0], values[1], max(least, 3 * error), values[2]) if error < least else None
-    )
-    return ("b", found_both) if found_both else None
+    """Return the side, `a` or `b`, whose policy version is not that of its weights: the passes agree, but the same token,
+    prefix and version have other logprobs at other steps, in one pass or between the two. None if there is none."""
+    if not data.num_kept or np.median(logit_error(data)) > allowed_noise(data):
+        return None
+    at, values = np.flatnonzero(data.keep), {"a": data.a, "b": data.b}
+    recorded = {side: getattr(data.sample, side).versions.filled(-1)[data.seq] for side in values}
+    for sides in ("a", "b", "ab"):
+        versions, logprobs = (np.concatenate([each[side] for side in sides]) for each in (recorded, values))
+        known, tokens = versions >= 0, np.tile(at, len(sides))
+        if found := movement(data.sample, tokens[known], logprobs[known], allowed_noise(data), versions[known]):
+            return sides[-1], found
+    return None
 
 
 def not_repeatable(data: PairData) -> str | None:

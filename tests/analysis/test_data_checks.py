@@ -763,13 +763,15 @@ def test_entropies_of_logprobs_that_ignore_the_temperature_too_belong_to_them(tm
 
     given = at_temperature(temperature, 1.0) | {"passes": passes}
     path = write(tmp_path / "run", **given)
-    assert findings(path) == ()
+    assert [each.code for each in findings(path)] == ["sampling_contradicts"] * (temperature < 1)
     assert ("penalty" in {each.code for each in check(path).findings}) == (temperature > 1)
 
 
 def test_entropies_of_samples_with_a_filter_that_is_not_recorded_are_no_fault(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "sample", partial(sample, process=lambda rows: top_p(rows, 0.85)))
-    assert findings(write(tmp_path / "run", **at_temperature(0.7, 0.7))) == ()
+    (found,) = findings(write(tmp_path / "run", **at_temperature(0.7, 0.7)))
+    assert (found.code, found.is_notice) == ("sampling_contradicts", True)
+    assert "or a filter that is not recorded" in data_text(found)
     assert findings(write(tmp_path / "other", **at_temperature(0.7, 0.7, min_p=0.1))) == ()
 
 
@@ -1817,6 +1819,44 @@ def test_groups_of_one_row_are_named_where_advantages_are_constant(tmp_path):
     assert "each of which contains a single row" in data_text(found)
 
 
+def sampled_with(process, sharpness=2.5, given=lambda logits: logits, **recorded):
+    """Rows that are sampled from processed logits. The passes have those that `given` returns."""
+
+    def columns(step, number):
+        drawn = sample(
+            table(sharpness=sharpness), number, groups=GROUPS, in_group=IN_GROUP, longest=30, process=process
+        )
+        step.prompts[:], step.responses[:], step.logits = drawn.prompts, drawn.responses, given(drawn.logits)
+        rows = {"prompt_ids": drawn.prompts, "response_ids": drawn.responses}
+        return {name: [row.tolist() for row in each] for name, each in rows.items()} | recorded
+
+    return {"columns": columns, "longest": 30}
+
+
+SAMPLING = {
+    "no temperature": (sampled_with(lambda rows: rows / 0.7, temperature=0.7), "temperature = 0.7 is recorded"),
+    "nearly greedy": (sampled_with(lambda rows: rows * 8, temperature=1.0), "a lower one, or a filter"),
+    "no filter": (sampled_with(lambda rows: rows, 5.0, temperature=1.0, top_p=0.5), "top_p = 0.5 is recorded"),
+    "a temperature": (
+        sampled_with(lambda rows: rows / 0.7, given=lambda rows: rows / np.float32(0.7), temperature=0.7), "",
+    ),
+    "a filter": (sampled_with(partial(top_p, mass=0.5), 5.0, temperature=1.0, top_p=0.5), ""),
+    "renormalised after a filter": (
+        sampled_with(partial(top_p, mass=0.5), 5.0, partial(top_p, mass=0.5), temperature=1.0, top_p=0.5), "",
+    ),
+    "a wide filter": (sampled_with(partial(top_p, mass=0.95), 5.0, temperature=1.0, top_p=0.95), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_recorded_sampling_settings_show_in_the_samples(tmp_path, kind):
+    run, text = SAMPLING[kind]
+    checked = check(write(tmp_path / "trace", **run))
+    found = [one for one in checked.data if one.code == "sampling_contradicts"]
+    assert (checked.is_valid, [one.is_notice for one in found]) == (True, [True] * bool(text))
+    assert all(text in data_text(one) for one in found)
+
+
 # --- Weights of the passes, seen in prompts that come again
 
 
@@ -1860,7 +1900,8 @@ def drained(number):
 WEIGHTS = {
     "the reference is the policy": (of_weights(reference=lambda n: n), "reference_changes", 3, "it is the policy itself"),
     "the reference follows the policy": (
-        of_weights(reference=lambda n: max(n - 4, 1)), "reference_changes", 7, "updated, or loaded anew",
+        of_weights(reference=lambda n: max(n - 4, 1)) | {"hyperparameters": {"sync_ref_model": False, "ref_model_sync_steps": 512}},
+        "reference_changes", 7, "updated, or loaded anew",
     ),
     "the reference is loaded anew": (of_weights(reference=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),
     "the teacher changes": (of_weights(teacher=lambda n: 1 + 4 * (n > 5)), "reference_changes", 6, "loaded anew"),

@@ -165,20 +165,19 @@ def _stopped(data: PairData) -> dict[str, Any]:
     An engine that is updated every few steps, or ahead of a trainer that uses up its last batches, was as far behind
     before: the last lag must be three times the largest earlier one, and the mismatch must have grown as well.
     """
-    sample = data.sample
-    known, step_of = ~np.ma.getmaskarray(sample.a.versions - sample.b.versions), sample.steps
-    steps = np.unique(step_of[known])
-    newest = np.array([sample.b.versions[known & (step_of == step)].max() for step in steps])
-    lag = np.array([data.updates_behind[known & (step_of == step)].min() for step in steps])
-    since = int(steps[np.argmax(newest == newest[-1])])
+    trainer, engine = (side.versions.filled(-1) for side in (data.sample.a, data.sample.b))
+    known = np.minimum(trainer, engine) >= 0
+    steps = np.unique(data.sample.steps[known])
+    rows = [known & (data.sample.steps == step) for step in steps]
+    newest, latest = (np.array([each[row].max() for row in rows]) for each in (engine, trainer))
+    lag, since = latest - newest, int(steps[np.argmax(newest == newest[-1])])
     before, later = steps < since, data.sample.steps[data.seq] >= since
     if not before.any() or steps[-1] - since < MIN_STOPPED or data.rms(later) < 3 * data.rms(~later):
         return {}
     if data.names["b"] != ROLLOUT or lag[-1] < max(MIN_STOPPED, 3 * lag[before].max()):
         return {}
-    latest = int(sample.a.versions.max())
-    shown = {"version": int(newest[-1]), "latest": latest, "before": int(max(lag[before].max(), 0)), "since": since}
-    return {"cause": "stopped", "side": ROLLOUT, "other": data.names["a"], **shown}
+    shown = {"version": int(newest[-1]), "latest": int(latest[-1]), "before": int(max(lag[before].max(), 0))}
+    return {"cause": "stopped", "side": ROLLOUT, "other": data.names["a"], "since": since, **shown}
 
 
 def find_quantisation(data: PairData) -> list[Finding]:

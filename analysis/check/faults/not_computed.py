@@ -204,14 +204,12 @@ def _missing(
 
 
 def _shifted_mask(
-    data: PairData, side: PassSample, finding: Finding, placeholder: np.ndarray | None = None
+    data: PairData, side: PassSample, finding: Finding, filler: np.ndarray | None = None
 ) -> Finding | None:
-    """Return a finding if the loss mask is inverted or shifted: as many tokens are wrongly left out as included.
-
-    Tokens without a logprob are those with the `placeholder` ([N] bool), if given.
-    """
+    """Return a finding if the loss mask is inverted or shifted: as many tokens are wrongly left out as included. If given,
+    `filler` ([N] bool) marks the tokens without a logprob."""
     sample = data.sample
-    has, place = np.isfinite(side.logprobs) if placeholder is None else ~placeholder, np.arange(len(sample.mask))
+    has, place = np.isfinite(side.logprobs) if filler is None else ~filler, np.arange(len(sample.mask))
     wrong = (sample.mask & ~has, has & ~sample.mask)
     lost, out = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in wrong)
     num, num_out = int(lost.sum()), int(out[lost > 0].sum())
@@ -229,10 +227,9 @@ def _shifted_mask(
     else:
         tried = sorted(range(-_MOST_LATE, _MOST_LATE + 1), key=abs)[1:]
         numbers["num_late"] = next((late for late in tried if fits(late)), 0)
-    # A placeholder at a row's first token and a masked end token look like a shift, but then it is at no masked token.
-    if placeholder is not None and not (
-        numbers.get("cause") or (numbers["num_late"] and has[~sample.mask].mean() < 0.9)
-    ):
+    # Filler at a row's first token and a masked end token look like a shift, but then it is at no masked token.
+    is_shifted = numbers.get("num_late") and has[~sample.mask].mean() < 0.9
+    if filler is not None and not (is_shifted or "cause" in numbers):
         return None
     return _of_no_value(SHIFTED_MASK, data, "shifted_mask", finding.share, finding.next, numbers)
 
